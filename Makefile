@@ -1,0 +1,36 @@
+# `make demo` and `make test` start from nothing but Python 3.11+ and git: they make .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-dev
+# Also holds inside pip's isolated build environments, so that nothing pulls another torch.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench clean help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED) ## do the main job once on generated data, and say what was done
+	$(BIN)/python -m recipes.demo
+
+test: $(INSTALLED) lint ## lint, type-check and run every test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## measure against the peers, in one run, as ratios
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""Time, memory and tables, the same for every benchmark.
+
+Each case runs in a process of its own, so that its peak memory is its own; all cases of a table run one after the
+other in one go, so that their ratios mean something on a shared, noisy machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def resident_megabytes() -> float:
+    """Memory this process holds for itself: anonymous pages, not the shared pages of mapped files."""
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["RssAnon"].split()[0]) / 1024
+
+
+def private_megabytes() -> float:
+    """Dirty private pages: what every further process that does the same would cost again."""
+    with open("/proc/self/smaps_rollup") as rollup:
+        return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_Dirty")) / 1024
+
+
+def peak_megabytes() -> float:
+    """The most memory this process has ever had resident, mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds one call takes."""
+    gc.collect()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def in_own_process(case: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """Run a case in a fresh process and return what it measured."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(case, arguments)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table, its columns lined up."""
+    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
+    print(f"\n## {title}\n")
+    for number, row in enumerate([header, *rows]):
+        cells = [
+            str(cell).ljust(width) if column == 0 else str(cell).rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("| " + " | ".join(cells) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")

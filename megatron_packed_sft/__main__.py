@@ -1,0 +1,7 @@
+"""`python -m megatron_packed_sft` is `packed-sft`."""
+
+import sys
+
+from megatron_packed_sft.cli import main
+
+sys.exit(main())

@@ -1,0 +1,176 @@
+"""`packed-sft`: the command line. Exit codes: 0 all well, 1 something is wrong with the data, 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from megatron_packed_sft._version import __version__
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+
+_EPILOG = """examples:
+  packed-sft validate my_dataset
+  packed-sft validate my_dataset/train/shard_000000 --level structure --json
+  packed-sft convert training_4096.npy shards/shard_000000
+  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
+  packed-sft convert my_dataset legacy_files --to legacy
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Example:
+        >>> main(["validate", "my_dataset"])  # doctest: +SKIP
+        0
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except PackedSFTError as error:
+        print(f"packed-sft: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidInputError) else 1
+    except KeyboardInterrupt:
+        print("packed-sft: interrupted; nothing was published", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="packed-sft",
+        description="Packed SFT data for Megatron-style training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"packed-sft {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    validate = commands.add_parser(
+        "validate",
+        help="check a shard or a dataset: checksums, structure, every row",
+        description="Check a shard, a dataset directory or a directory of shards. Exit code 0: sound, 1: not.",
+        epilog="example:\n  packed-sft validate my_dataset --level full --json > report.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    validate.add_argument("path", help="a shard, a dataset directory, or a directory of shards")
+    validate.add_argument(
+        "--level",
+        choices=("structure", "full"),
+        default="full",
+        help="structure: manifests, sizes and headers; full: also every byte and every row (default: full)",
+    )
+    validate.add_argument("--max-findings", type=int, default=100, metavar="N", help="print that many (default: 100)")
+    validate.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_quiet(validate)
+    validate.set_defaults(run=_validate)
+
+    convert = commands.add_parser(
+        "convert",
+        help="legacy .npy or Parquet to memmap_v1, and memmap_v1 to legacy .npy",
+        description="Convert packed data between storages. Rows stay equal, token by token. One file becomes one "
+        "shard; several become a dataset directory, published together or not at all.",
+        epilog="examples:\n  packed-sft convert training_4096.npy shards/shard_000000\n"
+        "  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096\n"
+        "  packed-sft convert my_dataset legacy_files --to legacy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    convert.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help=".npy or Parquet files, shards, datasets, directories, globs"
+    )
+    convert.add_argument("target", metavar="TARGET", help="the shard, file or directory to publish")
+    convert.add_argument(
+        "--to", choices=("memmap_v1", "legacy", "legacy_npy_pickle"), default="memmap_v1", help="default: memmap_v1"
+    )
+    convert.add_argument("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest row)")
+    convert.add_argument(
+        "--overlong",
+        choices=("grow", "error"),
+        default="grow",
+        help="rows longer than --pack-size widen the shards, or are an error (default: grow)",
+    )
+    convert.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
+    convert.add_argument("--pad-id", type=int, default=0, metavar="ID", help="fills the rows (default: 0)")
+    convert.add_argument("--split", default="train", help="split for the shards of several files (default: train)")
+    convert.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
+    convert.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_quiet(convert)
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+
+
+def _wants_progress(arguments: argparse.Namespace) -> bool:
+    return not arguments.quiet and not arguments.json and sys.stderr.isatty()
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.storage.validate import validate
+
+    report = validate(
+        arguments.path,
+        level=arguments.level,
+        max_findings=arguments.max_findings,
+        progress=_wants_progress(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return 0 if report.ok else 1
+    for finding in report.findings:
+        print(finding)
+    hidden = report.num_findings - len(report.findings)
+    if hidden:
+        print(f"... and {hidden:,} more findings")
+    if not arguments.quiet:
+        for note in report.notes:
+            print(f"note: {note}")
+        verdict = "sound" if report.ok else f"{report.num_findings:,} findings"
+        counts = f"{report.num_shards:,} shards, {report.num_bins:,} bins, {report.num_bytes:,} bytes"
+        if report.level == "full":
+            counts += f", {report.num_tokens:,} tokens, {report.num_loss_tokens:,} trained"
+        print(f"{report.path}: {verdict} ({report.level}: {counts})")
+    return 0 if report.ok else 1
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.storage.convert import convert
+
+    report = convert(
+        arguments.sources,
+        arguments.target,
+        to=arguments.to,
+        pack_size=arguments.pack_size,
+        overlong=arguments.overlong,
+        vocab_size=arguments.vocab_size,
+        pad_id=arguments.pad_id,
+        split=arguments.split,
+        overwrite=arguments.overwrite,
+        progress=_wants_progress(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+    elif not arguments.quiet:
+        print(
+            f"{report.target}: {report.num_files:,} files, {report.num_bins:,} bins, {report.num_tokens:,} tokens, "
+            f"pack size {report.pack_size:,}, {report.packed_storage}"
+        )
+        if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
+            print(
+                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest row"
+            )
+        if report.num_cleared_masks:
+            print(
+                f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
+                "they predict nothing and no collate reads them"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What goes into a shard and comes out of it: one packed bin, or a block of many, and the rules both obey.
+
+    bin 0   input_ids   11 12 13 14 15 | 21 22 23 |  0  0     three dots of padding are not part of the bin
+            loss_mask    0  1  1  1  0 |  1  1  0 |  0  0     next-token aligned: 0 at each sequence's last token
+            starts       0               5                    packed_len 8
+
+A block is the padded form of several consecutive bins: exactly the bytes of the shard's two large arrays, plus the
+lengths and the CSR of starts. Writers take blocks and readers give them, so whole shards move without a Python loop
+per bin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError
+
+IntArray = npt.NDArray[np.integer[Any]]
+
+
+class PackedBin(NamedTuple):
+    """One packed bin without its padding.
+
+    Example:
+        >>> import numpy as np
+        >>> PackedBin(np.array([5, 6, 7]), np.array([1, 1, 0]), np.array([0])).num_sequences
+        1
+    """
+
+    input_ids: IntArray
+    loss_mask: npt.NDArray[np.uint8]
+    seq_start_id: npt.NDArray[np.uint32]
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the bin holds."""
+        return len(self.seq_start_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BinBlock:
+    """Consecutive bins in padded form; see the drawing at the top of this module.
+
+    `seq_offsets` has one entry more than there are bins. It may be a slice of a larger CSR: the starts of bin i are
+    `seq_starts[seq_offsets[i] - seq_offsets[0] : seq_offsets[i + 1] - seq_offsets[0]]`.
+
+    Example:
+        >>> import numpy as np
+        >>> block = BinBlock(
+        ...     input_ids=np.array([[5, 6, 7, 0]], np.int32), loss_mask=np.array([[1, 1, 0, 0]], np.uint8),
+        ...     packed_len=np.array([3], np.uint32), seq_offsets=np.array([0, 1], np.uint32),
+        ...     seq_starts=np.array([0], np.uint32))
+        >>> block[0].input_ids.tolist()
+        [5, 6, 7]
+    """
+
+    input_ids: IntArray
+    loss_mask: npt.NDArray[np.uint8]
+    packed_len: npt.NDArray[np.uint32]
+    seq_offsets: npt.NDArray[np.uint32]
+    seq_starts: npt.NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.packed_len)
+
+    def __getitem__(self, index: int) -> PackedBin:
+        if not 0 <= index < len(self):
+            raise IndexError(f"bin {index} of a block of {len(self)}")
+        length = int(self.packed_len[index])
+        first = int(self.seq_offsets[index]) - int(self.seq_offsets[0])
+        last = int(self.seq_offsets[index + 1]) - int(self.seq_offsets[0])
+        return PackedBin(self.input_ids[index, :length], self.loss_mask[index, :length], self.seq_starts[first:last])
+
+
+class BlockTotals(NamedTuple):
+    """What a block adds to its shard's manifest."""
+
+    num_tokens: int
+    num_loss_tokens: int
+    max_seqs_per_bin: int
+    max_seq_len: int
+    min_packed_len: int
+
+
+class Violation(NamedTuple):
+    """The first broken invariant of one row, in words."""
+
+    row: int
+    field: str
+    message: str
+
+
+def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> tuple[list[Violation], BlockTotals]:
+    """Check every invariant of every bin; return the violations (at most one per bin) and the sums over sound bins.
+
+    Args:
+        block: the bins, with ids as `<u2` or `<i4`, mask as `|u1` and indices as `<u4`.
+        vocab_size: ids must be below it.
+        pad_id: the value every padding cell must hold, or None when it is not known.
+
+    Example:
+        >>> find_violations(block, vocab_size=100, pad_id=0)[0]  # doctest: +SKIP
+        [Violation(row=3, field='loss_mask', message='is 2 at position 17, not 0 or 1')]
+    """
+    from megatron_packed_sft.storage import kernels
+
+    num_rows, width = block.input_ids.shape
+    codes = np.zeros(num_rows, np.uint8)
+    positions = np.zeros(num_rows, np.int64)
+    totals = np.zeros(kernels.NUM_TOTALS, np.int64)
+    totals[kernels.MIN_PACKED_LENGTH] = width
+    num_bad = kernels.check_rows(
+        block.input_ids.view(f"<u{block.input_ids.dtype.itemsize}"),
+        block.loss_mask,
+        block.packed_len,
+        block.seq_offsets,
+        block.seq_starts,
+        np.uint64(vocab_size),
+        np.int64(-1 if pad_id is None else pad_id),
+        codes,
+        positions,
+        totals,
+    )
+    violations = []
+    if num_bad:
+        for row in np.flatnonzero(codes).tolist():
+            violations.append(_describe(block, row, int(codes[row]), int(positions[row]), width, vocab_size, pad_id))
+    return violations, BlockTotals(*totals.tolist())
+
+
+def _describe(
+    block: BinBlock, row: int, code: int, position: int, width: int, vocab_size: int, pad_id: int | None
+) -> Violation:
+    from megatron_packed_sft.storage import kernels
+
+    if code == kernels.BAD_LENGTH:
+        return Violation(row, "packed_len", f"is {position}, not in 1..{width}")
+    if code == kernels.BAD_OFFSETS:
+        return Violation(row, "seq_offsets", f"give it {position} sequences, or point outside seq_starts")
+    if code == kernels.FIRST_START_NOT_ZERO:
+        return Violation(row, "seq_starts", f"begin with {position}, not 0")
+    if code == kernels.STARTS_NOT_INCREASING:
+        return Violation(row, "seq_starts", f"do not increase at entry {position}")
+    if code == kernels.START_BEYOND_LENGTH:
+        return Violation(row, "seq_starts", f"entry {position} is not below its length {int(block.packed_len[row])}")
+    if code == kernels.MASK_NOT_BINARY:
+        return Violation(
+            row, "loss_mask", f"is {int(block.loss_mask[row, position])} at position {position}, not 0 or 1"
+        )
+    if code == kernels.MASK_AT_SEQUENCE_END:
+        return Violation(
+            row,
+            "loss_mask",
+            f"is 1 at position {position}, the last token of a sequence, which predicts nothing: "
+            "the mask must be next-token aligned",
+        )
+    if code == kernels.ID_OUT_OF_RANGE:
+        value = int(block.input_ids[row, position])
+        return Violation(row, "input_ids", f"is {value} at position {position}, not in 0..{vocab_size - 1}")
+    if code == kernels.DIRTY_MASK_PADDING:
+        return Violation(row, "loss_mask", f"is not 0 in the padding, at position {position}")
+    value = int(block.input_ids[row, position])
+    return Violation(row, "input_ids", f"is {value} in the padding, at position {position}, not pad_id {pad_id}")
+
+
+def as_int_array(values: Any, name: str, ndim: int = 1) -> IntArray:
+    """Return `values` as an integer array of `ndim` dimensions, or say in one sentence why that cannot be.
+
+    Example:
+        >>> as_int_array([1, 2], "input_ids").tolist()
+        [1, 2]
+    """
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"{name} is not an array of integers ({error}); pass a list or a NumPy array") from None
+    if array.dtype == np.bool_:
+        array = array.view(np.uint8)
+    if array.ndim == ndim and array.size == 0 and not isinstance(values, np.ndarray):
+        array = array.astype(np.int64)  # NumPy gives an empty list a float dtype
+    if array.ndim != ndim or array.dtype.kind not in "iu":
+        raise InvalidInputError(
+            f"{name} has shape {array.shape} and type {array.dtype}; it must be a {ndim}-dimensional array of integers"
+        )
+    return array
+
+
+def cast_checked(array: IntArray, dtype: npt.DTypeLike, limit: int, name: str) -> npt.NDArray[Any]:
+    """Return `array` as a C-contiguous array of `dtype`; values outside 0..limit-1 are an error, never wrapped.
+
+    Example:
+        >>> import numpy as np
+        >>> cast_checked(np.array([1, 300]), "<u2", 65536, "input_ids").dtype.str
+        '<u2'
+    """
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= limit:
+            value = low if low < 0 else high
+            where = np.unravel_index(int(np.argmax(array == value)), array.shape)
+            place = ", ".join(str(int(index)) for index in where)
+            raise InvalidInputError(f"{name} is {value} at position {place}, not in 0..{limit - 1}")
+    return np.ascontiguousarray(array, dtype=dtype)

@@ -1,0 +1,108 @@
+"""Read-only file maps that cost no file descriptor, and a bounded pool of them.
+
+Python's own `mmap` keeps a duplicate of the descriptor for as long as the map lives: five per shard, which ends at
+about 200 shards under the usual limit of 1,024. Here the descriptor is closed at once; the map lives until the last
+array over it is gone. The kernel's own limit is 65,530 maps per process, so a pool keeps the number of mapped shards
+bounded: a shard that was not used lately is unmapped and mapped again when it is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_MAPPED_SHARDS = 1024
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_file(fd: int, size: int, *, random_access: bool = False) -> npt.NDArray[np.uint8]:
+    """Map the first `size` bytes of an open file, read-only; the descriptor may be closed afterwards.
+
+    Args:
+        fd: a regular file of at least `size` bytes (the caller has checked, or reading would be SIGBUS).
+        size: how many bytes, at least one.
+        random_access: tell the kernel not to read ahead (MADV_RANDOM): rows are picked in shuffled order.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryFile() as file:
+        ...     _ = file.write(b"abc"); file.flush()
+        ...     array = map_file(file.fileno(), 3)
+        >>> bytes(array)
+        b'abc'
+    """
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    buffer = (ctypes.c_ubyte * size).from_address(address)
+    # At interpreter exit the kernel unmaps; running it from atexit could pull pages from under a live array.
+    weakref.finalize(buffer, _libc.munmap, address, size).atexit = False
+    if random_access:
+        _libc.madvise(address, size, mmap.MADV_RANDOM)
+    # Through a read-only view, so that NumPy refuses to make the array writable (a write would be SIGSEGV).
+    return np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
+
+
+class Mappable(Protocol):
+    """What the pool needs of a shard."""
+
+    recently_used: bool
+
+    def unmap(self) -> None:
+        """Drop the maps; they come back when asked for."""
+
+
+class MapPool:
+    """Keeps at most `limit` shards mapped in this process (second chance: the hot path only sets a flag).
+
+    Example:
+        >>> MapPool(limit=2).limit
+        2
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.lock = threading.RLock()
+        self._mapped: deque[weakref.ref[Any]] = deque()
+
+    def add(self, shard: Mappable) -> None:
+        """Note that a shard has just been mapped; unmap another one if there are too many. Call under `lock`."""
+        while len(self._mapped) >= self.limit:
+            oldest = self._mapped.popleft()
+            other = oldest()
+            if other is None:
+                continue
+            if other.recently_used:
+                other.recently_used = False
+                self._mapped.append(oldest)
+            else:
+                other.unmap()
+        self._mapped.append(weakref.ref(shard))
+
+
+POOL = MapPool(MAX_MAPPED_SHARDS)
+
+
+def _renew_lock_after_fork() -> None:
+    # Another thread may have held it at the moment of the fork; that thread does not exist in the child.
+    POOL.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_after_fork)

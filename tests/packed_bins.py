@@ -1,0 +1,103 @@
+"""Bins for tests: made by hypothesis or by a seeded generator, and a shard of the first kind made with plain NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megatron_packed_sft import BinBlock, MemmapShardWriter, PackedBin, ShardManifest
+
+
+def make_bin(rng: np.random.Generator, pack_size: int, vocab_size: int = 1000) -> PackedBin:
+    """One sound bin of random length, sequences and mask."""
+    length = int(rng.integers(1, pack_size + 1))
+    num_sequences = int(rng.integers(1, min(length, 6) + 1))
+    starts = np.sort(rng.choice(np.arange(1, length), num_sequences - 1, replace=False)) if length > 1 else []
+    starts = np.concatenate(([0], starts)).astype(np.uint32)
+    mask = rng.integers(0, 2, length).astype(np.uint8)
+    mask[np.append(starts[1:].astype(np.int64), length) - 1] = 0
+    return PackedBin(rng.integers(0, vocab_size, length).astype(np.int32), mask, starts)
+
+
+def make_bins(num_bins: int, pack_size: int, vocab_size: int = 1000, seed: int = 0) -> list[PackedBin]:
+    """Several of them."""
+    rng = np.random.default_rng(seed)
+    return [make_bin(rng, pack_size, vocab_size) for _ in range(num_bins)]
+
+
+@st.composite
+def bins(draw: st.DrawFn, max_pack_size: int = 24, vocab_size: int = 70_000) -> tuple[int, list[PackedBin]]:
+    """(pack_size, bins): arbitrary sound bins that fit the pack size."""
+    pack_size = draw(st.integers(1, max_pack_size))
+    result = []
+    for _ in range(draw(st.integers(1, 6))):
+        ids = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=pack_size))
+        cuts = draw(st.sets(st.integers(1, len(ids) - 1), max_size=5)) if len(ids) > 1 else set()
+        starts = sorted({0} | cuts)
+        mask = draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
+        for end in [*starts[1:], len(ids)]:
+            mask[end - 1] = 0
+        result.append(PackedBin(np.array(ids, np.int32), np.array(mask, np.uint8), np.array(starts, np.uint32)))
+    return pack_size, result
+
+
+def block_of(rows: list[PackedBin], pack_size: int, pad_id: int = 0, dtype: str = "<i4") -> BinBlock:
+    """The padded form of bins, laid out the slow and obvious way."""
+    block = BinBlock(
+        np.full((len(rows), pack_size), pad_id, dtype),
+        np.zeros((len(rows), pack_size), np.uint8),
+        np.array([len(row.input_ids) for row in rows], np.uint32),
+        np.cumsum([0] + [len(row.seq_start_id) for row in rows]).astype(np.uint32),
+        np.concatenate([row.seq_start_id for row in rows]).astype(np.uint32),
+    )
+    for index, row in enumerate(rows):
+        block.input_ids[index, : len(row.input_ids)] = row.input_ids
+        block.loss_mask[index, : len(row.loss_mask)] = row.loss_mask
+    return block
+
+
+def write_shard(path: Path, rows: list[PackedBin], pack_size: int, **arguments: object) -> ShardManifest:
+    """Write bins with our writer, one by one."""
+    with MemmapShardWriter(path, len(rows), pack_size, **arguments) as writer:  # type: ignore[arg-type]
+        for index, row in enumerate(rows):
+            writer.write_bin(index, *row)
+        return writer.finalize()
+
+
+def write_seed_shard(path: Path, rows: list[PackedBin], pack_size: int) -> None:
+    """A shard exactly as the seed document describes it: plain NumPy files and the eight keys of its manifest."""
+    path.mkdir(parents=True)
+    block = block_of(rows, pack_size)
+    np.save(path / "input_ids.npy", block.input_ids)
+    np.save(path / "loss_mask.npy", block.loss_mask)
+    np.save(path / "packed_len.npy", block.packed_len)
+    np.save(path / "seq_offsets.npy", block.seq_offsets)
+    np.save(path / "seq_starts.npy", block.seq_starts)
+    manifest = {
+        "version": "1.0",
+        "format": "memmap_padded_v1",
+        "num_bins": len(rows),
+        "pack_size": pack_size,
+        "dtype": "<i4",
+        "loss_mask_dtype": "<u1",
+        "index_dtype": "<u4",
+        "bins_written": len(rows),
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
+
+
+def assert_same_bins(actual: object, expected: list[PackedBin]) -> None:
+    """Equal in number, lengths and every element."""
+    found = list(actual)  # type: ignore[call-overload]
+    assert len(found) == len(expected)
+    for got, want in zip(found, expected, strict=True):
+        for got_field, want_field in zip(got, want, strict=True):
+            np.testing.assert_array_equal(got_field, want_field)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """Every file below a directory with its bytes."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}

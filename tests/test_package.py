@@ -1,0 +1,140 @@
+"""The package as a whole: light to import, exact public names, imports in one direction."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import megatron_packed_sft
+from megatron_packed_sft import errors
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_packed_sft"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# architecture.md: what each room may import from our own package. errors and the version are open to all.
+ALLOWED = {
+    "records": set(),
+    "encode": set(),
+    "tokens": {"storage"},  # the storage layer's own tools for atomic publish, and no second copy of them
+    "packing": set(),
+    "storage": set(),
+    "data": {"records", "encode", "tokens", "packing", "storage"},
+    "megatron": {"records", "encode", "tokens", "packing", "storage", "data"},
+    "prepare": {"records", "encode", "tokens", "packing", "storage", "data"},
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "data"},
+    "cli": {"records", "encode", "tokens", "packing", "storage", "data", "prepare", "inspect"},
+}
+# Packages that only some rooms may touch, because they are heavy or belong there.
+ONLY_IN = {
+    "torch": {"data", "megatron"},
+    "megatron": {"megatron"},
+    "transformers": {"encode"},
+    "ray": {"prepare"},
+    "hydra": {"prepare"},
+    "omegaconf": {"prepare"},
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole name"
+            assert node.module is not None
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_importing_the_package_is_quick_and_loads_nothing_heavy() -> None:
+    script = (
+        "import sys, time; start = time.perf_counter(); import megatron_packed_sft; "
+        "print(time.perf_counter() - start, *sys.modules)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert min(float(run[0]) for run in runs) < 0.3
+    heavy = {"torch", "megatron", "numba", "numpy", "hydra", "transformers", "pyarrow"}
+    assert not heavy & set(runs[0])
+
+
+def test_all_is_exact_and_every_public_name_loads() -> None:
+    assert megatron_packed_sft.__all__ == sorted(megatron_packed_sft.__all__)
+    homes = megatron_packed_sft._HOMES
+    assert set(megatron_packed_sft.__all__) == {*homes, "__version__"}
+    assert list(homes) == sorted(homes)
+    for name, home in homes.items():
+        module = importlib.import_module(f"megatron_packed_sft.{home}")
+        assert getattr(megatron_packed_sft, name) is getattr(module, name)
+        assert getattr(module, name).__module__ == module.__name__, f"{name} is defined elsewhere"
+    public = {
+        name
+        for name, value in vars(megatron_packed_sft).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public - {"annotations", "Any", "TYPE_CHECKING"} <= set(megatron_packed_sft.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = megatron_packed_sft.nonsense
+
+
+def test_type_checkers_see_the_same_names_as_users() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [guarded] = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: node.module.removeprefix("megatron_packed_sft.")
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert seen == megatron_packed_sft._HOMES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "megatron_packed_sft":
+            target = parts[1]
+            if target not in {room, "errors", "_version", "__version__"}:
+                assert target in ALLOWED.get(room, set()), f"{path} imports {name}"
+        elif parts[0] in ONLY_IN:
+            assert room in ONLY_IN[parts[0]], f"{path} imports {name}"
+
+
+def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
+    drawn = re.findall(r"\b(\w+Error)\b", errors.__doc__ or "")
+    real = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert {name for name in drawn if hasattr(errors, name)} == set(real)
+    for name in real:
+        assert issubclass(getattr(errors, name), errors.PackedSFTError)
+
+
+def test_every_public_function_and_class_has_a_docstring() -> None:
+    missing = []
+    for path in MODULES:
+        module = ast.parse(path.read_text())
+        classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
+        for node in [*module.body, *(inner for one in classes for inner in one.body)]:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                missing.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert missing == []

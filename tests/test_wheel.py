@@ -1,0 +1,42 @@
+"""The wheel: what a user installs holds the configuration and the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from megatron_packed_sft import __version__, create_shard_writer
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    assert __version__ in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
+        assert "packed-sft = megatron_packed_sft.cli:main" in archive.read(entry_points).decode()
+    assert "megatron_packed_sft/py.typed" in names
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert f"megatron_packed_sft/conf/{path.relative_to(ROOT / 'conf')}" in names
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_every_storage_group_names_a_storage_that_exists(tmp_path: Path) -> None:
+    files = sorted((ROOT / "conf" / "storage").glob("*.yaml"))
+    assert [path.stem for path in files] == ["legacy", "memmap_v1"]
+    for path in files:
+        config = OmegaConf.load(path)
+        with create_shard_writer(config.packed_storage, tmp_path / "out.npy", num_bins=1, pack_size=8):
+            pass
