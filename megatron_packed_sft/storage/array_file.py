@@ -1,4 +1,4 @@
-"""One array file in the making: preallocated, filled in any order by plain writes, checksummed on the way."""
+"""Array files in the making: preallocated and filled in any order, or growing at the end; checksummed either way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.storage.atomic import os_errors, preallocate, write_at
-from megatron_packed_sft.storage.checksum import new_hasher
+from megatron_packed_sft.storage.checksum import Hasher, new_hasher
 from megatron_packed_sft.storage.file_record import FileRecord
-from megatron_packed_sft.storage.layout import ArraySpec, npy_header
+from megatron_packed_sft.storage.layout import SMALL_HEADER, ArraySpec, npy_header
 
 _READ_BACK = 1 << 20
 
@@ -64,12 +64,7 @@ class ArrayFileWriter:
     def finish(self) -> FileRecord:
         """Complete the checksum, make the file durable and close it."""
         with os_errors("write", self.path, self._size):
-            while self._hashed < self._size:
-                piece = os.pread(self._fd, min(_READ_BACK, self._size - self._hashed), self._hashed)
-                if not piece:
-                    raise OSError(errno.EIO, "the file is shorter than what was written")
-                self._hasher.update(piece)
-                self._hashed += len(piece)
+            _hash_back(self._fd, self._hasher, self._hashed, self._size)
             os.fsync(self._fd)
         self.close()
         return FileRecord(self._size, self._hasher.hexdigest())
@@ -79,3 +74,58 @@ class ArrayFileWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class GrowingArrayFile:
+    """Writes a one-dimensional .npy file whose length is known only at the end.
+
+    The header comes last, so the checksum is taken from the page cache when the file is complete.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> path = Path(tempfile.mkdtemp()) / "x.npy"
+        >>> writer = GrowingArrayFile(path, "<u4", "xxh3_128")
+        >>> writer.append(np.array([1, 2], "<u4")); writer.append(np.array([3], "<u4"))
+        >>> writer.finish().bytes, np.load(path).tolist()
+        (140, [1, 2, 3])
+    """
+
+    def __init__(self, path: Path, dtype: str, algorithm: str) -> None:
+        self.path = path
+        self._dtype = dtype
+        self._hasher = new_hasher(algorithm)
+        self._size = SMALL_HEADER
+        with os_errors("write", path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Write more values; they are C-contiguous and of the file's dtype."""
+        data = values.reshape(-1).view(np.uint8).data
+        with os_errors("write", self.path, self._size + len(data)):
+            write_at(self._fd, data, self._size)
+        self._size += len(data)
+
+    def finish(self) -> FileRecord:
+        """Write the header, take the checksum, make the file durable and close it."""
+        count = (self._size - SMALL_HEADER) // np.dtype(self._dtype).itemsize
+        with os_errors("write", self.path, self._size):
+            write_at(self._fd, npy_header(ArraySpec(self.path.name, self._dtype, (count,), SMALL_HEADER)), 0)
+            _hash_back(self._fd, self._hasher, 0, self._size)
+            os.fsync(self._fd)
+        self.close()
+        return FileRecord(self._size, self._hasher.hexdigest())
+
+    def close(self) -> None:
+        """Close the file as it is; harmless when called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _hash_back(fd: int, hasher: Hasher, start: int, end: int) -> None:
+    while start < end:
+        piece = os.pread(fd, min(_READ_BACK, end - start), start)
+        if not piece:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        hasher.update(piece)
+        start += len(piece)

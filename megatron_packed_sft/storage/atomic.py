@@ -120,6 +120,18 @@ def write_file(path: Path, data: bytes) -> None:
             os.close(fd)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a small file in place in one step, whether or not there was one before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        write_file(temporary, data)
+        with os_errors("publish", path):
+            os.rename(temporary, path)
+            fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class Staging:
     """A hidden directory beside `target` that becomes `target`, or vanishes.
 

@@ -101,7 +101,7 @@ class CheckedDirectory:
             header = layout.parse_npy_header(os.pread(fd, layout.MAX_HEADER, 0), str(path))
         if header.dtype != spec.dtype or header.shape != spec.shape:
             raise ShardFileError(
-                f"{path} holds {header.dtype} {header.shape}, the manifest says {spec.dtype} {spec.shape}; "
+                f"{path} holds {header.dtype} {header.shape}, and should hold {spec.dtype} {spec.shape}; "
                 "it belongs to another shard: copy the right one"
             )
         expected = header.data_offset + spec.nbytes

@@ -8,13 +8,14 @@ bounded: a shard that was not used lately is unmapped and mapped again when it i
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +61,45 @@ def map_file(fd: int, size: int, *, random_access: bool = False) -> npt.NDArray[
     return np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
 
 
-class Mappable(Protocol):
-    """What the pool needs of a shard."""
+Arrays = TypeVar("Arrays")
 
-    recently_used: bool
+
+class LazyMaps(abc.ABC, Generic[Arrays]):
+    """An object whose arrays are mapped at the first use, in each process for itself, and may be unmapped at any time.
+
+    Threads may share it; it survives fork, spawn and pickling (the arrays stay behind).
+    """
+
+    recently_used: bool = False
+    _arrays: Arrays | None = None
+
+    @property
+    def arrays(self) -> Arrays:
+        """The mapped arrays, read-only."""
+        arrays = self._arrays
+        if arrays is None:
+            return self._map()
+        self.recently_used = True  # used again since it was mapped: the pool unmaps others first
+        return arrays
 
     def unmap(self) -> None:
-        """Drop the maps; they come back when asked for."""
+        """Drop this object's maps; arrays handed out stay valid, and the next use maps again."""
+        self._arrays = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrays": None}
+
+    @abc.abstractmethod
+    def _open_arrays(self) -> Arrays:
+        """Check the files again and map them."""
+
+    def _map(self) -> Arrays:
+        with POOL.lock:
+            if self._arrays is None:  # else another thread was faster
+                self._arrays = self._open_arrays()
+                self.recently_used = False
+                POOL.add(self)
+            return self._arrays
 
 
 class MapPool:
@@ -80,9 +113,9 @@ class MapPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        self._mapped: deque[weakref.ref[Any]] = deque()
+        self._mapped: deque[weakref.ref[LazyMaps[Any]]] = deque()
 
-    def add(self, shard: Mappable) -> None:
+    def add(self, shard: LazyMaps[Any]) -> None:
         """Note that a shard has just been mapped; unmap another one if there are too many. Call under `lock`."""
         while len(self._mapped) >= self.limit:
             oldest = self._mapped.popleft()

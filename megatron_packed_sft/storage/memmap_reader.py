@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_packed_sft.errors import ShardChangedError, ShardFileError
 from megatron_packed_sft.storage import layout
@@ -15,7 +15,7 @@ from megatron_packed_sft.storage.bins import BinBlock, PackedBin
 from megatron_packed_sft.storage.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.storage.checksum import checksum
 from megatron_packed_sft.storage.manifest import MAX_MANIFEST_BYTES, ShardManifest, parse_manifest
-from megatron_packed_sft.storage.mapping import POOL
+from megatron_packed_sft.storage.mapping import LazyMaps
 
 
 class CheckedShard(NamedTuple):
@@ -60,12 +60,11 @@ def open_memmap_shard(path: str | os.PathLike[str]) -> MemmapShard:
         return MemmapShard(location, checked.manifest, checked.manifest_checksum)
 
 
-class MemmapShard:
+class MemmapShard(LazyMaps[BinBlock]):
     """An open shard. Arrays out are read-only views of the file, shared by all processes of the machine.
 
-    Maps are made at the first read, in each process for itself; threads may share one object. It survives fork, spawn
-    and pickling (the arrays stay behind). A shard that was replaced on disk is refused when it would be mapped again;
-    maps that exist keep showing the old bytes, whole.
+    `arrays` is all of it as one block; see `LazyMaps` for when it is mapped. A shard that was replaced on disk is
+    refused when it would be mapped again; maps that exist keep showing the old bytes, whole.
 
     Give torch a copy (`shard.bin(i, copy=True)`, or `torch.tensor(view)`): `torch.from_numpy` on a read-only view
     warns, and an in-place operation on the result would kill the process.
@@ -74,9 +73,7 @@ class MemmapShard:
     def __init__(self, path: Path, manifest: ShardManifest, manifest_checksum: str) -> None:
         self.path = path
         self.manifest = manifest
-        self.recently_used = False
-        self._manifest_checksum = manifest_checksum
-        self._arrays: BinBlock | None = None
+        self.fingerprint = manifest_checksum  # it holds those of the files: so it identifies the content
 
     def __len__(self) -> int:
         return self.manifest.num_bins
@@ -85,20 +82,6 @@ class MemmapShard:
     def pack_size(self) -> int:
         """The width of a row; no bin is longer."""
         return self.manifest.pack_size
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the shard's content: the checksum of its manifest, which holds those of its files."""
-        return self._manifest_checksum
-
-    @property
-    def arrays(self) -> BinBlock:
-        """All bins as one block of read-only arrays over the file maps."""
-        arrays = self._arrays
-        if arrays is None:
-            return self._map()
-        self.recently_used = True  # used again since it was mapped: the pool unmaps others first
-        return arrays
 
     def __getitem__(self, index: int) -> PackedBin:
         return self.bin(index)
@@ -143,28 +126,14 @@ class MemmapShard:
             arrays.seq_starts[first:last],
         )
 
-    def unmap(self) -> None:
-        """Drop this object's maps; arrays handed out stay valid, and the next read maps again."""
-        self._arrays = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": None}
-
     def __repr__(self) -> str:
         return f"MemmapShard({str(self.path)!r}, {len(self)} bins of {self.pack_size})"
 
-    def _map(self) -> BinBlock:
-        with POOL.lock:
-            if self._arrays is not None:  # another thread was faster
-                return self._arrays
-            with checked_shard(self.path) as checked:
-                if checked.manifest_checksum != self._manifest_checksum:
-                    raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
-                arrays = BinBlock(*(file.map() for file in checked.files))
-            self._arrays = arrays
-            self.recently_used = False
-            POOL.add(self)
-            return arrays
+    def _open_arrays(self) -> BinBlock:
+        with checked_shard(self.path) as checked:
+            if checked.manifest_checksum != self.fingerprint:
+                raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
+            return BinBlock(*(file.map() for file in checked.files))
 
     def _damaged(self, name: str, index: int) -> ShardFileError:
         return ShardFileError(f"{self.path / name} is damaged at bin {index}; run `packed-sft validate` on the shard")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage import layout
-from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.storage.bins import BinBlock, BlockTotals, find_violations
 from megatron_packed_sft.storage.checked_files import CheckedFile
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM, Hasher, new_hasher
+from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.storage.hashing_reader import HashingReader
 from megatron_packed_sft.storage.memmap_reader import CheckedShard
 from megatron_packed_sft.storage.report import Finding, ValidationReport
 
@@ -96,14 +94,14 @@ class ShardContent:
                 self._add(layout.MANIFEST, f"{name} is {recorded}, the arrays say {value}", field=name)
 
     def _read_index(self, file: CheckedFile) -> npt.NDArray[np.uint32]:
-        reader = _HashingReader(file, self._algorithm(), self._bar)
+        reader = HashingReader(file, self._algorithm(), self._bar)
         data = np.empty(file.header.shape, file.header.dtype)
         reader.read_into(data)
         self._compare_checksum(file, reader)
         return data
 
     def _hash_only(self, file: CheckedFile) -> None:
-        reader = _HashingReader(file, self._algorithm(), self._bar)
+        reader = HashingReader(file, self._algorithm(), self._bar)
         buffer = np.empty(_PIECE_BYTES, np.uint8)
         while reader.remaining:
             reader.read_into(buffer[: min(reader.remaining, _PIECE_BYTES)])
@@ -113,7 +111,7 @@ class ShardContent:
         self, ids_file: CheckedFile, mask_file: CheckedFile
     ) -> Iterator[tuple[int, npt.NDArray[Any], npt.NDArray[np.uint8]]]:
         num_bins, pack_size = ids_file.header.shape
-        ids_reader, mask_reader = (_HashingReader(file, self._algorithm(), self._bar) for file in (ids_file, mask_file))
+        ids_reader, mask_reader = (HashingReader(file, self._algorithm(), self._bar) for file in (ids_file, mask_file))
         rows_at_once = max(1, _PIECE_BYTES // (pack_size * np.dtype(ids_file.header.dtype).itemsize))
         ids = np.empty((min(rows_at_once, num_bins), pack_size), ids_file.header.dtype)
         mask = np.empty(ids.shape, np.uint8)
@@ -128,45 +126,13 @@ class ShardContent:
     def _algorithm(self) -> str:
         return self._shard.manifest.checksum_algorithm or DEFAULT_ALGORITHM
 
-    def _compare_checksum(self, file: CheckedFile, reader: _HashingReader) -> None:
+    def _compare_checksum(self, file: CheckedFile, reader: HashingReader) -> None:
         records = self._shard.manifest.files
         if records is not None and records[file.name].checksum != reader.hexdigest():
             self._add(file.name, "its content does not match its checksum; restore it from the original shard")
 
     def _add(self, name: str, message: str, row: int | None = None, field: str | None = None) -> None:
         self._report.add(Finding(str(self._path / name), message, row, field))
-
-
-class _HashingReader:
-    """Reads a file from front to back into the caller's buffers and hashes what it reads."""
-
-    def __init__(self, file: CheckedFile, algorithm: str, bar: tqdm[Any]) -> None:
-        self._path = file.path
-        self._fd = file.fd
-        self._bar = bar
-        self._hasher: Hasher = new_hasher(algorithm)
-        self._position = 0
-        self.remaining = file.size
-        self.read_into(np.empty(file.header.data_offset, np.uint8))
-
-    def read_into(self, array: npt.NDArray[Any]) -> None:
-        """Fill `array` with the file's next bytes."""
-        view = array.reshape(-1).view(np.uint8).data
-        filled = 0
-        while filled < len(view):
-            with os_errors("read", self._path):
-                count = os.preadv(self._fd, [view[filled:]], self._position)
-            if count == 0:
-                raise ShardError(f"{self._path} became shorter while it was read; stop whoever writes to it")
-            filled += count
-            self._position += count
-        self._hasher.update(view)
-        self.remaining -= filled
-        self._bar.update(filled)
-
-    def hexdigest(self) -> str:
-        """The checksum of everything read so far."""
-        return self._hasher.hexdigest()
 
 
 def _added(left: BlockTotals, right: BlockTotals) -> BlockTotals:

@@ -122,7 +122,9 @@ def test_every_broken_invariant_is_found_with_row_and_field(
 ) -> None:
     rows = [row for row in make_bins(60, 16, seed=4) if 4 < len(row.input_ids) < 14 and row.num_sequences > 1][:6]
     write_seed_shard(tmp_path / "shard", rows, 16)
-    manifest = json.loads((tmp_path / "shard" / "manifest.json").read_text()) | {"vocab_size": 1000, "pad_id": 0}
+    num_sequences = sum(row.num_sequences for row in rows)
+    manifest = json.loads((tmp_path / "shard" / "manifest.json").read_text())
+    manifest |= {"vocab_size": 1000, "pad_id": 0, "num_sequences": num_sequences}
     (tmp_path / "shard" / "manifest.json").write_text(json.dumps(manifest))
     assert validate(tmp_path / "shard").ok
     length = len(rows[3].input_ids)

@@ -1,0 +1,286 @@
+"""From pickled integers to packed rows: the loops of the legacy reader.
+
+`run_pickle` says where the integers of each row lie; `measure_rows` checks the shapes and counts, so that memory can be
+asked for once; `decode_rows` fills it and checks every value.
+"""
+
+# Numba has one integer type where Python has int and np.int64, and unifies them itself.
+# mypy: disable-error-code="assignment, return-value, arg-type"
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from megatron_packed_sft.storage import pickle_tables as tables
+from megatron_packed_sft.storage.pickle_bytes_kernel import little_endian, payload_span, read_rare_int
+from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+
+# What can be wrong with a row; `status` then holds the code, the row, the field, the position and the value.
+OK = 0
+NOT_INTEGERS = 1
+EMPTY = 2
+LENGTHS_DIFFER = 3  # position: tokens in input_ids; value: entries in loss_mask
+ROW_TOO_LONG = 4
+BAD_BYTES = 5
+BAD_ID = 6
+BAD_MASK = 7
+FIRST_START_NOT_ZERO = 8
+STARTS_NOT_INCREASING = 9
+START_BEYOND_ROW = 10
+
+INPUT_IDS, LOSS_MASK, SEQ_START_ID = 0, 1, 2
+LARGEST_ID = 2**31 - 1
+_LONGEST_ROW = 2**31 - 1
+_CHUNK = 4096
+# For each integer opcode, which of the four bytes behind it belong to it.
+_VALUE_MASKS = np.zeros(256, np.uint32)
+_VALUE_MASKS[tables.BININT1] = 0xFF
+_VALUE_MASKS[tables.BININT2] = 0xFFFF
+_VALUE_MASKS[tables.BININT] = 0xFFFFFFFF
+
+
+@njit(cache=True, nogil=True)
+def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tuple[int, int, int]:
+    """Return form, place and count of what a row holds under a key."""
+    kind = entry & tables.KIND_MASK
+    payload = entry >> tables.KIND_BITS
+    if kind == tables.KIND_ONE_INT:
+        return np.int64(tables.INTS), payload, np.int64(1)
+    if kind == tables.KIND_EMPTY_TUPLE:
+        return np.int64(tables.INTS), np.int64(0), np.int64(0)
+    info = value_infos[payload]
+    return info & tables.FORM_MASK, value_places[payload], info >> tables.FORM_BITS
+
+
+@njit(cache=True, nogil=True)
+def measure_rows(
+    value_places: LongArray,
+    value_infos: LongArray,
+    fields: LongArray,
+    rows: npt.NDArray[np.int32],
+    status: LongArray,
+) -> tuple[int, int]:
+    """Return how many tokens and how many sequences the rows have; a row of the wrong shape is told in `status`."""
+    num_tokens = np.int64(0)
+    num_sequences = np.int64(0)
+    for row in range(rows.size):
+        counts = (np.int64(0), np.int64(0), np.int64(0))
+        for field in range(3):
+            form, _, count = value_of(fields[3 * np.int64(rows[row]) + field], value_places, value_infos)
+            status[1], status[2] = row, field
+            if form == tables.UNBUILT or form == tables.ROWS:
+                status[0] = NOT_INTEGERS
+                return num_tokens, num_sequences
+            if count == 0:
+                status[0] = EMPTY
+                return num_tokens, num_sequences
+            counts = (counts[1], counts[2], count)
+        length, mask_length, num_starts = counts
+        if length != mask_length:
+            status[0], status[2], status[3], status[4] = LENGTHS_DIFFER, LOSS_MASK, length, mask_length
+            return num_tokens, num_sequences
+        if length > _LONGEST_ROW:
+            status[0], status[2], status[3] = ROW_TOO_LONG, INPUT_IDS, length
+            return num_tokens, num_sequences
+        if num_starts > length:
+            # More starts than tokens cannot increase strictly and stay inside the row.
+            status[0], status[2], status[3], status[4] = START_BEYOND_ROW, SEQ_START_ID, length, length
+            return num_tokens, num_sequences
+        num_tokens += length
+        num_sequences += num_starts
+    return num_tokens, num_sequences
+
+
+@njit(cache=True, nogil=True)
+def decode_pickled(data: ByteArray, place: int, values: LongArray) -> int:
+    """Decode as many pickled integers as `values` has room for; return the place behind them, or -1.
+
+    Between them may lie the ends of batches and frames. Without a branch per integer size: their order is random.
+    """
+    end = data.size
+    k = 0
+    while k < values.size:
+        # A tuple, its BUILD and the STOP follow every list, so five bytes can always be read.
+        if place < 0 or place + 5 > end:
+            return -1
+        op = data[place]
+        size = np.int64(tables.INTEGER_BYTES[op])
+        if size > 0:
+            raw = np.uint32(data[place + 1]) | np.uint32(data[place + 2]) << np.uint32(8)
+            raw |= np.uint32(data[place + 3]) << np.uint32(16) | np.uint32(data[place + 4]) << np.uint32(24)
+            values[k] = np.int64(np.int32(np.uint32(raw & _VALUE_MASKS[op]))) + np.int64(op == tables.NEWTRUE)
+            place += size
+            k += 1
+        elif op == tables.MARK or op == tables.APPENDS or op == tables.APPEND:
+            place += 1
+        elif op == tables.FRAME:
+            place += 9
+        else:
+            values[k], place = read_rare_int(data, place, end)
+            k += 1
+    return place
+
+
+@njit(cache=True, nogil=True)
+def decode_latin1(data: ByteArray, place: int, num_bytes: int) -> tuple[int, int]:
+    """Read an integer whose bytes are characters up to U+00FF in UTF-8; return it and the place behind it, or -1."""
+    value = np.int64(0)
+    for j in range(num_bytes):
+        if place + 2 > data.size:
+            return value, np.int64(-1)
+        byte = np.int64(data[place])
+        if byte >= 128:
+            place += 1
+            second = np.int64(data[place])
+            if byte & 0xFE != 0xC2 or second & 0xC0 != 0x80:
+                return value, np.int64(-1)
+            byte = (byte & 3) << 6 | second & 0x3F
+        value |= byte << (8 * j)
+        place += 1
+    return value, place
+
+
+@njit(cache=True, nogil=True)
+def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> int:
+    """Decode as many array items as `values` has room for; return the place behind them, or -1."""
+    num_bytes = 1 << (form & 3)
+    if form & tables.LATIN1_FORM != 0:
+        for k in range(values.size):
+            values[k], place = decode_latin1(data, place, num_bytes)
+            if place < 0:
+                return -1
+    else:
+        if place + values.size * num_bytes > data.size:
+            return -1
+        # The size is written out, so that each loop is compiled to single loads.
+        if num_bytes == 1:
+            for k in range(values.size):
+                values[k] = data[place + k]
+        elif num_bytes == 2:
+            for k in range(values.size):
+                values[k] = little_endian(data, place + 2 * k, 2)
+        elif num_bytes == 4:
+            for k in range(values.size):
+                values[k] = little_endian(data, place + 4 * k, 4)
+        else:
+            for k in range(values.size):
+                values[k] = little_endian(data, place + 8 * k, 8)
+        place += values.size * num_bytes
+    if form & ~np.int64(tables.LATIN1_FORM) < tables.UNSIGNED_ARRAY:
+        shift = 64 - 8 * num_bytes
+        for k in range(values.size):
+            values[k] = values[k] << shift >> shift
+    elif num_bytes == 8:
+        for k in range(values.size):
+            if values[k] < 0:
+                values[k] = tables.SATURATED
+    return place
+
+
+@njit(cache=True, nogil=True)
+def decode_rows(
+    data: ByteArray,
+    value_places: LongArray,
+    value_infos: LongArray,
+    fields: LongArray,
+    rows: npt.NDArray[np.int32],
+    input_ids: npt.NDArray[np.int32],
+    loss_mask: npt.NDArray[np.uint8],
+    bin_offsets: LongArray,
+    seq_starts: npt.NDArray[np.uint32],
+    seq_offsets: LongArray,
+    status: LongArray,
+) -> tuple[int, int, int]:
+    """Fill the flat arrays; return the largest id, the longest row, and how many sequence ends have a mask of 1.
+
+    The first value out of its range ends the run and is told in `status`.
+    """
+    scratch = np.empty(_CHUNK, np.int64)
+    largest = np.int64(0)
+    longest = np.int64(0)
+    num_masks_at_end = np.int64(0)
+    bin_offsets[0] = 0
+    seq_offsets[0] = 0
+    for row in range(rows.size):
+        first_token = bin_offsets[row]
+        first_start = seq_offsets[row]
+        length = np.int64(0)
+        for field in range(3):
+            form, place, count = value_of(fields[3 * np.int64(rows[row]) + field], value_places, value_infos)
+            string_end = np.int64(-1)
+            if form & tables.LATIN1_FORM != 0:
+                place, num_bytes = payload_span(data, place, data.size)
+                string_end = place + num_bytes
+            if field == INPUT_IDS:
+                length = count
+            previous = np.int64(-1)
+            for begin in range(0, count, _CHUNK):
+                values = scratch[: min(_CHUNK, count - begin)]
+                if form == tables.INTS:
+                    place = decode_pickled(data, place, values)
+                else:
+                    place = decode_array(data, place, form, values)
+                if place < 0:
+                    break
+                bad = np.int64(-1)
+                code = OK
+                if field == INPUT_IDS:
+                    for k in range(values.size):
+                        value = values[k]
+                        largest = max(largest, value)
+                        if value < 0 or value > LARGEST_ID:
+                            code, bad = BAD_ID, np.int64(k)
+                            break
+                        input_ids[first_token + begin + k] = value
+                elif field == LOSS_MASK:
+                    for k in range(values.size):
+                        if values[k] != 0 and values[k] != 1:
+                            code, bad = BAD_MASK, np.int64(k)
+                            break
+                        loss_mask[first_token + begin + k] = values[k]
+                else:
+                    for k in range(values.size):
+                        value = values[k]
+                        if begin + k == 0 and value != 0:
+                            code, bad = FIRST_START_NOT_ZERO, np.int64(k)
+                        elif value <= previous:
+                            code, bad = STARTS_NOT_INCREASING, np.int64(k)
+                        elif value >= length:
+                            code, bad = START_BEYOND_ROW, np.int64(k)
+                        if code != OK:
+                            break
+                        previous = value
+                        seq_starts[first_start + begin + k] = value
+                        if value > 0:
+                            num_masks_at_end += loss_mask[first_token + value - 1]
+                if code != OK:
+                    status[0], status[1], status[2], status[3] = code, row, field, begin + bad
+                    status[4] = values[bad]
+                    return largest, longest, num_masks_at_end
+            if place < 0 or (string_end >= 0 and place != string_end):
+                status[0], status[1], status[2] = BAD_BYTES, row, field
+                return largest, longest, num_masks_at_end
+            if field == SEQ_START_ID:
+                seq_offsets[row + 1] = first_start + count
+        bin_offsets[row + 1] = first_token + length
+        num_masks_at_end += loss_mask[first_token + length - 1]
+        longest = max(longest, length)
+    return largest, longest, num_masks_at_end
+
+
+@njit(cache=True, nogil=True)
+def clear_sequence_ends(
+    loss_mask: npt.NDArray[np.uint8],
+    packed_len: npt.NDArray[np.uint32],
+    seq_offsets: npt.NDArray[np.uint32],
+    seq_starts: npt.NDArray[np.uint32],
+) -> None:
+    """Set the mask of each sequence's last token to 0, in padded rows."""
+    for row in range(packed_len.size):
+        first = np.int64(seq_offsets[row]) - np.int64(seq_offsets[0])
+        last = np.int64(seq_offsets[row + 1]) - np.int64(seq_offsets[0])
+        for k in range(first + 1, last):
+            loss_mask[row, np.int64(seq_starts[k]) - 1] = 0
+        loss_mask[row, np.int64(packed_len[row]) - 1] = 0

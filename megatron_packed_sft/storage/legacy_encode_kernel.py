@@ -1,0 +1,90 @@
+"""From packed rows to pickled integers: the loops of the legacy writer."""
+
+# Numba has one integer type where Python has int and np.int64, and unifies them itself.
+# mypy: disable-error-code="assignment, return-value, arg-type"
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from megatron_packed_sft.storage import pickle_tables as tables
+from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+
+
+@njit(cache=True, nogil=True)
+def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
+    """Copy `source` to `place`; return the place behind it."""
+    for j in range(source.size):
+        out[place + j] = source[j]
+    return place + source.size
+
+
+@njit(cache=True, nogil=True)
+def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int:
+    """Write a list of integers in 0..2**31-1; return the place behind it. Four bytes behind it are overwritten."""
+    out[place] = tables.EMPTY_LIST
+    out[place + 1] = tables.MARK
+    place += 2
+    for k in range(values.size):
+        value = np.int64(values[k])
+        above_one = np.int64(value > 0xFF)
+        above_two = np.int64(value > 0xFFFF)
+        # K, M or J without a branch: tokens fall on both sides of 65,536 at random.
+        out[place] = (
+            tables.BININT1
+            + above_one * (tables.BININT2 - tables.BININT1)
+            + above_two * (tables.BININT - tables.BININT2)
+        )
+        out[place + 1] = value & 0xFF
+        out[place + 2] = value >> 8 & 0xFF
+        out[place + 3] = value >> 16 & 0xFF
+        out[place + 4] = value >> 24 & 0xFF
+        place += 2 + above_one + 2 * above_two
+    out[place] = tables.APPENDS
+    return place + 1
+
+
+@njit(cache=True, nogil=True)
+def encode_rows(
+    input_ids: npt.NDArray[np.integer],
+    loss_mask: npt.NDArray[np.uint8],
+    packed_len: npt.NDArray[np.uint32],
+    seq_offsets: npt.NDArray[np.uint32],
+    seq_starts: npt.NDArray[np.uint32],
+    first_bin: int,
+    num_bins: int,
+    batch: int,
+    keys: ByteArray,
+    key_ends: LongArray,
+    out: ByteArray,
+    fragment_ends: LongArray,
+) -> None:
+    """Write each row as one fragment of the pickle: a dict of three lists.
+
+    `keys` are the three pickled keys, one behind the other. Bins come in batches: a fragment that begins a batch has
+    the MARK in front and one that ends it has the APPENDS behind, so that fragments can be put together in order.
+    """
+    place = 0
+    for row in range(packed_len.size):
+        length = np.int64(packed_len[row])
+        first = np.int64(seq_offsets[row]) - np.int64(seq_offsets[0])
+        last = np.int64(seq_offsets[row + 1]) - np.int64(seq_offsets[0])
+        if (first_bin + row) % batch == 0:
+            out[place] = tables.MARK
+            place += 1
+        out[place] = tables.EMPTY_DICT
+        out[place + 1] = tables.MARK
+        place = put_bytes(out, place + 2, keys[: key_ends[0]])
+        place = put_list(out, place, input_ids[row, :length])
+        place = put_bytes(out, place, keys[key_ends[0] : key_ends[1]])
+        place = put_list(out, place, loss_mask[row, :length])
+        place = put_bytes(out, place, keys[key_ends[1] : key_ends[2]])
+        place = put_list(out, place, seq_starts[first:last])
+        out[place] = tables.SETITEMS
+        place += 1
+        if (first_bin + row) % batch == batch - 1 or first_bin + row == num_bins - 1:
+            out[place] = tables.APPENDS
+            place += 1
+        fragment_ends[row] = place

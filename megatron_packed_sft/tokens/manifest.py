@@ -1,0 +1,112 @@
+"""manifest.json of a token store's part, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_packed_sft.errors import UnsupportedFormatError
+from megatron_packed_sft.storage import json_document, layout
+from megatron_packed_sft.storage.file_record import FileRecord, parse_file_records
+
+FORMAT = "token_store_v1"
+VERSION = "1.0"
+IDS = "ids.npy"
+TRAIN = "train.npy"
+OFFSETS = "offsets.npy"
+FILES = (IDS, TRAIN, OFFSETS)
+OFFSET_DTYPE = "<u8"
+_MAX_COUNT = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPartManifest:
+    """What a part of a token store says of itself.
+
+    Example:
+        >>> TokenPartManifest(num_sequences=1, num_tokens=3, dtype="<u2").to_json()["format"]
+        'token_store_v1'
+    """
+
+    num_sequences: int
+    num_tokens: int
+    dtype: str
+    num_trained_tokens: int = 0
+    max_seq_len: int = 0
+    vocab_size: int | None = None
+    tokenizer: Mapping[str, Any] | None = None
+    chat_template_fingerprint: str | None = None
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    checksum_algorithm: str | None = None
+    created_by: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id_limit(self) -> int:
+        """Every id is below it."""
+        return self.vocab_size if self.vocab_size is not None else layout.ID_LIMITS[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of this manifest; what is None is left out."""
+        document: dict[str, Any] = {
+            **self.extra,
+            "format": FORMAT,
+            "version": VERSION,
+            "num_sequences": self.num_sequences,
+            "num_tokens": self.num_tokens,
+            "num_trained_tokens": self.num_trained_tokens,
+            "max_seq_len": self.max_seq_len,
+            "dtype": self.dtype,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.tokenizer,
+            "chat_template_fingerprint": self.chat_template_fingerprint,
+            "files": {name: record._asdict() for name, record in self.files.items()},
+            "checksum_algorithm": self.checksum_algorithm,
+            "created_by": self.created_by,
+        }
+        return {key: value for key, value in document.items() if value is not None}
+
+
+def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
+    """Parse and check the bytes of a part's manifest.json."""
+    document = json_document.parse(data, file)
+    values = json_document.Fields(document, file)
+    if values.text("format") != FORMAT or values.text("version") != VERSION:
+        raise UnsupportedFormatError(
+            f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
+            "this is no token store part, or megatron_packed_sft must be updated"
+        )
+    if json_document.SELF_CHECKSUM not in document:
+        raise values.error(json_document.SELF_CHECKSUM, "is missing")
+    dtype = values.text("dtype")
+    if dtype not in layout.ID_LIMITS:
+        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(layout.ID_LIMITS))}")
+    algorithm, files = parse_file_records(values, FILES)
+    if files is None:
+        raise values.error("files", "is missing")
+    num_tokens = values.integer("num_tokens", 1, _MAX_COUNT)
+    return TokenPartManifest(
+        num_sequences=values.integer("num_sequences", 1, num_tokens),
+        num_tokens=num_tokens,
+        num_trained_tokens=values.integer("num_trained_tokens", 0, num_tokens),
+        max_seq_len=values.integer("max_seq_len", 1, num_tokens),
+        dtype=dtype,
+        vocab_size=values.optional_integer("vocab_size", 1, layout.ID_LIMITS[dtype]),
+        tokenizer=values.optional_object("tokenizer"),
+        chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
+        files=files,
+        checksum_algorithm=algorithm,
+        created_by=values.optional_text("created_by"),
+        extra={},
+    )
+
+
+def part_arrays(manifest: TokenPartManifest) -> tuple[layout.ArraySpec, layout.ArraySpec, layout.ArraySpec]:
+    """The three array files of a part, in the order of `FILES`."""
+    header = layout.SMALL_HEADER
+    return (
+        layout.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),
+        layout.ArraySpec(TRAIN, layout.MASK_DTYPE, (manifest.num_tokens,), header),
+        layout.ArraySpec(OFFSETS, OFFSET_DTYPE, (manifest.num_sequences + 1,), header),
+    )

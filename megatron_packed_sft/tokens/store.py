@@ -1,0 +1,256 @@
+"""Reading a token store: many parts as one, by random access, through memory maps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
+from megatron_packed_sft.storage import json_document, layout
+from megatron_packed_sft.storage.atomic import os_errors, replace_file
+from megatron_packed_sft.storage.checked_files import CheckedDirectory
+from megatron_packed_sft.storage.checksum import checksum
+from megatron_packed_sft.storage.manifest import CREATED_BY, MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.mapping import LazyMaps
+from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
+
+STORE = "store.json"
+STORE_FORMAT = "token_store_index_v1"
+MAX_STORE_BYTES = 64 << 20
+_PART_NAME = re.compile(r"part_[0-9]{6,}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+class PartArrays(NamedTuple):
+    """The mapped arrays of one part, read-only."""
+
+    ids: npt.NDArray[Any]
+    train: npt.NDArray[np.uint8]
+    offsets: npt.NDArray[np.uint64]
+
+
+class TokenPart(LazyMaps[PartArrays]):
+    """One part, opened: manifest checked, arrays mapped at the first read."""
+
+    def __init__(self, path: Path, manifest: TokenPartManifest, fingerprint: str) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> TokenPart:
+        """Open a part directory; nothing is mapped yet."""
+        location = Path(os.path.abspath(path))
+        with CheckedDirectory.open(location) as directory:
+            manifest, fingerprint = _read_manifest(directory)
+            for spec in part_arrays(manifest):
+                directory.array(spec, manifest.files[spec.name])
+        return cls(location, manifest, fingerprint)
+
+    def __len__(self) -> int:
+        return self.manifest.num_sequences
+
+    def spans(self, sequences: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(start, length) of each listed sequence inside the part's flat arrays; damaged offsets are an error."""
+        offsets = self.arrays.offsets.view(np.int64)  # beyond 2**63 it would be negative, which is refused below
+        starts, ends = offsets[sequences], offsets[sequences + 1]
+        bad = np.flatnonzero((starts < 0) | (ends <= starts) | (ends > len(self.arrays.ids)))
+        if bad.size:
+            raise ShardError(
+                f"{self.path / 'offsets.npy'} is damaged at sequence {int(sequences[bad[0]])}; "
+                "restore the part from the original"
+            )
+        return starts, ends - starts
+
+    def _open_arrays(self) -> PartArrays:
+        with CheckedDirectory.open(self.path) as directory:
+            manifest, fingerprint = _read_manifest(directory)
+            if fingerprint != self.fingerprint:
+                raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
+            arrays = PartArrays(
+                *(directory.array(spec, manifest.files[spec.name]).map() for spec in part_arrays(manifest))
+            )
+        if arrays.offsets[0] != 0 or arrays.offsets[-1] != manifest.num_tokens:
+            raise ShardError(f"{self.path / 'offsets.npy'} is damaged; restore the part from the original")
+        return arrays
+
+
+class GatheredSequences(NamedTuple):
+    """Sequences one after the other: sequence k is [offsets[k], offsets[k + 1])."""
+
+    input_ids: npt.NDArray[Any]
+    train: npt.NDArray[np.uint8]
+    offsets: npt.NDArray[np.int64]
+
+
+class TokenStore:
+    """All parts as one list of sequences.
+
+    Example:
+        >>> store = open_token_store("store")  # doctest: +SKIP
+        >>> store.lengths.sum(), store[0][0]  # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path, parts: Sequence[TokenPart]) -> None:
+        first = parts[0].manifest
+        for part in parts:
+            for name in ("dtype", "vocab_size", "tokenizer", "chat_template_fingerprint"):
+                if getattr(part.manifest, name) != getattr(first, name):
+                    raise ShardError(
+                        f"{part.path}: its {name} is {getattr(part.manifest, name)!r}, that of {parts[0].path} is "
+                        f"{getattr(first, name)!r}; the parts of one store must agree, so write it again"
+                    )
+        self.path = path
+        self.parts = tuple(parts)
+        self._first_sequence = np.cumsum([0, *(len(part) for part in parts)])
+
+    def __len__(self) -> int:
+        return int(self._first_sequence[-1])
+
+    @property
+    def manifest(self) -> TokenPartManifest:
+        """Of the first part: dtype, vocabulary, tokenizer and template are the same in all."""
+        return self.parts[0].manifest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(part.manifest.num_tokens for part in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content of all parts, in order."""
+        return checksum("".join(part.fingerprint for part in self.parts).encode())
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The length of every sequence; no token is touched for it."""
+        return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+        """(input_ids, train) of one sequence, as read-only views."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path}: sequence {index} of {len(self)}")
+        number = int(np.searchsorted(self._first_sequence, index, side="right")) - 1
+        arrays = self.parts[number].arrays
+        [start], [length] = self.parts[number].spans(np.array([index - int(self._first_sequence[number])]))
+        return arrays.ids[start : start + length], arrays.train[start : start + length]
+
+    def by_part(
+        self, sequences: npt.NDArray[np.int64]
+    ) -> list[tuple[TokenPart, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """(part, positions in `sequences`, sequence numbers inside the part) for every part that is asked for."""
+        if len(sequences) and not 0 <= int(sequences.min()) <= int(sequences.max()) < len(self):
+            raise InvalidInputError(f"{self.path}: sequences must be in 0..{len(self) - 1}")
+        numbers = np.searchsorted(self._first_sequence, sequences, side="right") - 1
+        order = np.argsort(numbers, kind="stable")
+        bounds = np.searchsorted(numbers[order], np.arange(len(self.parts) + 1))
+        groups = []
+        for number, part in enumerate(self.parts):
+            positions = order[bounds[number] : bounds[number + 1]]
+            if len(positions):
+                groups.append((part, positions, sequences[positions] - self._first_sequence[number]))
+        return groups
+
+    def gather(self, sequences: Any) -> GatheredSequences:
+        """Read many sequences at once into one buffer, in the order asked for.
+
+        Example:
+            >>> store.gather([5, 0, 5]).offsets  # doctest: +SKIP
+        """
+        from megatron_packed_sft.tokens import kernels
+
+        wanted = np.asarray(sequences, np.int64)
+        lengths = np.zeros(len(wanted), np.int64)
+        copies = []
+        for part, positions, inside in self.by_part(wanted):
+            starts, lengths[positions] = part.spans(inside)
+            copies.append((part, positions, starts))
+        targets = np.concatenate(([0], np.cumsum(lengths)))
+        result = GatheredSequences(
+            np.empty(int(targets[-1]), self.manifest.dtype), np.empty(int(targets[-1]), np.uint8), targets
+        )
+        for part, positions, starts in copies:
+            kernels.copy_sequences(
+                part.arrays.ids,
+                part.arrays.train,
+                starts,
+                lengths[positions],
+                targets[positions],
+                result.input_ids,
+                result.train,
+            )
+        return result
+
+
+def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
+    """Open a token store, or a single part of one.
+
+    Example:
+        >>> len(open_token_store("store"))  # doctest: +SKIP
+    """
+    location = Path(os.path.abspath(path))
+    if (location / layout.MANIFEST).exists():
+        return TokenStore(location, [TokenPart.open(location)])
+    with CheckedDirectory.open(location) as directory:
+        data = directory.read(STORE, MAX_STORE_BYTES)
+    file = str(location / STORE)
+    document = json_document.parse(data, file)
+    values = json_document.Fields(document, file)
+    listed = document.get("parts")
+    if values.text("format") != STORE_FORMAT or json_document.SELF_CHECKSUM not in document:
+        raise ManifestError(f"{file} is not the index of a token store; restore it or write the store again")
+    if not isinstance(listed, list) or not listed:
+        raise values.error("parts", "is not a list of parts")
+    parts = []
+    for number, entry in enumerate(listed):
+        fields = json_document.Fields(entry if isinstance(entry, dict) else {}, f"{file}: parts[{number}]")
+        name, digest = fields.text("name"), fields.text("manifest_checksum")
+        if not _PART_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
+            raise fields.error("name or manifest_checksum", "is not of the right form")
+        part = TokenPart.open(location / name)
+        if part.fingerprint != digest:
+            raise ShardError(f"{part.path} is not the part that {file} lists; it was swapped or written again")
+        parts.append(part)
+    return TokenStore(location, parts)
+
+
+def publish_store(path: str | os.PathLike[str]) -> TokenStore:
+    """List the parts that lie in a directory in its store.json, and open the store.
+
+    Parts are published one by one, by many processes; this comes last, so a store that opens is complete. A store.json
+    that is there already is replaced in one step.
+
+    Example:
+        >>> publish_store("store").num_tokens  # doctest: +SKIP
+    """
+    location = Path(os.path.abspath(path))
+    with os_errors("list", location):
+        names = sorted(entry.name for entry in os.scandir(location) if _PART_NAME.fullmatch(entry.name))
+    if not names:
+        raise InvalidInputError(f"{location} holds no part_NNNNNN; write at least one part first")
+    store = TokenStore(location, [TokenPart.open(location / name) for name in names])
+    document = {
+        "format": STORE_FORMAT,
+        "version": "1.0",
+        "parts": [
+            {"name": part.path.name, "manifest_checksum": part.fingerprint, "num_sequences": len(part)}
+            for part in store.parts
+        ],
+        "num_sequences": len(store),
+        "num_tokens": store.num_tokens,
+        "created_by": CREATED_BY,
+    }
+    replace_file(location / STORE, json_document.render(document))
+    return store
+
+
+def _read_manifest(directory: CheckedDirectory) -> tuple[TokenPartManifest, str]:
+    data = directory.read(layout.MANIFEST, MAX_MANIFEST_BYTES)
+    return parse_part_manifest(data, str(directory.path / layout.MANIFEST)), checksum(data)

@@ -1,0 +1,105 @@
+"""Is a token store whole and sound? Every byte against its checksum, every offset, id and train value."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.storage import layout
+from megatron_packed_sft.storage.checked_files import CheckedDirectory, CheckedFile
+from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.storage.hashing_reader import HashingReader
+from megatron_packed_sft.storage.report import Finding, Level, ValidationReport
+from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
+from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
+
+_PIECE = 1 << 18
+
+
+def is_token_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory looks like a token store or one of its parts.
+
+    Example:
+        >>> is_token_store("/")
+        False
+    """
+    location = Path(path)
+    return (location / STORE).exists() or (location / OFFSETS).exists()
+
+
+def validate_token_store(
+    path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
+) -> ValidationReport:
+    """Check a token store or a part of one; the same report as `validate` gives for shards.
+
+    Example:
+        >>> validate_token_store("store").ok  # doctest: +SKIP
+        True
+    """
+    report = ValidationReport(os.path.abspath(path), level, max_findings=max_findings)
+    try:
+        store = open_token_store(path)
+    except PackedSFTError as error:
+        report.add(Finding(report.path, str(error)))
+        return report
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
+        for part in store.parts:
+            report.num_shards += 1
+            report.num_sequences += len(part)
+            report.num_tokens += part.manifest.num_tokens
+            report.num_loss_tokens += part.manifest.num_trained_tokens
+            if level == "full":
+                try:
+                    _check_part(part, report, bar)
+                except PackedSFTError as error:
+                    report.add(Finding(str(part.path), str(error)))
+    return report
+
+
+def _check_part(part: TokenPart, report: ValidationReport, bar: tqdm[Any]) -> None:
+    with CheckedDirectory.open(part.path) as directory:
+        for spec in part_arrays(part.manifest):
+            file = directory.array(spec, part.manifest.files[spec.name])
+            report.num_bytes += file.size
+            _check_file(part, file, report, bar)
+
+
+def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, bar: tqdm[Any]) -> None:
+    manifest = part.manifest
+    reader = HashingReader(file, manifest.checksum_algorithm or DEFAULT_ALGORITHM, bar)
+    count = file.header.shape[0]
+    buffer = np.empty(min(_PIECE, count), file.header.dtype)
+    previous = -1
+    trained = 0
+    for first in range(0, count, _PIECE):
+        piece = buffer[: min(_PIECE, count - first)]
+        reader.read_into(piece)
+        if file.name == IDS:
+            bad = np.flatnonzero(piece.view(f"<u{piece.dtype.itemsize}") >= manifest.id_limit)
+            says = f"id is not in 0..{manifest.id_limit - 1}"
+        elif file.name == TRAIN:
+            bad = np.flatnonzero(piece > 1)
+            says = "train is not 0 or 1"
+            trained += int(piece.sum(dtype=np.int64))
+        else:
+            steps = np.diff(piece.view(np.int64), prepend=previous)
+            bad = np.flatnonzero(steps < 1)
+            says = "offsets do not increase"
+            previous = int(piece[-1])
+        if bad.size:
+            report.add(Finding(str(file.path), says, row=first + int(bad[0]), field=file.name.removesuffix(".npy")))
+    if reader.hexdigest() != manifest.files[file.name].checksum:
+        report.add(Finding(str(file.path), "its content does not match its checksum; restore it from the original"))
+    elif file.name == TRAIN and trained != manifest.num_trained_tokens:
+        report.add(
+            Finding(
+                str(part.path / layout.MANIFEST),
+                f"num_trained_tokens is {manifest.num_trained_tokens}, the array says {trained}",
+                field="num_trained_tokens",
+            )
+        )

@@ -1,0 +1,175 @@
+"""Writing a token store: parts by many processes, each published whole; then one small file that lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.storage import json_document, layout
+from megatron_packed_sft.storage.array_file import GrowingArrayFile
+from megatron_packed_sft.storage.atomic import Staging, write_file
+from megatron_packed_sft.storage.bins import as_int_array, cast_checked
+from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.storage.manifest import CREATED_BY
+from megatron_packed_sft.tokens import manifest as part_manifest
+from megatron_packed_sft.tokens.manifest import TokenPartManifest
+
+
+class TokenPartWriter:
+    """Writes one part of a token store.
+
+    As a context manager it leaves nothing behind unless `finalize` was reached. Memory is what one call brings.
+
+    Args:
+        output_dir: where the part appears, usually `store/part_000000`.
+        vocab_size: ids must be below it; up to 65,536 they are stored as `<u2`, else (or when unknown) as `<i4`.
+        tokenizer: name and fingerprint of the tokenizer.
+        chat_template_fingerprint: of the template that rendered the chats.
+        overwrite: replace what is published under that name.
+
+    Example:
+        >>> import tempfile; home = tempfile.mkdtemp()
+        >>> with TokenPartWriter(f"{home}/part_000000", vocab_size=100) as writer:
+        ...     writer.append([5, 6, 7], train=[0, 1, 1])
+        ...     writer.finalize().num_trained_tokens
+        2
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        *,
+        vocab_size: int | None = None,
+        tokenizer: Mapping[str, Any] | None = None,
+        chat_template_fingerprint: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        largest = layout.ID_LIMITS[layout.ID_DTYPE]
+        if vocab_size is not None and not 1 <= vocab_size <= largest:
+            raise InvalidInputError(f"vocab_size is {vocab_size}; it must be in 1..{largest}")
+        self.dtype = layout.id_dtype_for(vocab_size)
+        self.vocab_size = vocab_size
+        self._id_limit = vocab_size if vocab_size is not None else largest
+        self._tokenizer = tokenizer
+        self._template = chat_template_fingerprint
+        self._num_sequences = 0
+        self._num_tokens = 0
+        self._num_trained = 0
+        self._max_seq_len = 0
+        self._is_open = True
+        self._cleanup = contextlib.ExitStack()
+        self._staging = Staging(output_dir, overwrite=overwrite)
+        self._cleanup.callback(self._staging.discard)
+        try:
+            self._ids = self._new_file(part_manifest.IDS, self.dtype)
+            self._train = self._new_file(part_manifest.TRAIN, layout.MASK_DTYPE)
+            self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
+            self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
+        except BaseException:
+            self.abort()
+            raise
+
+    def append(self, input_ids: Any, train: Any) -> None:
+        """Add one sequence: its ids, and for each whether the model should learn to produce it."""
+        ids = as_int_array(input_ids, f"sequence {self._num_sequences}: input_ids")
+        self.append_many(ids, train, np.array([len(ids)]))
+
+    def append_many(self, input_ids: Any, train: Any, lengths: Any) -> None:
+        """Add many sequences at once.
+
+        Args:
+            input_ids: the ids of all of them, one after the other.
+            train: 0 or 1 for each id.
+            lengths: how many ids belong to each sequence, at least one.
+        """
+        if not self._is_open:
+            raise WriterStateError(f"the writer of {self._staging.target} is closed; open a new one to write more")
+        name = f"sequences from {self._num_sequences} on: "
+        ids = cast_checked(as_int_array(input_ids, f"{name}input_ids"), self.dtype, self._id_limit, f"{name}input_ids")
+        mask = cast_checked(as_int_array(train, f"{name}train"), layout.MASK_DTYPE, 2, f"{name}train")
+        counts: npt.NDArray[np.int64] = as_int_array(lengths, f"{name}lengths").astype(np.int64)
+        if len(counts) == 0:
+            return
+        if counts.min() < 1:
+            raise InvalidInputError(
+                f"{name}lengths is {int(counts.min())} at position {int(np.argmin(counts))}; "
+                "a sequence has at least one token"
+            )
+        if int(counts.sum()) != len(ids) or len(mask) != len(ids):
+            raise InvalidInputError(
+                f"{name}lengths add up to {int(counts.sum())}, but there are {len(ids)} input_ids and {len(mask)} "
+                "train values; give one of each"
+            )
+        try:
+            self._ids.append(ids)
+            self._train.append(mask)
+            self._offsets.append((self._num_tokens + np.cumsum(counts)).astype(part_manifest.OFFSET_DTYPE))
+        except BaseException:
+            self.abort()  # the three files may disagree now
+            raise
+        self._num_sequences += len(counts)
+        self._num_tokens += len(ids)
+        self._num_trained += int(mask.sum(dtype=np.int64))
+        self._max_seq_len = max(self._max_seq_len, int(counts.max()))
+
+    def finalize(self) -> TokenPartManifest:
+        """Make everything durable and publish by one rename."""
+        if not self._is_open:
+            raise WriterStateError(f"the writer of {self._staging.target} is closed already")
+        try:
+            if self._num_sequences == 0:
+                raise InvalidInputError(f"{self._staging.target} would hold no sequence; append at least one")
+            manifest = TokenPartManifest(
+                num_sequences=self._num_sequences,
+                num_tokens=self._num_tokens,
+                num_trained_tokens=self._num_trained,
+                max_seq_len=self._max_seq_len,
+                dtype=self.dtype,
+                vocab_size=self.vocab_size,
+                tokenizer=self._tokenizer,
+                chat_template_fingerprint=self._template,
+                files={file.path.name: file.finish() for file in (self._ids, self._train, self._offsets)},
+                checksum_algorithm=DEFAULT_ALGORITHM,
+                created_by=CREATED_BY,
+            )
+            write_file(self._staging.path / layout.MANIFEST, json_document.render(manifest.to_json()))
+            self._staging.publish()
+        finally:
+            self.abort()  # after publishing there is nothing left to remove
+        return manifest
+
+    def abort(self) -> None:
+        """Give up and leave nothing behind; harmless after `finalize`."""
+        self._is_open = False
+        self._cleanup.close()
+
+    def __enter__(self) -> TokenPartWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _new_file(self, name: str, dtype: str) -> GrowingArrayFile:
+        file = GrowingArrayFile(self._staging.path / name, dtype, DEFAULT_ALGORITHM)
+        self._cleanup.callback(file.close)
+        return file
+
+
+def part_path(store: str | os.PathLike[str], number: int) -> Path:
+    """Where part `number` of a store lies.
+
+    Example:
+        >>> str(part_path("store", 3))
+        'store/part_000003'
+    """
+    return Path(store) / f"part_{number:06d}"
