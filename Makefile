@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-dev
+# Two stamps: the demo needs only the package itself, tests and benchmarks need their tools, too.
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 # Also holds inside pip's isolated build environments, so that nothing pulls another torch.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -14,21 +16,25 @@ help: ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
 demo: $(INSTALLED) ## do the main job once on generated data, and say what was done
 	$(BIN)/python -m recipes.demo
 
-test: $(INSTALLED) lint ## lint, type-check and run every test
+test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(INSTALLED_DEV) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## measure against the peers, in one run, as ratios
+bench: $(INSTALLED_DEV) ## measure against the peers, in one run, as ratios
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what the other targets made

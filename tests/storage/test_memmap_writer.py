@@ -161,3 +161,24 @@ def test_a_target_below_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageIOError, match=r"cannot create a directory for .*file/shard"):
         MemmapShardWriter(tmp_path / "file" / "shard", 1, 8)
+
+
+MEASURE = """
+import resource, sys
+import numpy as np
+from megatron_packed_sft import MemmapShardWriter
+ids, mask = np.arange(4096, dtype=np.int32), np.zeros(4096, np.uint8)
+def write(name, num_bins):
+    with MemmapShardWriter(f"{sys.argv[1]}/{name}", num_bins, 4096) as writer:
+        for index in range(num_bins):
+            writer.write_bin(index, ids, mask, [0])
+        writer.finalize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+few = write("few", 60)
+print(write("many", 6000) - few)
+"""
+
+
+def test_a_hundred_times_the_bins_take_no_more_memory(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 1024  # kilobytes, for 123 MB written

@@ -1,0 +1,110 @@
+"""Made the golden files in this folder, once: from docs/format.md with plain NumPy, json and xxhash, not by our writer.
+
+    python tests/golden/make_golden.py
+
+The files are committed and must be read the same for ever (reliability.md row 23). A new format version gets a folder
+of its own here; existing folders are never made again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+HERE = Path(__file__).parent
+PACK_SIZE = 8
+PAD_ID = 3
+BINS = [
+    ([11, 12, 13, 14, 15, 21, 22, 23], [0, 1, 1, 1, 0, 1, 1, 0], [0, 5]),
+    ([31], [0], [0]),
+    ([41, 42, 43, 44], [0, 0, 1, 0], [0, 1, 2]),
+]
+
+
+def arrays(id_dtype: str, pad_id: int) -> dict[str, np.ndarray]:
+    """The five arrays, row by row."""
+    ids = np.full((len(BINS), PACK_SIZE), pad_id, id_dtype)
+    mask = np.zeros((len(BINS), PACK_SIZE), "|u1")
+    for row, (tokens, trained, _) in enumerate(BINS):
+        ids[row, : len(tokens)] = tokens
+        mask[row, : len(trained)] = trained
+    return {
+        "input_ids.npy": ids,
+        "loss_mask.npy": mask,
+        "packed_len.npy": np.array([len(tokens) for tokens, _, _ in BINS], "<u4"),
+        "seq_offsets.npy": np.cumsum([0] + [len(starts) for _, _, starts in BINS]).astype("<u4"),
+        "seq_starts.npy": np.array([start for _, _, starts in BINS for start in starts], "<u4"),
+    }
+
+
+def seed_only(path: Path) -> None:
+    """As the seed document describes it: np.save and eight keys."""
+    path.mkdir()
+    for name, array in arrays("<i4", 0).items():
+        np.save(path / name, array)
+    manifest = {
+        "version": "1.0",
+        "format": "memmap_padded_v1",
+        "num_bins": len(BINS),
+        "pack_size": PACK_SIZE,
+        "dtype": "<i4",
+        "loss_mask_dtype": "<u1",
+        "index_dtype": "<u4",
+        "bins_written": len(BINS),
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
+
+
+def full(path: Path, id_dtype: str) -> None:
+    """As docs/format.md describes it: padded headers, checksums, all keys."""
+    path.mkdir()
+    files = {}
+    for name, array in arrays(id_dtype, PAD_ID).items():
+        size = 4096 if array.ndim == 2 else 128
+        shape = str(array.shape)
+        text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
+        header = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little") + text.ljust(size - 11).encode() + b"\n"
+        data = header + array.tobytes()
+        (path / name).write_bytes(data)
+        files[name] = {"bytes": len(data), "checksum": xxhash.xxh3_128(data).hexdigest()}
+    manifest: dict[str, object] = {
+        "version": "1.0",
+        "format": "memmap_padded_v1",
+        "num_bins": len(BINS),
+        "pack_size": PACK_SIZE,
+        "dtype": id_dtype,
+        "loss_mask_dtype": "|u1",
+        "index_dtype": "<u4",
+        "bins_written": len(BINS),
+        "files": files,
+        "checksum_algorithm": "xxh3_128",
+        "num_sequences": 6,
+        "num_tokens": 13,
+        "num_loss_tokens": 6,
+        "max_seqs_per_bin": 3,
+        "max_seq_len": 5,
+        "min_packed_len": 1,
+        "pad_id": PAD_ID,
+        "vocab_size": 100 if id_dtype == "<u2" else 100_000,
+        "tokenizer": {"name": "golden", "fingerprint": "0123"},
+        "chat_template_fingerprint": "4567",
+        "plan_fingerprint": "89ab",
+        "pad_seq_to_mult": 1,
+        "created_by": "make_golden.py",
+    }
+
+    def rendered() -> bytes:
+        lines = [f"{json.dumps(key)}: {json.dumps(manifest[key], sort_keys=True)}" for key in sorted(manifest)]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    manifest["self_checksum"] = xxhash.xxh3_128(rendered()).hexdigest()
+    (path / "manifest.json").write_bytes(rendered())
+
+
+if __name__ == "__main__":
+    seed_only(HERE / "memmap_1_0_seed_only")
+    full(HERE / "memmap_1_0_u2", "<u2")
+    full(HERE / "memmap_1_0_i4", "<i4")
