@@ -19,7 +19,7 @@ from megatron_packed_sft.storage import layout
 from megatron_packed_sft.storage.atomic import Staging, fsync_directory, os_errors
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
-from megatron_packed_sft.storage.legacy_reader import LegacyShard
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.parquet_reader import ParquetShard
 from megatron_packed_sft.storage.writers import MEMMAP_V1, PackedShardWriter, create_shard_writer, storage_name

@@ -48,7 +48,7 @@ def open_shard(path: str | os.PathLike[str]) -> MemmapShard | PackedShard:
     """
     location = Path(os.path.abspath(path))
     if location.suffix == ".npy" and not location.is_dir():
-        from megatron_packed_sft.storage.legacy_reader import LegacyShard
+        from megatron_packed_sft.storage.legacy.reader import LegacyShard
 
         return LegacyShard(location)
     if location.suffix in (".parquet", ".pq") and not location.is_dir():

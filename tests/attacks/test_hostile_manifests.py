@@ -92,7 +92,7 @@ def test_names_other_than_the_five_fixed_ones_are_refused(name: str, tmp_path: P
     document = json.loads(path.read_text())
     document["files"][name] = document["files"].pop("input_ids.npy")
     path.write_bytes(json_document.render(document))
-    with pytest.raises(ManifestError, match="files must list exactly input_ids.npy"):
+    with pytest.raises(ManifestError, match=r"files must list exactly input_ids\.npy"):
         open_shard(tmp_path / "shard")
 
 

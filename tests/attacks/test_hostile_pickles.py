@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import LegacyFormatError
-from megatron_packed_sft.storage.legacy_reader import MEMORY_MULTIPLE, LegacyShard
+from megatron_packed_sft.storage.legacy.reader import MEMORY_MULTIPLE, LegacyShard
 
 KEYS = [b"\x8c\x09input_ids", b"\x8c\x09loss_mask", b"\x8c\x0cseq_start_id"]
 ARRAY = b"\x8c\x16numpy._core.multiarray\x8c\x0c_reconstruct\x93\x8c\x05numpy\x8c\x07ndarray\x93K\x00\x85C\x01b\x87R"
@@ -180,6 +180,10 @@ HUGE8 = (2**31).to_bytes(8, "little")
         (ARRAY + b"(K\x01J\xff\xff\xff\xff\x85" + BYTE + b"\x89C\x02\x00\x00tb", "bytes do not fit its shape"),
         (ARRAY + b"(K\x01K\x02\x85" + OBJECT + b"\x89](K\x01K\x00etb", "an array that is not of integers"),
         (ARRAY.replace(b"K\x00\x85", b"K\x05\x85"), "opcode TUPLE3 at byte .* builds nothing"),
+        (
+            ARRAY + b"(K\x01K\x02\x85" + BYTE.replace(b"u1", b"b1") + b"\x89C\x02\x01\x02tb",
+            "do not fit its type and shape",
+        ),
         (BYTE.replace(b"K\x00tb", b"K\x3ftb"), "opcode BUILD at byte .* builds nothing"),
         (BYTE.replace(b"\x8c\x01|", b"\x8c\x01="), "opcode TUPLE at byte .* builds nothing"),
     ],
@@ -386,7 +390,7 @@ def test_random_bytes_behind_a_sound_header_are_refused(
 MEASURE = """
 import os, resource, sys
 from megatron_packed_sft.errors import LegacyFormatError
-from megatron_packed_sft.storage.legacy_reader import LegacyShard
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

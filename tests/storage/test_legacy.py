@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError, StorageIOError
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.legacy_reader import LegacyShard
+from megatron_packed_sft.storage.legacy import reader as legacy_reader
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from tests.packed_bins import assert_same_bins, bins, block_of, make_bins
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -197,9 +198,7 @@ def test_the_shard_tells_its_totals_and_hands_out_read_only_arrays(tmp_path: Pat
     assert shard.vocab_bound == max(int(row.input_ids.max()) for row in packed) + 1
     assert shard.num_masks_at_sequence_end == 0
     assert [field.dtype.str for field in shard[3]] == ["<i4", "|u1", "<u4"]
-    block = shard.block(2, 5)
-    given_out = [*shard[0], shard.packed_len, block.input_ids, block.loss_mask, block.packed_len]
-    for array in [*given_out, block.seq_offsets, block.seq_starts]:
+    for array in [*shard[0], shard.packed_len]:
         assert not array.flags.writeable
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"bin {index} of "):
@@ -243,7 +242,7 @@ def test_a_block_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             shard.block(start, stop)
 
 
-def test_masks_at_sequence_ends_are_kept_counted_and_cleared_on_demand(tmp_path: Path) -> None:
+def test_masks_at_sequence_ends_are_kept_and_counted(tmp_path: Path) -> None:
     """What Bridge writes for data that is not chat: the mask goes on over the last token."""
     rows = [
         {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [False, True, True, True, True], "seq_start_id": [0, 3]},
@@ -253,10 +252,6 @@ def test_masks_at_sequence_ends_are_kept_counted_and_cleared_on_demand(tmp_path:
     assert shard.num_masks_at_sequence_end == 3
     assert shard[0].loss_mask.tolist() == [0, 1, 1, 1, 1]
     assert shard.block(0, 2).loss_mask.tolist() == [[0, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-    cleared = shard.block(0, 2, clear_sequence_ends=True)
-    assert cleared.loss_mask.tolist() == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
-    assert shard.block(1, 2, clear_sequence_ends=True).loss_mask.tolist() == [[0, 0, 0, 0, 0]]
-    assert shard[0].loss_mask.tolist() == [0, 1, 1, 1, 1]
 
 
 GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id": [0, 2]}
@@ -348,3 +343,17 @@ def test_what_is_not_a_file_is_refused_and_never_waited_for(tmp_path: Path) -> N
         LegacyShard(tmp_path / "missing.npy")
     with pytest.raises(LegacyFormatError, match="is not a path"):
         LegacyShard("a\0b.npy")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "packed.npy", [GOOD], 4)
+    parse = legacy_reader._parse
+
+    def parse_and_touch(*arguments: Any) -> Any:
+        rows = parse(*arguments)
+        os.utime(path, ns=(0, 12345))
+        return rows
+
+    monkeypatch.setattr(legacy_reader, "_parse", parse_and_touch)
+    with pytest.raises(LegacyFormatError, match=r"packed\.npy was changed while it was read"):
+        LegacyShard(path)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, WriterStateError
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.legacy_reader import LegacyShard
-from megatron_packed_sft.storage.legacy_writer import LegacyPickleWriter
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from tests.packed_bins import assert_same_bins, bins, block_of, make_bins
 
 Row = dict[str, Any]
@@ -88,7 +88,7 @@ def test_ids_of_any_type_and_slices_of_a_larger_csr_are_written_equal(tmp_path: 
 
 
 def test_blocks_larger_than_the_buffer_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_packed_sft.storage.legacy_writer._BUFFER_BYTES", 500)
+    monkeypatch.setattr("megatron_packed_sft.storage.legacy.writer._BUFFER_BYTES", 500)
     rows = make_bins(50, 40)
     with LegacyPickleWriter(tmp_path / "packed.npy", num_bins=50) as writer:
         writer.write_block(10, block_of(rows[10:50], 40))

@@ -1,7 +1,7 @@
 """The words of the pickle machine in `pickle_kernel.py`: opcodes, kinds of entries, forms of values, error codes.
 
 Numba freezes these constants into its cached kernels and does not notice when only this file changes: after an edit
-here, remove `storage/__pycache__`.
+here, remove `storage/legacy/__pycache__`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ INTEGER_BYTES = np.array([_INTEGERS.get(op, 0) for op in range(256)], np.int8)
 # What a stack or memo entry is; the payload is in the comment.
 KIND_BITS = 5
 KIND_MASK = 31
-KIND_MARK = 0  # the stack index of the mark below, plus one
+KIND_MARK = 0  # where on the stack the mark below is, plus one
 KIND_NONE = 1
 KIND_INT = 2  # place of its opcode, also for booleans
 KIND_STRING = 3  # place of its opcode
@@ -92,6 +92,13 @@ KIND_DTYPE_ARGUMENTS = 17  # form
 KIND_DTYPE_STATE = 18  # flags
 KIND_ARRAY_STATE = 19  # value
 KIND_BUFFER_ARGUMENTS = 20  # value
+# Opcodes that only push what they are, by kind; -1 for all others.
+_PLAIN = dict.fromkeys((*_INTEGERS, LONG1, INT), KIND_INT) | {NONE: KIND_NONE, EMPTY_TUPLE: KIND_EMPTY_TUPLE}
+_PLAIN |= dict.fromkeys((BINUNICODE, SHORT_BINUNICODE, BINUNICODE8), KIND_STRING)
+_PLAIN |= dict.fromkeys((BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8), KIND_BYTES)
+PLAIN_KINDS = np.array([_PLAIN.get(op, -1) for op in range(256)], np.int8)
+_FIELD_KINDS = (KIND_LIST, KIND_ARRAY, KIND_INT_TUPLE, KIND_ONE_INT, KIND_EMPTY_TUPLE)
+IS_FIELD_KIND = np.array([kind in _FIELD_KINDS for kind in range(32)], np.bool_)
 
 # What a value is: `count << FORM_BITS | form`. Array forms carry log2 of the item size in their lowest two bits.
 FORM_BITS = 8
@@ -100,8 +107,9 @@ UNBUILT = 0
 INTS = 1  # pickled integers, from a place on
 ROWS = 2  # the one list of dicts
 SIGNED_ARRAY = 4  # 4..7: int8, int16, int32, int64
-UNSIGNED_ARRAY = 8  # 8..11; booleans are stored as uint8
+UNSIGNED_ARRAY = 8  # 8..11: uint8, uint16, uint32, uint64
 OBJECT_ARRAY = 12
+BOOL_ARRAY = 16
 OBJECT_FLAGS = 63  # what NumPy writes for the object dtype; for integers it writes 0
 LATIN1_FORM = 64  # added: the bytes are the characters of a string, and the place is the string's opcode
 
@@ -133,6 +141,7 @@ FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
 
 def text_table(texts: tuple[str, ...]) -> tuple[ByteArray, LongArray]:
+    """Texts end to end, and where each ends."""
     ends = np.cumsum([0, *(len(text) for text in texts)])
     return np.frombuffer("".join(texts).encode(), np.uint8), ends.astype(np.int64)
 
@@ -144,7 +153,7 @@ DTYPE_TEXT, DTYPE_ENDS = text_table(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "
 DTYPE_FORMS = np.array(
     [SIGNED_ARRAY + log_size for log_size in range(4)]
     + [UNSIGNED_ARRAY + log_size for log_size in range(4)]
-    + [UNSIGNED_ARRAY, OBJECT_ARRAY],
+    + [BOOL_ARRAY, OBJECT_ARRAY],
     np.int64,
 )
 LATIN1_TEXT, LATIN1_ENDS = text_table(("latin1",))

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from megatron_packed_sft.storage import pickle_tables as tables
-from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.storage.legacy import pickle_tables as tables
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
 
 @njit(cache=True, nogil=True)

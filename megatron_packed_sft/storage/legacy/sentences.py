@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_packed_sft.errors import LegacyFormatError
-from megatron_packed_sft.storage import pickle_tables as tables
-from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.storage.legacy import pickle_tables as tables
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
 _SAVE_AGAIN = "save the rows again with numpy.save, each a dict of three lists of integers"
 _MAX_NAME = 80
@@ -52,7 +52,7 @@ def row_error(path: Path, status: LongArray) -> LegacyFormatError:
         >>> raise row_error(path, status)  # doctest: +SKIP
         LegacyFormatError: x.npy: row 7: loss_mask is 2 at position 3, not 0 or 1
     """
-    from megatron_packed_sft.storage import legacy_decode_kernel as kernel
+    from megatron_packed_sft.storage.legacy import decode_kernel as kernel
 
     code, row, field, position, value = status[:5].tolist()
     name = tables.FIELDS[field]
@@ -62,7 +62,7 @@ def row_error(path: Path, status: LongArray) -> LegacyFormatError:
         kernel.EMPTY: f"{name} is empty",
         kernel.LENGTHS_DIFFER: f"loss_mask has {value} entries, but input_ids has {position}",
         kernel.ROW_TOO_LONG: f"input_ids has {position} tokens, more than a row can have",
-        kernel.BAD_BYTES: f"{name} is an array whose bytes do not fit its shape, or the file changed while it was read",
+        kernel.BAD_BYTES: f"{name} is an array whose bytes do not fit its type and shape, or the file changed",
         kernel.BAD_ID: f"input_ids is {shown} at position {position}, not in 0..{kernel.LARGEST_ID}",
         kernel.BAD_MASK: f"loss_mask is {shown} at position {position}, not 0 or 1",
         kernel.FIRST_START_NOT_ZERO: f"seq_start_id begins with {shown}, not 0",
@@ -108,7 +108,7 @@ def _opcode(data: ByteArray, place: int) -> str:
 
 def _string(data: ByteArray, place: int) -> str:
     """Show the string that begins at a place, as far as it is one."""
-    from megatron_packed_sft.storage.pickle_bytes_kernel import payload_span
+    from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import payload_span
 
     if not 0 <= place < data.size or tables.ARGUMENT_BYTES[data[place]] < 1:
         return ""

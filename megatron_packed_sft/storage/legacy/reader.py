@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError
-from megatron_packed_sft.storage import legacy_errors
 from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.storage.bins import BinBlock, PackedBin
-from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.storage.legacy import sentences
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -54,8 +54,7 @@ class LegacyShard:
     """A packed `.npy` file, in memory; its pickle is never executed. Arrays that come out are read-only.
 
     Bridge writes a loss mask of 1 at the last token of sequences that are not chats, where nothing is predicted. The
-    mask is kept as it is; `num_masks_at_sequence_end` counts these places and `block(clear_sequence_ends=True)`
-    clears them.
+    mask is kept as it is; `num_masks_at_sequence_end` counts these places, and `convert` clears them.
 
     Example:
         >>> shard = LegacyShard("training_4096.npy")  # doctest: +SKIP
@@ -117,16 +116,14 @@ class LegacyShard:
         stop: int,
         width: int | None = None,
         pad_id: int = 0,
-        *,
-        clear_sequence_ends: bool = False,
     ) -> BinBlock:
-        """Return the rows start..stop-1 in padded form, `width` (default: `pack_size`) wide.
+        """Return the rows start..stop-1 in padded form, `width` (default: `pack_size`) wide, in arrays of their own.
 
         Example:
             >>> shard.block(0, 1024, width=4096, pad_id=2).input_ids.shape  # doctest: +SKIP
             (1024, 4096)
         """
-        from megatron_packed_sft.storage import kernels, legacy_decode_kernel
+        from megatron_packed_sft.storage import kernels
 
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"bins {start}:{stop} of {self.path}, which has {len(self)}")
@@ -154,15 +151,12 @@ class LegacyShard:
             loss_mask,
         )
         seq_offsets = (sequences - sequences[0]).astype(np.uint32)
-        seq_starts = rows.seq_starts[sequences[0] : sequences[-1]]
-        if clear_sequence_ends:
-            legacy_decode_kernel.clear_sequence_ends(loss_mask, lengths, seq_offsets, seq_starts)
         return BinBlock(
-            input_ids=_read_only(input_ids),
-            loss_mask=_read_only(loss_mask),
+            input_ids=input_ids,
+            loss_mask=loss_mask,
             packed_len=lengths,
-            seq_offsets=_read_only(seq_offsets),
-            seq_starts=_read_only(seq_starts),
+            seq_offsets=seq_offsets,
+            seq_starts=rows.seq_starts[sequences[0] : sequences[-1]],
         )
 
 
@@ -242,17 +236,17 @@ def _budget(size: int) -> int:
 
 
 def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> _Rows:
-    from megatron_packed_sft.storage import legacy_decode_kernel, pickle_kernel
+    from megatron_packed_sft.storage.legacy import decode_kernel, pickle_kernel
 
     status = np.zeros(5, np.int64)
     tables = pickle_kernel.run_pickle(data, start, num_rows, _budget(data.size), status)
     if status[0]:
-        raise legacy_errors.pickle_error(path, data, status)
+        raise sentences.pickle_error(path, data, status)
     table_bytes = int(status[4])
     status[:] = 0
-    num_tokens, num_sequences = legacy_decode_kernel.measure_rows(*tables, status)
+    num_tokens, num_sequences = decode_kernel.measure_rows(*tables, status)
     if status[0]:
-        raise legacy_errors.row_error(path, status)
+        raise sentences.row_error(path, status)
     needed = num_tokens * _BYTES_PER_TOKEN + num_sequences * 4 + num_rows * _BYTES_PER_ROW
     if needed + table_bytes > _budget(data.size):
         raise LegacyFormatError(
@@ -264,9 +258,9 @@ def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> _Rows:
     bin_offsets = np.empty(num_rows + 1, np.int64)
     seq_starts = np.empty(num_sequences, np.uint32)
     seq_offsets = np.empty(num_rows + 1, np.int64)
-    totals = legacy_decode_kernel.decode_rows(
+    totals = decode_kernel.decode_rows(
         data, *tables, input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, status
     )
     if status[0]:
-        raise legacy_errors.row_error(path, status)
+        raise sentences.row_error(path, status)
     return _Rows(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, *totals)

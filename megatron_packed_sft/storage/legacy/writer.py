@@ -1,7 +1,7 @@
 """Write the packed `.npy` file that Megatron-Bridge and NeMo load: an object array of dicts of integer lists.
 
     header | array, dtype | ( bin 0 bin 1 ... bin 999 e ( bin 1000 ... e | BUILD STOP
-                            └ each bin a fragment of its own, encoded by legacy_encode_kernel.encode_rows
+                            └ each bin a fragment of its own, encoded by encode_kernel.encode_rows
 
 No Python list is ever made: memory does not grow with the tokens. A bin that arrives in its turn goes straight out;
 one that comes early waits in a spool file beside the output.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
 from megatron_packed_sft.storage.atomic import Staging, os_errors, write_at
 from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
-from megatron_packed_sft.storage.pickle_tables import FIELDS
+from megatron_packed_sft.storage.legacy.pickle_tables import FIELDS
 
 _BATCH = 1000  # as Python's own pickler does: readers keep one batch on their stack
 _BUFFER_BYTES = 8 << 20
@@ -256,7 +256,7 @@ def _encoded(
     block: BinBlock, start: int, stop: int, first_bin: int, num_bins: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Return the pickle fragments of some rows, one behind the other, and where each ends."""
-    from megatron_packed_sft.storage import legacy_encode_kernel
+    from megatron_packed_sft.storage.legacy import encode_kernel
 
     lengths = block.packed_len[start:stop]
     offsets = block.seq_offsets[start : stop + 1]
@@ -265,7 +265,7 @@ def _encoded(
     bound = 7 * int(lengths.sum(dtype=np.int64)) + 5 * len(starts) + _FRAGMENT_OVERHEAD * len(lengths)
     out = np.empty(bound, np.uint8)
     ends = np.empty(len(lengths), np.int64)
-    legacy_encode_kernel.encode_rows(
+    encode_kernel.encode_rows(
         block.input_ids[start:stop],
         block.loss_mask[start:stop],
         lengths,

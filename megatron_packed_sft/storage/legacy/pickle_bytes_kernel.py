@@ -11,8 +11,20 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from megatron_packed_sft.storage import pickle_tables as tables
-from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.storage.legacy import pickle_tables as tables
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
+
+
+@njit(cache=True, nogil=True)
+def kind_of(entry: int) -> int:
+    """Return what an entry is."""
+    return entry & tables.KIND_MASK
+
+
+@njit(cache=True, nogil=True)
+def payload_of(entry: int) -> int:
+    """Return what an entry refers to."""
+    return entry >> tables.KIND_BITS
 
 
 @njit(cache=True, nogil=True)
@@ -159,27 +171,27 @@ def find_newline(data: ByteArray, place: int, end: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def dtype_form(data: ByteArray, place: int, end: int) -> int:
+def dtype_form(data: ByteArray, place: int) -> int:
     """Return the form of an array whose dtype has this name ("i8", "b1", "O8"), or -1 when it is not accepted."""
-    start, length = payload_span(data, place, end)
+    start, length = payload_span(data, place, data.size)
     entry = find_text(data, start, length, tables.DTYPE_TEXT, tables.DTYPE_ENDS, 0)
     return tables.DTYPE_FORMS[entry] if entry >= 0 else np.int64(-1)
 
 
 @njit(cache=True, nogil=True)
-def is_letter(data: ByteArray, entry: int, end: int, letter: int) -> bool:
+def is_letter(data: ByteArray, entry: int, letter: int) -> bool:
     """Say whether a string or bytes entry is this one ASCII character."""
-    kind = entry & tables.KIND_MASK
+    kind = kind_of(entry)
     if kind != tables.KIND_STRING and kind != tables.KIND_BYTES and kind != tables.KIND_LATIN1:
         return False
-    start, length = payload_span(data, entry >> tables.KIND_BITS, end)
+    start, length = payload_span(data, payload_of(entry), data.size)
     return length == 1 and data[start] == letter
 
 
 @njit(cache=True, nogil=True)
-def is_number(data: ByteArray, entry: int, end: int, number: int) -> bool:
+def is_number(data: ByteArray, entry: int, number: int) -> bool:
     """Say whether an entry is this integer (or boolean)."""
-    if entry & tables.KIND_MASK != tables.KIND_INT:
+    if kind_of(entry) != tables.KIND_INT:
         return False
-    value, _ = read_int(data, entry >> tables.KIND_BITS, end)
+    value, _ = read_int(data, payload_of(entry), data.size)
     return value == number

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from megatron_packed_sft.storage import pickle_tables as tables
-from megatron_packed_sft.storage.pickle_bytes_kernel import little_endian, payload_span, read_rare_int
-from megatron_packed_sft.storage.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.storage.legacy import pickle_tables as tables
+from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import little_endian, payload_span, read_rare_int
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
 # What can be wrong with a row; `status` then holds the code, the row, the field, the position and the value.
 OK = 0
@@ -168,10 +168,15 @@ def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> i
             for k in range(values.size):
                 values[k] = little_endian(data, place + 8 * k, 8)
         place += values.size * num_bytes
-    if form & ~np.int64(tables.LATIN1_FORM) < tables.UNSIGNED_ARRAY:
+    form &= ~np.int64(tables.LATIN1_FORM)
+    if form < tables.UNSIGNED_ARRAY:
         shift = 64 - 8 * num_bytes
         for k in range(values.size):
             values[k] = values[k] << shift >> shift
+    elif form == tables.BOOL_ARRAY:
+        for k in range(values.size):
+            if values[k] > 1:  # no boolean; NumPy would take it for True here and for a 2 there
+                return -1
     elif num_bytes == 8:
         for k in range(values.size):
             if values[k] < 0:
@@ -268,19 +273,3 @@ def decode_rows(
         num_masks_at_end += loss_mask[first_token + length - 1]
         longest = max(longest, length)
     return largest, longest, num_masks_at_end
-
-
-@njit(cache=True, nogil=True)
-def clear_sequence_ends(
-    loss_mask: npt.NDArray[np.uint8],
-    packed_len: npt.NDArray[np.uint32],
-    seq_offsets: npt.NDArray[np.uint32],
-    seq_starts: npt.NDArray[np.uint32],
-) -> None:
-    """Set the mask of each sequence's last token to 0, in padded rows."""
-    for row in range(packed_len.size):
-        first = np.int64(seq_offsets[row]) - np.int64(seq_offsets[0])
-        last = np.int64(seq_offsets[row + 1]) - np.int64(seq_offsets[0])
-        for k in range(first + 1, last):
-            loss_mask[row, np.int64(seq_starts[k]) - 1] = 0
-        loss_mask[row, np.int64(packed_len[row]) - 1] = 0

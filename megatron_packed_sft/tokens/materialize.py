@@ -1,0 +1,294 @@
+"""A plan and a token store become shards: one compiled pass per block of bins, straight into the writer's block call.
+
+    plan.bin_order ─▶ block of bins ─▶ where each piece lies (NumPy) ─▶ copy + mask alignment (compiled) ─▶ write_block
+
+Memory is two blocks, whatever the number of bins; tokens are read through the store's maps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.measures import sizes_of
+from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
+from megatron_packed_sft.storage.writers import PackedShardWriter
+from megatron_packed_sft.tokens.store import TokenStore
+
+_BLOCK_BYTES = 1 << 22
+
+
+class _Pieces(NamedTuple):
+    """Where the units of a block of bins come from and go to; one entry per unit, bins one after the other."""
+
+    sequences: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]  # inside the sequence
+    lengths: npt.NDArray[np.int64]
+    overlaps: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]  # of the room each takes: columns + its length rounded up
+    counts: npt.NDArray[np.int64]  # units per bin
+    packed_len: npt.NDArray[np.int64]  # per bin
+
+
+def stored_width(plan: PackPlan) -> int:
+    """The width a row must have to hold every bin of a plan.
+
+    That is at most `pack_size` for plans by `measure="tokens"`. Plans by `measure="inputs"`, and sequences longer than
+    the pack (`overflow="single"`), need wider rows.
+
+    Example:
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> stored_width(pack([3, 1, 2, 2], pack_size=4))
+        4
+    """
+    sizes = sizes_of(plan.unit_lengths, "tokens", plan.pad_seq_to_mult)
+    return int(np.add.reduceat(sizes[plan.indices], plan.bin_offsets[:-1], dtype=np.int64).max())
+
+
+def materialize(
+    plan: PackPlan,
+    store: TokenStore,
+    writer: PackedShardWriter,
+    *,
+    bins: npt.NDArray[Any] | Sequence[int] | None = None,
+    width: int | None = None,
+    pad_id: int = 0,
+    progress: bool = False,
+) -> int:
+    """Write the bins of a plan, in its reading order, as bins 0, 1, 2, ... of a writer; return the tokens written.
+
+    Masks come out next-token aligned; the overlap of split sequences is not trained twice; with `pad_seq_to_mult` each
+    sequence is padded with `pad_id` so that its inputs are a multiple. `writer.finalize` is left to the caller.
+
+    Args:
+        plan: from `pack`, over `store.lengths`.
+        store: the token store.
+        writer: has room for the bins; its rows are `width` wide.
+        bins: canonical numbers of the bins to write; all of them, in reading order, when not given.
+        width: of the writer's rows; the plan's pack_size when not given.
+        pad_id: fills rows and padded sequences; the writer's pad_id.
+        progress: show a bar over the bins.
+
+    Example:
+        >>> with MemmapShardWriter("out", plan.num_bins, plan.pack_size) as writer:  # doctest: +SKIP
+        ...     materialize(plan, store, writer)
+        ...     writer.finalize()
+    """
+    chosen = plan.bin_order.astype(np.int64) if bins is None else np.asarray(bins, np.int64)
+    width = plan.pack_size if width is None else width
+    _check_fit(plan, store, width)
+    with tqdm(total=len(chosen), unit="bin", desc="materialize", disable=not progress) as bar:
+        return _write_bins(plan, store, writer, chosen, width, pad_id, bar)
+
+
+def materialize_shards(
+    plan: PackPlan,
+    store: TokenStore,
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    num_workers: int = 1,
+    pad_id: int = 0,
+    progress: bool = False,
+) -> list[ShardManifest]:
+    """Write a plan as several memmap_v1 shards, by several processes; the bytes do not depend on how many.
+
+    The bins are cut, in reading order, into as many even runs as there are paths. Shards that are there already are an
+    error; shards published before another one fails stay (publish them below one staged directory to get all or none).
+
+    Example:
+        >>> materialize_shards(plan, store, ["train/shard_000000", "train/shard_000001"])  # doctest: +SKIP
+    """
+    if not 1 <= len(paths) <= plan.num_bins:
+        raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
+    if num_workers < 1:
+        raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
+    _check_fit(plan, store, stored_width(plan))
+    runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
+    job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id)
+    with tqdm(total=plan.num_bins, unit="bin", desc="materialize", disable=not progress) as bar:
+        if num_workers == 1 or len(paths) == 1:
+            return [job.write_shard(Path(path), run, bar) for path, run in zip(paths, runs, strict=True)]
+        # spawn: the caller may have threads (a progress bar has one), which a fork would cut off.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(num_workers, len(paths)), context, _receive, (job,)) as pool:
+            futures = {pool.submit(_write_shard, Path(path), run): run for path, run in zip(paths, runs, strict=True)}
+            for future in as_completed(futures):
+                future.result()
+                bar.update(len(futures[future]))
+            return [future.result() for future in futures]
+
+
+class _Job(NamedTuple):
+    """What all shards of one call share."""
+
+    plan: PackPlan
+    store: TokenStore
+    width: int
+    pad_id: int
+
+    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], bar: tqdm[Any] | None = None) -> ShardManifest:
+        """Write and publish one shard."""
+        manifest = self.store.manifest
+        with MemmapShardWriter(
+            path,
+            len(bins),
+            self.width,
+            vocab_size=manifest.vocab_size,
+            pad_id=self.pad_id,
+            tokenizer=manifest.tokenizer,
+            chat_template_fingerprint=manifest.chat_template_fingerprint,
+            plan_fingerprint=self.plan.order_fingerprint,
+            pad_seq_to_mult=self.plan.pad_seq_to_mult,
+        ) as writer:
+            _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, bar)
+            return writer.finalize()
+
+
+_received: list[_Job] = []  # in a worker process: the job, sent once and not with every shard
+
+
+def _receive(job: _Job) -> None:
+    _received[:] = [job]
+
+
+def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> ShardManifest:
+    return _received[0].write_shard(path, bins)
+
+
+def _write_bins(
+    plan: PackPlan,
+    store: TokenStore,
+    writer: PackedShardWriter,
+    bins: npt.NDArray[np.int64],
+    width: int,
+    pad_id: int,
+    bar: tqdm[Any] | None,
+) -> int:
+    num_tokens = 0
+    blocks = _blocks(plan, store, bins, max(1, _BLOCK_BYTES // (width * 5)), width, pad_id)
+    for first, block in _one_ahead(blocks):
+        writer.write_block(first, block)
+        num_tokens += int(block.packed_len.sum(dtype=np.int64))
+        if bar is not None:
+            bar.update(len(block))
+    return num_tokens
+
+
+def _one_ahead(blocks: Iterator[tuple[int, BinBlock]]) -> Iterator[tuple[int, BinBlock]]:
+    """Fill the next block in a thread while the caller writes this one; copies, checks and writes release the GIL."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = thread.submit(next, blocks, None)
+            yield block
+
+
+def _check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
+    needed = stored_width(plan)
+    if needed > width:
+        raise InvalidInputError(
+            f"a bin of this plan stores {needed} tokens, a row holds {width}; use rows of {needed}, or plan with "
+            "measure='tokens' and without overflow='single'"
+        )
+    lengths = store.lengths
+    if plan.chunks is None:
+        fits = len(lengths) == len(plan.unit_lengths) and np.array_equal(lengths, plan.unit_lengths)
+    else:
+        chunks = plan.chunks
+        fits = len(chunks.sequence) == 0 or (
+            int(chunks.sequence.max()) < len(lengths)
+            and bool(np.all(chunks.start.astype(np.int64) + plan.unit_lengths <= lengths[chunks.sequence]))
+        )
+    if not fits:
+        raise InvalidInputError(
+            f"the plan was not made from {store.path}: their lengths differ; plan again with the lengths of this store"
+        )
+
+
+def _blocks(
+    plan: PackPlan,
+    store: TokenStore,
+    bins: npt.NDArray[np.int64],
+    rows_at_once: int,
+    width: int,
+    pad_id: int,
+) -> Iterator[tuple[int, BinBlock]]:
+    from megatron_packed_sft.tokens import kernels
+
+    shape = (min(rows_at_once, len(bins)), width)
+    # Two buffers: one is written by the caller while the other is filled (see _one_ahead).
+    buffers = [(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8)) for _ in range(2)]
+    for number, first in enumerate(range(0, len(bins), rows_at_once)):
+        ids, mask = buffers[number % 2]
+        pieces = _pieces(plan, bins[first : first + rows_at_once])
+        num_rows = len(pieces.counts)
+        for part, positions, inside in store.by_part(pieces.sequences):
+            starts, _ = part.spans(inside)
+            kernels.fill_rows(
+                part.arrays.ids,
+                part.arrays.train,
+                starts + pieces.starts[positions],
+                pieces.lengths[positions],
+                pieces.overlaps[positions],
+                pieces.rows[positions],
+                pieces.columns[positions],
+                ids,
+                mask,
+            )
+        if plan.pad_seq_to_mult > 1:
+            kernels.fill_gaps(pieces.rows, pieces.columns + pieces.lengths, pieces.ends, pad_id, ids, mask)
+        tails = np.full(num_rows, width, np.int64)
+        kernels.fill_gaps(np.arange(num_rows), pieces.packed_len, tails, pad_id, ids, mask)
+        yield (
+            first,
+            BinBlock(
+                ids[:num_rows],
+                mask[:num_rows],
+                pieces.packed_len.astype(np.uint32),
+                np.concatenate(([0], np.cumsum(pieces.counts))).astype(np.uint32),
+                pieces.columns.astype(np.uint32),
+            ),
+        )
+
+
+def _pieces(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Pieces:
+    first = plan.bin_offsets[bins]
+    counts = plan.bin_offsets[bins + 1] - first
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    units = plan.indices[np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)]
+    lengths = plan.unit_lengths[units].astype(np.int64)
+    sizes = sizes_of(plan.unit_lengths[units], "tokens", plan.pad_seq_to_mult).astype(np.int64)
+    filled = np.concatenate(([0], np.cumsum(sizes)))
+    columns = filled[:-1] - np.repeat(filled[offsets[:-1]], counts)
+    if plan.chunks is None:
+        sequences, starts, overlaps = units.astype(np.int64), np.zeros_like(lengths), np.zeros_like(lengths)
+    else:
+        sequences, starts, overlaps = (
+            array[units].astype(np.int64)
+            for array in (plan.chunks.sequence, plan.chunks.start, plan.chunks.masked_prefix)
+        )
+    return _Pieces(
+        sequences=sequences,
+        starts=starts,
+        lengths=lengths,
+        overlaps=overlaps,
+        rows=np.repeat(np.arange(len(bins)), counts),
+        columns=columns,
+        ends=columns + sizes,
+        counts=counts,
+        packed_len=filled[offsets[1:]] - filled[offsets[:-1]],
+    )
