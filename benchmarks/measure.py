@@ -11,6 +11,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 
@@ -42,9 +43,8 @@ def timed(function: Callable[[], Any]) -> float:
 
 def in_own_process(case: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
     """Run a case in a fresh process and return what it measured."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(case, arguments)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(case, *arguments).result()
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,8 +4,8 @@
                  read rows   ids+mask  stored    a plan     shards     samples  model glue
                                        once      (pure)     (files)    batches
 
-The folders are the data flow. This release has `storage`; the others follow. Importing this package imports neither
-torch nor megatron: public names are loaded when they are first used.
+The folders are the data flow. This release has `tokens`, `packing`, `storage` and `data`; the others follow. Importing
+this package imports neither torch nor megatron: public names are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,26 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
+    from megatron_packed_sft.data.datasets import (
+        GPTSFTPackedDataset,
+        GPTSFTPackedMemmapDataset,
+        GPTSFTPackedMultiShardDataset,
+        GPTSFTPlannedDataset,
+        PackedDataset,
+    )
+    from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
+    from megatron_packed_sft.data.loader import PackedLoader
+    from megatron_packed_sft.data.sample_packs import SamplePackDataset
     from megatron_packed_sft.errors import PackedSFTError
+    from megatron_packed_sft.packing.effective_batch import effective_batch
+    from megatron_packed_sft.packing.packer import pack
+    from megatron_packed_sft.packing.plan import PackPlan
+    from megatron_packed_sft.packing.strategies import register_strategy
     from megatron_packed_sft.storage.bins import BinBlock, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
-    from megatron_packed_sft.storage.legacy_reader import LegacyShard
-    from megatron_packed_sft.storage.legacy_writer import LegacyPickleWriter
+    from megatron_packed_sft.storage.legacy.reader import LegacyShard
+    from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
     from megatron_packed_sft.storage.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_reader import MemmapShard
     from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
@@ -29,6 +43,9 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.report import Finding, ValidationReport
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.storage.writers import PackedShardWriter, create_shard_writer
+    from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
+    from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
+    from megatron_packed_sft.tokens.writer import TokenPartWriter
 
 # Public name -> the module that defines it.
 _HOMES = {
@@ -37,20 +54,39 @@ _HOMES = {
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
     "Finding": "storage.report",
-    "LegacyPickleWriter": "storage.legacy_writer",
-    "LegacyShard": "storage.legacy_reader",
+    "GPTSFTPackedDataset": "data.datasets",
+    "GPTSFTPackedMemmapDataset": "data.datasets",
+    "GPTSFTPackedMultiShardDataset": "data.datasets",
+    "GPTSFTPlannedDataset": "data.datasets",
+    "LegacyPickleWriter": "storage.legacy.writer",
+    "LegacyShard": "storage.legacy.reader",
     "MemmapShard": "storage.memmap_reader",
     "MemmapShardWriter": "storage.memmap_writer",
+    "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
+    "PackedDataset": "data.datasets",
+    "PackedLoader": "data.loader",
     "PackedSFTError": "errors",
     "PackedShard": "storage.readers",
     "PackedShardWriter": "storage.writers",
+    "SamplePackDataset": "data.sample_packs",
     "ShardManifest": "storage.manifest",
+    "TokenPartWriter": "tokens.writer",
+    "TokenStore": "tokens.store",
     "ValidationReport": "storage.report",
     "convert": "storage.convert",
+    "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.writers",
+    "effective_batch": "packing.effective_batch",
+    "materialize": "tokens.materialize",
+    "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
     "open_shard": "storage.readers",
+    "open_token_store": "tokens.store",
+    "pack": "packing.packer",
+    "publish_store": "tokens.store",
+    "register_storage": "data.factory",
+    "register_strategy": "packing.strategies",
     "validate": "storage.validate",
 }
 
@@ -60,21 +96,40 @@ __all__ = [
     "DatasetDirectory",
     "DatasetWriter",
     "Finding",
+    "GPTSFTPackedDataset",
+    "GPTSFTPackedMemmapDataset",
+    "GPTSFTPackedMultiShardDataset",
+    "GPTSFTPlannedDataset",
     "LegacyPickleWriter",
     "LegacyShard",
     "MemmapShard",
     "MemmapShardWriter",
+    "PackPlan",
     "PackedBin",
+    "PackedDataset",
+    "PackedLoader",
     "PackedSFTError",
     "PackedShard",
     "PackedShardWriter",
+    "SamplePackDataset",
     "ShardManifest",
+    "TokenPartWriter",
+    "TokenStore",
     "ValidationReport",
     "__version__",
     "convert",
+    "create_sft_dataset",
     "create_shard_writer",
+    "effective_batch",
+    "materialize",
+    "materialize_shards",
     "open_dataset",
     "open_shard",
+    "open_token_store",
+    "pack",
+    "publish_store",
+    "register_storage",
+    "register_strategy",
     "validate",
 ]
 

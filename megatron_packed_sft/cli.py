@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  packed-sft validate my_dataset --level full --json > report.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    validate.add_argument("path", help="a shard, a dataset directory, or a directory of shards")
+    validate.add_argument("path", help="a shard, a dataset directory, a directory of shards, or a token store")
     validate.add_argument(
         "--level",
         choices=("structure", "full"),
@@ -112,8 +112,9 @@ def _wants_progress(arguments: argparse.Namespace) -> bool:
 
 def _validate(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.storage.validate import validate
+    from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
-    report = validate(
+    report = (validate_token_store if is_token_store(arguments.path) else validate)(
         arguments.path,
         level=arguments.level,
         max_findings=arguments.max_findings,

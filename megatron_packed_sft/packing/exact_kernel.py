@@ -11,13 +11,14 @@ from numba import njit
 
 from megatron_packed_sft.packing.bitset_kernel import (
     Bits,
+    Scalar,
     add,
     discard,
     empty_set,
     highest_at_most,
     lowest_at_least,
 )
-from megatron_packed_sft.packing.histogram_kernel import Int64, Patterns, grown32, grown64
+from megatron_packed_sft.packing.histogram_kernel import Int32, Int64, Patterns
 
 # How many candidates for the first of two, and for the first of three closing sizes are looked at. Beyond these the
 # bins got no fuller in any of the distributions measured (docs/packing.md), only the search slower.
@@ -26,7 +27,7 @@ _TRIPLES_TRIED = 16
 
 
 @njit(cache=True, nogil=True)
-def _larger_of_pair(words: Bits, summary: Bits, left: Int64, room: int, smallest: int) -> int:
+def _larger_of_pair(words: Bits, summary: Bits, left: Int64, room: Scalar, smallest: Scalar) -> Scalar:
     """Return the larger of two sizes that fill `room` exactly, as large as possible; -1 if none was found."""
     size = highest_at_most(words, summary, room - smallest)
     for _ in range(_PAIRS_TRIED):
@@ -40,7 +41,9 @@ def _larger_of_pair(words: Bits, summary: Bits, left: Int64, room: int, smallest
 
 
 @njit(cache=True, nogil=True)
-def _largest_of_triple(words: Bits, summary: Bits, left: Int64, room: int, smallest: int, largest: int) -> int:
+def _largest_of_triple(
+    words: Bits, summary: Bits, left: Int64, room: Scalar, smallest: Scalar, largest: Scalar
+) -> Scalar:
     """Return the largest of three sizes that fill `room` exactly; -1 if none was found."""
     size = highest_at_most(words, summary, min(largest, room - 2 * smallest))
     for _ in range(_TRIPLES_TRIED):
@@ -58,51 +61,29 @@ def _largest_of_triple(words: Bits, summary: Bits, left: Int64, room: int, small
 
 
 @njit(cache=True, nogil=True)
-def exact_fill(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
+def exact_fill(histogram: Int64, capacity: Scalar, max_per_bin: Scalar) -> Patterns:
     """Fill bins exactly where it can be done; each pattern is used until one of its sizes runs out."""
     left = histogram.copy()
     words, summary = empty_set(capacity)
-    num_items = np.int64(0)
+    num_items = 0
+    num_different = 0
     for size in range(1, capacity + 1):
-        num_items += left[size]
         if left[size] > 0:
+            num_items += int(left[size])
+            num_different += 1
             add(words, summary, size)
-    offsets = np.empty(1024, np.int64)
-    counts = np.empty(1024, np.int64)
-    sizes = np.empty(8192, np.int32)
+    # Each pattern at least halves what is left of one of its sizes. Pages that are never written cost nothing.
+    most_patterns = min(num_items, 64 * num_different)
+    offsets = np.empty(most_patterns + 1, np.int64)
+    counts = np.empty(most_patterns, np.int64)
+    sizes = np.empty(num_items, np.int32)
     offsets[0] = 0
     num_patterns = 0
-    position = 0
+    position: Scalar = np.int64(0)
     while num_items > 0:
         start = position
-        room = capacity
-        smallest = lowest_at_least(words, summary, 1)
-        size = highest_at_most(words, summary, capacity)
-        while True:
-            sizes = grown32(sizes, position, position + 1)
-            sizes[position] = size
-            position += 1
-            room -= size
-            left[size] -= 1
-            if left[size] == 0:
-                discard(words, summary, size)
-                if size == smallest and room > 0:
-                    smallest = lowest_at_least(words, summary, size)
-            allowed = max_per_bin - (position - start)
-            if room == 0 or allowed == 0:
-                break
-            size = highest_at_most(words, summary, room)
-            if size < 0:
-                break
-            if size < room and allowed >= 2:
-                closing = -1
-                if 2 * size >= room:
-                    closing = _larger_of_pair(words, summary, left, room, smallest)
-                if closing < 0 and 3 * size >= room and allowed >= 3:
-                    closing = _largest_of_triple(words, summary, left, room, smallest, size)
-                if closing > 0:
-                    size = closing
-        # The same bin again, as often as its scarcest size allows. Sizes in a pattern do not increase.
+        position = _fill_one(left, words, summary, capacity, max_per_bin, sizes, start)
+        # The same bin again, as often as its scarcest size allows.
         times = num_items
         first = start
         for k in range(start, position):
@@ -111,16 +92,52 @@ def exact_fill(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
                 times = min(times, left[sizes[first]] // (k + 1 - first))
                 first = k + 1
         for k in range(start, position):
-            size = sizes[k]
-            left[size] -= times
-            if left[size] > 0:
-                add(words, summary, size)
+            used = np.int64(sizes[k])
+            left[used] -= times
+            if left[used] > 0:
+                add(words, summary, used)
             else:
-                discard(words, summary, size)
+                discard(words, summary, used)
         num_items -= times * (position - start)
-        offsets = grown64(offsets, num_patterns + 1, num_patterns + 2)
-        counts = grown64(counts, num_patterns, num_patterns + 1)
         counts[num_patterns] = times
         num_patterns += 1
         offsets[num_patterns] = position
     return offsets[: num_patterns + 1].copy(), sizes[:position].copy(), counts[:num_patterns].copy()
+
+
+@njit(cache=True, nogil=True)
+def _fill_one(
+    left: Int64, words: Bits, summary: Bits, capacity: Scalar, max_per_bin: Scalar, sizes: Int32, start: Scalar
+) -> Scalar:
+    """Fill one bin into sizes[start:], in falling order, taking what it uses out of `left`; return where it ends."""
+    position = start
+    room = capacity
+    smallest = lowest_at_least(words, summary, np.int64(1))
+    size = highest_at_most(words, summary, capacity)
+    while True:
+        place = position
+        while place > start and sizes[place - 1] < size:
+            sizes[place] = sizes[place - 1]
+            place -= 1
+        sizes[place] = size
+        position += 1
+        room -= size
+        left[size] -= 1
+        if left[size] == 0:
+            discard(words, summary, size)
+            if size == smallest:
+                smallest = lowest_at_least(words, summary, size)
+        allowed = max_per_bin - (position - start)
+        if room == 0 or allowed == 0:
+            return position
+        size = highest_at_most(words, summary, room)
+        if size < 0:
+            return position
+        if size < room and allowed >= 2:
+            closing = -1
+            if 2 * size >= room:
+                closing = _larger_of_pair(words, summary, left, room, smallest)
+            if closing < 0 and 3 * size >= room and allowed >= 3:
+                closing = _largest_of_triple(words, summary, left, room, smallest, size)
+            if closing > 0:
+                size = closing

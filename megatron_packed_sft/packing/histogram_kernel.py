@@ -15,38 +15,18 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from megatron_packed_sft.packing.bitset_kernel import add, discard, empty_set, lowest_at_least
+from megatron_packed_sft.packing.bitset_kernel import Bits, Scalar, add, discard, empty_set, lowest_at_least
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Patterns = tuple[Int64, Int32, Int64]
 
-# Above this many parts the rounding of `_rounding_bound` no longer finds anything.
-_LARGEST_FRACTION = 24
+# Finer rounding than this hardly differs from the plain sum.
+_MOST_PARTS = 32
 
 
 @njit(cache=True, nogil=True)
-def grown32(array: Int32, used: int, needed: int) -> Int32:
-    """Return `array`, or a copy of it with room for `needed` values."""
-    if needed <= array.size:
-        return array
-    larger = np.empty(max(needed, 2 * array.size), np.int32)
-    larger[:used] = array[:used]
-    return larger
-
-
-@njit(cache=True, nogil=True)
-def grown64(array: Int64, used: int, needed: int) -> Int64:
-    """Return `array`, or a copy of it with room for `needed` values."""
-    if needed <= array.size:
-        return array
-    larger = np.empty(max(needed, 2 * array.size), np.int64)
-    larger[:used] = array[:used]
-    return larger
-
-
-@njit(cache=True, nogil=True)
-def martello_toth_bound(histogram: Int64, capacity: int) -> int:
+def martello_toth_bound(histogram: Int64, capacity: Scalar) -> Scalar:
     """Return max(ceil(sum / capacity), L2 of Martello and Toth): no packing has fewer bins.
 
     For a threshold t, sizes above capacity - t share a bin with nothing >= t; sizes above half of it share with each
@@ -80,28 +60,30 @@ def martello_toth_bound(histogram: Int64, capacity: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _rounding_bound(histogram: Int64, capacity: int) -> int:
+def _rounding_bound(histogram: Int64, capacity: Scalar) -> Scalar:
     """Return the best bound by the rounding of Fekete and Schepers (a dual feasible function), k = 2, 3, ...
 
-    Rounding a size x to floor((k + 1) x / capacity) parts of capacity / k never makes a bin impossible: at most k
-    sizes above capacity / (k + 1) share a bin. It sees what sums cannot, such as lengths just above a third.
+    Rounding a size x to floor((k + 1) x / capacity) parts of capacity / k never makes a bin impossible (where the
+    division has no rest, x itself is kept): at most k sizes above capacity / (k + 1) share a bin. It sees what sums
+    cannot, such as lengths just above a third.
     """
+    num_at_least = np.zeros(capacity + 2, np.int64)
+    for size in range(capacity, 0, -1):
+        num_at_least[size] = num_at_least[size + 1] + histogram[size]
     best = 0
-    for parts in range(2, _LARGEST_FRACTION + 1):
+    for parts in range(2, _MOST_PARTS + 1):
         weight = np.int64(0)
-        for size in range(1, capacity + 1):
-            if histogram[size] > 0:
-                scaled = (parts + 1) * size
-                if scaled % capacity == 0:
-                    weight += histogram[size] * size * parts
-                else:
-                    weight += histogram[size] * (scaled // capacity) * capacity
+        for step in range(1, parts + 2):
+            size = (step * capacity + parts) // (parts + 1)
+            weight += num_at_least[size] * capacity
+            if size * (parts + 1) == step * capacity:
+                weight -= histogram[size] * size
         best = max(best, (weight + parts * capacity - 1) // (parts * capacity))
     return best
 
 
 @njit(cache=True, nogil=True)
-def lower_bound(histogram: Int64, capacity: int, max_per_bin: int) -> int:
+def lower_bound(histogram: Int64, capacity: Scalar, max_per_bin: Scalar) -> Scalar:
     """Return the best lower bound known for the number of bins."""
     num_items = np.int64(0)
     for size in range(1, capacity + 1):
@@ -110,8 +92,18 @@ def lower_bound(histogram: Int64, capacity: int, max_per_bin: int) -> int:
     return max(bound, _rounding_bound(histogram, capacity))
 
 
+# Columns of the table of groups in `best_fit_decreasing`.
+_PARENT = 0  # the group this one grew from, -1 = an empty bin
+_SIZE = 1  # ... by adding this size
+_REPEAT = 2  # ... so many times to each bin
+_ITEMS = 3  # sequences in each of its bins
+_BINS = 4  # bins filled alike
+_BELOW = 5  # the next group on its stack
+_NUM_COLUMNS = 6
+
+
 @njit(cache=True, nogil=True)
-def best_fit_decreasing(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
+def best_fit_decreasing(histogram: Int64, capacity: Scalar, max_per_bin: Scalar) -> Patterns:
     """Pack like best fit decreasing, sequence by sequence, but whole groups of equal bins at once.
 
     Bins filled alike are one group: a node of a tree (its parent is the group it grew from) with a number of bins.
@@ -119,87 +111,97 @@ def best_fit_decreasing(histogram: Int64, capacity: int, max_per_bin: int) -> Pa
     then into the next bin with the least room: so a whole group takes room // size of them per bin in one step.
     """
     words, summary = empty_set(capacity)
-    top = np.full(capacity + 1, -1, np.int32)
-    parent = np.empty(4096, np.int32)
-    node_size = np.empty(4096, np.int32)
-    node_repeat = np.empty(4096, np.int32)
-    node_items = np.empty(4096, np.int32)
-    below = np.empty(4096, np.int32)
-    num_bins = np.empty(4096, np.int64)
-    used = 0
-    full = -1
-    for size in range(capacity, 0, -1):
-        left = histogram[size]
-        while left > 0:
-            if used + 2 > parent.size:
-                parent = grown32(parent, used, used + 2)
-                node_size = grown32(node_size, used, used + 2)
-                node_repeat = grown32(node_repeat, used, used + 2)
-                node_items = grown32(node_items, used, used + 2)
-                below = grown32(below, used, used + 2)
-                num_bins = grown64(num_bins, used, used + 2)
+    left = histogram.copy()
+    top = np.empty(capacity + 1, np.int64)
+    top[:] = -1
+    groups = np.empty((4096, _NUM_COLUMNS), np.int64)
+    used = np.int64(0)
+    size = np.int64(capacity)
+    # Growing the table is kept out of the hot loop: reassigning an array there costs more than the loop's own work.
+    while size > 0:
+        size, used = _place_sizes(left, capacity, max_per_bin, words, summary, top, groups, used, size)
+        if size > 0:
+            larger = np.empty((2 * groups.shape[0], _NUM_COLUMNS), np.int64)
+            for node in range(used):  # assigning a slice would take numba seconds to compile
+                for column in range(_NUM_COLUMNS):
+                    larger[node, column] = groups[node, column]
+            groups = larger
+    return _collect(top, groups)
+
+
+@njit(cache=True, nogil=True)
+def _place_sizes(
+    left: Int64,
+    capacity: Scalar,
+    max_per_bin: Scalar,
+    words: Bits,
+    summary: Bits,
+    top: Int64,
+    groups: Int64,
+    used: Scalar,
+    size: Scalar,
+) -> tuple[Scalar, Scalar]:
+    """Place sizes from `size` downwards until the table is full; return the size to go on with, and its length."""
+    while size > 0:
+        while left[size] > 0:
+            if used + 2 > groups.shape[0]:
+                return size, used
+            remaining = left[size]
             room = lowest_at_least(words, summary, size)
             if room < 0:
                 room = capacity
-                group = -1
-                items = 0
-                repeat = min(capacity // size, max_per_bin)
-                bins = (left + repeat - 1) // repeat
+                group = np.int64(-1)
+                items = np.int64(0)
+                repeat = np.int64(min(capacity // size, max_per_bin))
+                bins = (remaining + repeat - 1) // repeat
             else:
                 group = top[room]
-                items = node_items[group]
+                items = groups[group, _ITEMS]
                 repeat = min(room // size, max_per_bin - items)
-                bins = num_bins[group]
-                top[room] = below[group]
+                bins = groups[group, _BINS]
+                top[room] = groups[group, _BELOW]
                 if top[room] < 0:
                     discard(words, summary, room)
-            whole = min(bins, left // repeat)
-            rest = left - whole * repeat if whole < bins else np.int64(0)
             # At most three kinds of bins come out: with `repeat` more, one with the rest, and those left alone.
+            whole = min(bins, remaining // repeat)
+            rest = remaining - whole * repeat if whole < bins else np.int64(0)
+            untouched = bins - whole - (1 if rest > 0 else 0)
             for kind in range(3):
-                if kind == 0:
-                    more, count = repeat, whole
-                elif kind == 1:
-                    more, count = rest, np.int64(1 if rest > 0 else 0)
-                else:
-                    more, count = np.int64(0), bins - whole - (1 if rest > 0 else 0)
+                more = repeat if kind == 0 else (rest if kind == 1 else np.int64(0))
+                count = whole if kind == 0 else (np.int64(rest > 0) if kind == 1 else untouched)
                 if count == 0:
                     continue
                 node = group
                 if more > 0:
-                    node = used
+                    node = np.int64(used)
                     used += 1
-                    parent[node] = group
-                    node_size[node] = size
-                    node_repeat[node] = more
-                    node_items[node] = items + more
-                    left -= more * count
-                num_bins[node] = count
-                room_left = room - more * size
-                if room_left == 0 or node_items[node] >= max_per_bin:
-                    below[node] = full
-                    full = node
-                else:
-                    below[node] = top[room_left]
-                    top[room_left] = node
+                    groups[node, _PARENT] = group
+                    groups[node, _SIZE] = size
+                    groups[node, _REPEAT] = more
+                    groups[node, _ITEMS] = items + more
+                groups[node, _BINS] = count
+                # Bins that may take nothing more wait on the stack of rooms 0, which no size fits into.
+                room_left = room - more * size if items + more < max_per_bin else 0
+                groups[node, _BELOW] = top[room_left]
+                top[room_left] = node
+                if room_left > 0:
                     add(words, summary, room_left)
-    top[0] = full
-    return _collect(top, below, parent, node_size, node_repeat, node_items, num_bins)
+            left[size] = remaining - whole * repeat - rest
+        size -= 1
+    return size, used
 
 
 @njit(cache=True, nogil=True)
-def _collect(
-    top: Int32, below: Int32, parent: Int32, node_size: Int32, node_repeat: Int32, node_items: Int32, num_bins: Int64
-) -> Patterns:
+def _collect(top: Int64, groups: Int64) -> Patterns:
     """Turn the groups that are left on the stacks into patterns."""
     num_patterns = 0
-    num_sizes = 0
+    num_sizes = np.int64(0)
     for room in range(top.size):
         node = top[room]
         while node >= 0:
             num_patterns += 1
-            num_sizes += node_items[node]
-            node = below[node]
+            num_sizes += groups[node, _ITEMS]
+            node = groups[node, _BELOW]
     offsets = np.empty(num_patterns + 1, np.int64)
     sizes = np.empty(num_sizes, np.int32)
     counts = np.empty(num_patterns, np.int64)
@@ -211,12 +213,12 @@ def _collect(
         while node >= 0:
             ancestor = node
             while ancestor >= 0:
-                for _ in range(node_repeat[ancestor]):
-                    sizes[position] = node_size[ancestor]
+                for _ in range(groups[ancestor, _REPEAT]):
+                    sizes[position] = groups[ancestor, _SIZE]
                     position += 1
-                ancestor = parent[ancestor]
-            counts[pattern] = num_bins[node]
+                ancestor = groups[ancestor, _PARENT]
+            counts[pattern] = groups[node, _BINS]
             pattern += 1
             offsets[pattern] = position
-            node = below[node]
+            node = groups[node, _BELOW]
     return offsets, sizes, counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,14 @@ FORMAT = "packed_sft_dataset_v1"
 VERSION = "1.0"
 MAX_DATASET_BYTES = 64 << 20
 TOTALS = ("num_bins", "num_sequences", "num_tokens", "num_loss_tokens")
+# What a dataset class must know before it opens a shard: the widest, the longest, the shortest of all.
+EXTREMES: dict[str, Callable[..., int]] = {
+    "pack_size": max,
+    "max_seqs_per_bin": max,
+    "max_seq_len": max,
+    "min_packed_len": min,
+    "pad_seq_to_mult": max,
+}
 # Split and shard names become paths, so only plain names pass: no separator, no leading dot, nothing odd.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -56,7 +64,7 @@ class DatasetDirectory:
 
     path: Path
     splits: Mapping[str, tuple[ShardEntry, ...]]
-    totals: Mapping[str, Mapping[str, int]]
+    figures: Mapping[str, Mapping[str, Any]]
     provenance: Mapping[str, Any]
     fingerprint: str
 
@@ -87,7 +95,7 @@ def open_dataset(path: str | os.PathLike[str]) -> DatasetDirectory:
     """Read and check the dataset.json of a dataset directory.
 
     Example:
-        >>> open_dataset("my_dataset").totals["train"]["num_tokens"]  # doctest: +SKIP
+        >>> open_dataset("my_dataset").figures["train"]["num_tokens"]  # doctest: +SKIP
     """
     location = Path(os.path.abspath(path))
     with CheckedDirectory.open(location) as directory:
@@ -106,13 +114,13 @@ def open_dataset(path: str | os.PathLike[str]) -> DatasetDirectory:
     if not listed:
         raise values.error("splits", "is missing or empty")
     splits: dict[str, tuple[ShardEntry, ...]] = {}
-    totals: dict[str, dict[str, int]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for split, description in listed.items():
-        splits[split], totals[split] = _parse_split(split, description, file)
-    return DatasetDirectory(location, splits, totals, values.optional_object("provenance") or {}, checksum(data))
+        splits[split], figures[split] = _parse_split(split, description, file)
+    return DatasetDirectory(location, splits, figures, values.optional_object("provenance") or {}, checksum(data))
 
 
-def _parse_split(split: str, description: Any, file: str) -> tuple[tuple[ShardEntry, ...], dict[str, int]]:
+def _parse_split(split: str, description: Any, file: str) -> tuple[tuple[ShardEntry, ...], dict[str, Any]]:
     where = f"{file}: splits.{split[:80]}"
     if not _NAME.fullmatch(split):
         raise ManifestError(f"{where} is not a plain name; restore the file from the original")
@@ -131,7 +139,14 @@ def _parse_split(split: str, description: Any, file: str) -> tuple[tuple[ShardEn
     if len({entry.name for entry in entries}) != len(entries):
         raise ManifestError(f"{where} lists a shard twice; restore the file from the original")
     fields = json_document.Fields(description, where)
-    return tuple(entries), {name: fields.integer(name, 0, (1 << 62) - 1) for name in TOTALS}
+    figures: dict[str, Any] = {
+        name: value
+        for name in (*TOTALS, *EXTREMES)
+        if (value := fields.optional_integer(name, 0, (1 << 62) - 1)) is not None
+    }
+    figures["tokenizer"] = fields.optional_object("tokenizer")
+    figures["chat_template_fingerprint"] = fields.optional_text("chat_template_fingerprint")
+    return tuple(entries), figures
 
 
 class DatasetWriter:
@@ -185,7 +200,9 @@ class DatasetWriter:
                     {"name": shard.path.name, "num_bins": len(shard), "manifest_checksum": shard.fingerprint}
                     for shard in shards
                 ],
-                **sum_totals([shard.manifest for shard in shards]),
+                **summarize([shard.manifest for shard in shards]),
+                "tokenizer": _common(shards, "tokenizer"),
+                "chat_template_fingerprint": _common(shards, "chat_template_fingerprint"),
             }
             with os_errors("publish", self.path / split):
                 fsync_directory(self.path / split)
@@ -218,11 +235,25 @@ class DatasetWriter:
         self.abort()
 
 
-def sum_totals(manifests: list[ShardManifest]) -> dict[str, int]:
-    """Add up the counts of several manifests (what a seed-only manifest did not record counts as 0).
+def summarize(manifests: Sequence[ShardManifest]) -> dict[str, int]:
+    """Totals and extremes over several manifests; a figure that one of them did not record is left out.
 
     Example:
-        >>> sum_totals([ShardManifest(num_bins=2, pack_size=8, dtype="<i4", num_tokens=9)])["num_tokens"]
+        >>> summarize([ShardManifest(num_bins=2, pack_size=8, dtype="<i4", num_tokens=9)])["num_tokens"]
         9
     """
-    return {name: sum(getattr(manifest, name) or 0 for manifest in manifests) for name in TOTALS}
+    figures: dict[str, Callable[..., int]] = {**dict.fromkeys(TOTALS, sum), **EXTREMES}
+    values = {name: [getattr(manifest, name) for manifest in manifests] for name in figures}
+    return {name: figures[name](found) for name, found in values.items() if None not in found}
+
+
+def _common(shards: Sequence[MemmapShard], name: str) -> Any:
+    """What all shards of a split have in common; shards that differ cannot be one split."""
+    values = [getattr(shard.manifest, name) for shard in shards]
+    for shard, value in zip(shards, values, strict=True):
+        if value != values[0]:
+            raise InvalidInputError(
+                f"{shard.path.name} has {name} {value!r}, {shards[0].path.name} has {values[0]!r}; "
+                "shards of one split must be made with the same"
+            )
+    return values[0]

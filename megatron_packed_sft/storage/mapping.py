@@ -61,6 +61,18 @@ def map_file(fd: int, size: int, *, random_access: bool = False) -> npt.NDArray[
     return np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
 
 
+def will_need(array: npt.NDArray[Any]) -> None:
+    """Tell the kernel to read the pages of a mapped, C-contiguous array now, without waiting for them.
+
+    Example:
+        >>> import numpy as np
+        >>> will_need(np.zeros(10))  # harmless on memory that is no file
+    """
+    if array.nbytes:
+        start = array.ctypes.data & ~(mmap.PAGESIZE - 1)
+        _libc.madvise(start, array.ctypes.data + array.nbytes - start, mmap.MADV_WILLNEED)
+
+
 Arrays = TypeVar("Arrays")
 
 

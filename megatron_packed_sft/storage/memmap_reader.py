@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from megatron_packed_sft.storage.bins import BinBlock, PackedBin
 from megatron_packed_sft.storage.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.storage.checksum import checksum
 from megatron_packed_sft.storage.manifest import MAX_MANIFEST_BYTES, ShardManifest, parse_manifest
-from megatron_packed_sft.storage.mapping import LazyMaps
+from megatron_packed_sft.storage.mapping import LazyMaps, will_need
 
 
 class CheckedShard(NamedTuple):
@@ -125,6 +125,17 @@ class MemmapShard(LazyMaps[BinBlock]):
             arrays.seq_offsets[start : stop + 1],
             arrays.seq_starts[first:last],
         )
+
+    def advise(self, rows: Iterable[int]) -> None:
+        """Have the kernel read these bins ahead: they are needed soon.
+
+        Example:
+            >>> shard.advise([17, 4])  # doctest: +SKIP
+        """
+        arrays = self.arrays
+        for row in rows:
+            will_need(arrays.input_ids[row])
+            will_need(arrays.loss_mask[row])
 
     def __repr__(self) -> str:
         return f"MemmapShard({str(self.path)!r}, {len(self)} bins of {self.pack_size})"

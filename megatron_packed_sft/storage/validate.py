@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
 from megatron_packed_sft.storage import layout
 from megatron_packed_sft.storage.atomic import os_errors
-from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, open_dataset, sum_totals
+from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, open_dataset, summarize
 from megatron_packed_sft.storage.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_reader import checked_shard
 from megatron_packed_sft.storage.report import Finding, Level, ValidationReport
@@ -90,12 +90,13 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
 def _compare_split_totals(
     dataset: DatasetDirectory, split: str, manifests: list[ShardManifest], report: ValidationReport
 ) -> None:
-    for name, value in sum_totals(manifests).items():
-        if dataset.totals[split][name] != value:
+    for name, value in summarize(manifests).items():
+        recorded = dataset.figures[split].get(name)
+        if recorded != value:
             report.add(
                 Finding(
                     DATASET,
-                    f"splits.{split}.{name} is {dataset.totals[split][name]}, its shards add up to {value}",
+                    f"splits.{split}.{name} is {recorded}, its shards say {value}",
                     field=name,
                 )
             )

@@ -59,6 +59,16 @@ def stored_width(plan: PackPlan) -> int:
     return int(np.add.reduceat(sizes[plan.indices], plan.bin_offsets[:-1], dtype=np.int64).max())
 
 
+def plan_block(plan: PackPlan, store: TokenStore, bins: npt.NDArray[np.int64], width: int, pad_id: int = 0) -> BinBlock:
+    """Some bins of a plan, by their canonical numbers, as a block in arrays of its own.
+
+    Example:
+        >>> plan_block(plan, store, np.array([3, 0]), plan.pack_size)[0].input_ids  # doctest: +SKIP
+    """
+    [(_, block)] = _blocks(plan, store, bins, len(bins), width, pad_id)
+    return block
+
+
 def materialize(
     plan: PackPlan,
     store: TokenStore,
@@ -231,9 +241,10 @@ def _blocks(
 
     shape = (min(rows_at_once, len(bins)), width)
     # Two buffers: one is written by the caller while the other is filled (see _one_ahead).
-    buffers = [(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8)) for _ in range(2)]
+    num_buffers = min(2, -(-len(bins) // rows_at_once))
+    buffers = [(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8)) for _ in range(num_buffers)]
     for number, first in enumerate(range(0, len(bins), rows_at_once)):
-        ids, mask = buffers[number % 2]
+        ids, mask = buffers[number % num_buffers]
         pieces = _pieces(plan, bins[first : first + rows_at_once])
         num_rows = len(pieces.counts)
         for part, positions, inside in store.by_part(pieces.sequences):

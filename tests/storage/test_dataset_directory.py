@@ -29,8 +29,8 @@ def test_shards_come_back_in_order_with_totals_and_provenance(tmp_path: Path) ->
     dataset = open_dataset(tmp_path / "dataset")
     assert list(dataset.splits) == ["train", "validation"]
     assert_same_bins([row for shard in dataset.open_shards("train") for row in shard], ROWS)
-    assert dataset.totals["train"]["num_bins"] == 6
-    assert dataset.totals["train"]["num_tokens"] == sum(len(row.input_ids) for row in ROWS)
+    assert dataset.figures["train"]["num_bins"] == 6
+    assert dataset.figures["train"]["num_tokens"] == sum(len(row.input_ids) for row in ROWS)
     assert dataset.provenance == {"seed": 1}
     assert (tmp_path / "dataset" / "README.md").read_text() == "# Card\n"
     assert sorted(os.listdir(tmp_path)) == ["dataset"]

@@ -37,7 +37,7 @@ _MAX_HEADER = 4096
 _HEADER_KEYS = {"descr", "fortran_order", "shape"}
 
 
-class _Rows(NamedTuple):
+class FlatRows(NamedTuple):
     """What a file holds, flat: row r is [bin_offsets[r], bin_offsets[r + 1]) of the first two arrays."""
 
     input_ids: npt.NDArray[np.int32]
@@ -84,6 +84,11 @@ class LegacyShard:
 
     def __iter__(self) -> Iterator[PackedBin]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def flat(self) -> FlatRows:
+        """All rows end to end, as they are held in memory."""
+        return self._rows
 
     @property
     def pack_size(self) -> int:
@@ -166,7 +171,7 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return view
 
 
-def _read(path: Path) -> _Rows:
+def _read(path: Path) -> FlatRows:
     with os_errors("open", path):
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         try:
@@ -235,7 +240,7 @@ def _budget(size: int) -> int:
     return MEMORY_MULTIPLE * size + _MEMORY_SLACK
 
 
-def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> _Rows:
+def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> FlatRows:
     from megatron_packed_sft.storage.legacy import decode_kernel, pickle_kernel
 
     status = np.zeros(5, np.int64)
@@ -263,4 +268,4 @@ def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> _Rows:
     )
     if status[0]:
         raise sentences.row_error(path, status)
-    return _Rows(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, *totals)
+    return FlatRows(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, *totals)

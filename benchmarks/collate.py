@@ -1,0 +1,263 @@
+"""Full batches, read and collated in process: ours beside Megatron-Bridge's own path, NumPy, and bare row copies.
+
+python -m benchmarks.collate --bins 20000 --pack-size 4096 --batch-size 8
+
+Rows are picked in shuffled order. Every case that makes a batch is first checked to make the same one, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.measure import print_table
+from benchmarks.storage import POOL, memmap_blocks, rows
+from megatron_packed_sft import BinBlock, MemmapShard, open_shard
+from megatron_packed_sft.data.collate import BatchBuffers, collate
+from megatron_packed_sft.data.contracts import CollateOptions
+from megatron_packed_sft.data.row_pieces import piece_from_rows, piece_from_shard
+from tests.oracle.bridge import load, open_dataset
+
+EOS = 2
+NUM_SHARDS = 8
+ROUNDS = 7
+SECONDS_PER_ROUND = 0.25
+SLOW_SECONDS_PER_ROUND = 1.0
+
+Rows = npt.NDArray[np.int64]
+Case = Callable[[Rows], Any]
+
+
+def row_copies(arrays: BinBlock, batch_size: int) -> Case:
+    """`np.take` of the stored rows into reused memory: what reading costs, without making anything of it."""
+    shape = (batch_size, arrays.input_ids.shape[1])
+    ids, mask = np.empty(shape, arrays.input_ids.dtype), np.empty(shape, np.uint8)
+
+    def read(picked: Rows) -> None:
+        np.take(arrays.input_ids, picked, axis=0, out=ids, mode="clip")  # "raise" would copy twice
+        np.take(arrays.loss_mask, picked, axis=0, out=mask, mode="clip")
+
+    return read
+
+
+def numpy_slices(arrays: BinBlock, width: int) -> Case:
+    """NumPy, one slice assignment per sequence and key."""
+
+    def make(picked: Rows) -> dict[str, torch.Tensor]:
+        batch = np.empty((4, len(picked), width), np.int64)
+        for place, row in enumerate(picked.tolist()):
+            length = int(arrays.packed_len[row])
+            starts = arrays.seq_starts[arrays.seq_offsets[row] : arrays.seq_offsets[row + 1]].tolist()
+            ids, mask = arrays.input_ids[row], arrays.loss_mask[row]
+            tokens, labels, loss, positions = batch[:, place]
+            offset = 0
+            for start, end in zip(starts, [*starts[1:], length], strict=True):
+                stop = offset + end - start - 1
+                tokens[offset:stop] = ids[start : end - 1]
+                labels[offset:stop] = ids[start + 1 : end]
+                loss[offset:stop] = mask[start : end - 1]
+                positions[offset:stop] = np.arange(stop - offset)
+                offset = stop
+            tokens[offset:] = labels[offset:] = EOS
+            loss[offset:] = positions[offset:] = 0
+        batch[2][batch[0] == EOS] = 0
+        return _named(batch)
+
+    return make
+
+
+def numpy_whole_batch(arrays: BinBlock, width: int) -> Case:
+    """NumPy without a loop: one index array for all tokens of the batch."""
+
+    def make(picked: Rows) -> dict[str, torch.Tensor]:
+        ids, mask = arrays.input_ids[picked], arrays.loss_mask[picked]
+        first, last = arrays.seq_offsets[picked].astype(np.int64), arrays.seq_offsets[picked + 1].astype(np.int64)
+        counts = last - first
+        owner = np.repeat(np.arange(len(picked)), counts)
+        chosen = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+        starts = arrays.seq_starts[chosen].astype(np.int64)
+        ends = np.append(starts[1:], 0)
+        ends[np.cumsum(counts) - 1] = arrays.packed_len[picked]
+        sizes = ends - starts - 1
+        before = np.cumsum(sizes) - sizes
+        positions = np.arange(sizes.sum()) - np.repeat(before, sizes)
+        source = positions + np.repeat(starts + owner * ids.shape[1], sizes)
+        row_start = np.repeat(before[np.cumsum(counts) - counts], counts)
+        target = positions + np.repeat(before - row_start + owner * width, sizes)
+        batch = np.zeros((4, len(picked), width), np.int64)
+        batch[:2] = EOS
+        flat = batch.reshape(4, -1)
+        flat[0, target] = ids.reshape(-1)[source]
+        flat[1, target] = ids.reshape(-1)[source + 1]
+        flat[2, target] = mask.reshape(-1)[source]
+        flat[3, target] = positions
+        batch[2][batch[0] == EOS] = 0
+        return _named(batch)
+
+    return make
+
+
+def bridge(version: str, directory: Path, pool: BinBlock, width: int, *, parquet: bool = False) -> Case:
+    """Megatron-Bridge's own dataset and collate, over the rows the shards repeat (its cost does not depend on them)."""
+    names = ("input_ids", "loss_mask", "seq_start_id")
+    data = [dict(zip(names, (array.tolist() for array in pool[row]), strict=True)) for row in range(POOL)]
+    dataset = open_dataset(
+        load(version), directory, data, EOS, parquet=parquet, max_seq_length=width, pad_to_max_length=True
+    )
+    return lambda picked: dataset.collate_fn([dataset[row] for row in (picked % POOL).tolist()])
+
+
+def ours(shards: Sequence[MemmapShard], width: int, *, reuse: bool = False, **arguments: Any) -> Case:
+    """Pieces and `collate`; the rows of a batch come from as many shards as are given."""
+    options = CollateOptions(
+        **{"contract": "bridge_0_6", "eos_id": EOS, "max_seq_length": width, "pad_to_max_length": True, **arguments}
+    )
+    buffers = BatchBuffers() if reuse else None
+
+    def make(picked: Rows) -> dict[str, Any]:
+        if len(shards) == 1:
+            pieces = [piece_from_shard(shards[0], picked)]
+        else:
+            local = picked % len(shards[0])
+            pieces = [
+                piece_from_shard(shards[place % len(shards)], local[place : place + 1], (place,))
+                for place in range(len(picked))
+            ]
+        return collate(pieces, len(picked), options, buffers)
+
+    return make
+
+
+def ours_from_samples(shard: MemmapShard, width: int) -> Case:
+    """Samples one by one, then collate: how torch's own DataLoader works."""
+    options = CollateOptions(contract="bridge_0_6", eos_id=EOS, max_seq_length=width, pad_to_max_length=True)
+
+    def make(picked: Rows) -> dict[str, Any]:
+        samples = []
+        for row in picked.tolist():
+            found = shard[row]
+            boundaries = np.append(found.seq_start_id, len(found.input_ids))
+            samples.append({"input_ids": found.input_ids, "loss_mask": found.loss_mask, "seq_boundaries": boundaries})
+        return collate([piece_from_rows(samples)], len(picked), options)
+
+    return make
+
+
+def _named(batch: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    return {name: torch.from_numpy(array) for name, array in zip(names, batch, strict=True)}
+
+
+def check(name: str, batch: Any, expected: dict[str, Any]) -> None:
+    """Stop when a case does not make Bridge's batch; keys it does not have are its own affair."""
+    for key, value in batch.items() if isinstance(batch, dict) else ():
+        if isinstance(value, torch.Tensor) and key in expected and not torch.equal(value, expected[key]):
+            raise SystemExit(f"{name} makes another {key} than Megatron-Bridge; its speed means nothing")
+
+
+def measure(cases: dict[str, Case], slow: set[str], batches: list[Rows]) -> dict[str, float]:
+    """Seconds per batch of each case: the best of several rounds, the cases taking turns."""
+    best = dict.fromkeys(cases, float("inf"))
+    for round_number in range(ROUNDS):
+        for name, case in cases.items():
+            if name in slow and round_number > 1:
+                continue
+            budget = SLOW_SECONDS_PER_ROUND if name in slow else SECONDS_PER_ROUND
+            start = time.perf_counter()
+            done = 0
+            while done < 2 or time.perf_counter() - start < budget:
+                case(batches[(done + round_number * 101) % len(batches)])
+                done += 1
+            best[name] = min(best[name], (time.perf_counter() - start) / done)
+    return best
+
+
+def run(num_bins: int, pack_size: int, batch_size: int) -> None:
+    """Measure one shape and print its table."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        pool = rows(pack_size)
+        rows_per_shard = max(
+            POOL, num_bins // NUM_SHARDS // POOL * POOL
+        )  # so that row r is row r of the pool there, too
+        sizes = {"whole": num_bins, **{f"shard_{number}": rows_per_shard for number in range(NUM_SHARDS)}}
+        shards = []
+        for name, size in sizes.items():
+            memmap_blocks(directory / name, pool, size)
+            shard = open_shard(directory / name)
+            assert isinstance(shard, MemmapShard)
+            shards.append(shard)
+        whole, parts = shards[0], shards[1:]
+        order = np.random.default_rng(0).permutation(num_bins)
+        batches = list(order[: num_bins // batch_size * batch_size].reshape(-1, batch_size))
+
+        cases: dict[str, Case] = {
+            "np.take row copies": row_copies(whole.arrays, batch_size),
+            "Bridge 0.6.2, Parquet": bridge("0.6.2", directory, pool, pack_size, parquet=True),
+            "Bridge 0.3.1, .npy": bridge("0.3.1", directory, pool, pack_size),
+            "Bridge 0.6.2, .npy": bridge("0.6.2", directory, pool, pack_size),
+            "NumPy, slices": numpy_slices(whole.arrays, pack_size),
+            "NumPy, whole batch": numpy_whole_batch(whole.arrays, pack_size),
+            "ours, bridge_0_6": ours([whole], pack_size),
+            "ours, bridge_0_6, reused buffers": ours([whole], pack_size, reuse=True),
+            "ours, bridge_0_6, compact": ours([whole], pack_size, compact=True),
+            "ours, bridge_0_6, compact, reused": ours([whole], pack_size, compact=True, reuse=True),
+            f"ours, bridge_0_6, rows of {NUM_SHARDS} shards": ours(parts, pack_size),
+            "ours, bridge_0_6, from samples": ours_from_samples(whole, pack_size),
+            "ours, bridge_0_3": ours([whole], pack_size, contract="bridge_0_3"),
+            "ours, mcore": ours([whole], pack_size, contract="mcore"),
+            "ours, hf": ours([whole], pack_size, contract="hf", pad_to_max_length=False),
+        }
+        slow = {name for name in cases if name.startswith("Bridge")}
+        expected = {
+            "0_3": cases["Bridge 0.3.1, .npy"](batches[0]),
+            "0_6": cases["Bridge 0.6.2, .npy"](batches[0]),
+        }
+        for name, case in cases.items():
+            made = case(batches[0])
+            if "mcore" not in name and "hf" not in name and "compact" not in name:
+                check(name, made, expected["0_3" if "0_3" in name or "0.3.1" in name else "0_6"])
+        seconds = measure(cases, slow, batches)
+
+    tokens = batch_size * int(pool.packed_len[0])
+    copies, theirs = seconds["np.take row copies"], seconds["Bridge 0.6.2, .npy"]
+    print_table(
+        f"Full batches of {batch_size}, read and collate: {num_bins:,} bins of {pack_size:,}, shuffled",
+        ["", "Mtok/s", "us/batch", "x Bridge", "of row copies"],
+        [
+            [
+                name,
+                f"{tokens / seconds[name] / 1e6:,.1f}",
+                f"{seconds[name] * 1e6:,.0f}",
+                f"{theirs / seconds[name]:,.1f}",
+                f"{copies / seconds[name]:.3f}",
+            ]
+            for name in cases
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark; by default both shapes of issue 4."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bins", type=int)
+    parser.add_argument("--pack-size", type=int)
+    parser.add_argument("--batch-size", type=int, default=8)
+    arguments = parser.parse_args(argv)
+    shapes = [(20_000, 4_096), (2_000, 32_768)]
+    if arguments.bins or arguments.pack_size:
+        shapes = [(arguments.bins or 20_000, arguments.pack_size or 4_096)]
+    for num_bins, pack_size in shapes:
+        run(num_bins, pack_size, arguments.batch_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Static packs of raw samples: any map-style dataset, packed by a plan, with a length one can count on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_packed_sft.data.length_store import SampleLength, check_unchanged, compute_lengths, measured
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.storage.checksum import checksum
+
+
+class SamplePackDataset:
+    """Packs of whole samples: item i is the list of the raw samples of pack i, in plan order.
+
+    The number of packs is fixed, the same on every rank and in every epoch; samples are never cut. With
+    `overflow="single"` a sample longer than the pack is a pack of its own; with `drop` it is left out and counted. The
+    order of packs in an epoch is the sampler's business.
+
+    Args:
+        dataset: map-style; samples are whatever it returns. A dataset with `set_epoch` is refused.
+        length_of: the number of positions a sample takes.
+        pack_size: positions of a pack.
+        overflow: `single`, `drop` or `error`, for samples longer than the pack.
+        cache_path, fingerprint, progress: of the lengths; see `compute_lengths`.
+        world_size, drop_last: make the number of packs a multiple of the ranks, by repeating the first packs or by
+            dropping the last ones.
+        check_lengths: compare every sample's length with the planned one when it is read.
+        pack_arguments: further arguments of `pack`, such as strategy or seed.
+
+    Example:
+        >>> packs = SamplePackDataset([[1, 2], [3], [4, 5, 6]], len, pack_size=3)
+        >>> len(packs), packs[0]
+        (2, [[1, 2], [3]])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length_of: SampleLength,
+        *,
+        pack_size: int,
+        overflow: str = "single",
+        cache_path: str | os.PathLike[str] | None = None,
+        fingerprint: str | None = None,
+        world_size: int = 1,
+        drop_last: bool = False,
+        check_lengths: bool = True,
+        progress: bool = False,
+        **pack_arguments: Any,
+    ) -> None:
+        if overflow not in ("single", "drop", "error"):
+            raise InvalidInputError(
+                f"overflow is {overflow!r}; samples are never cut, so it is 'single', 'drop' or 'error'"
+            )
+        lengths = compute_lengths(dataset, length_of, cache_path=cache_path, fingerprint=fingerprint, progress=progress)
+        self.dataset = dataset
+        self.plan: PackPlan = pack(lengths, pack_size=pack_size, overflow=overflow, **pack_arguments)
+        self.aligned = self.plan.aligned(world_size, drop_last)
+        self._length_of = length_of if check_lengths else None
+
+    def __len__(self) -> int:
+        return len(self.aligned.bins)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the plan as it is read, and so of the lengths; goes into a loader's state."""
+        return checksum((self.aligned.fingerprint + str(getattr(self.dataset, "fingerprint", ""))).encode())
+
+    def __getitem__(self, index: int) -> list[Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pack {index} of {len(self)}")
+        samples = []
+        for number in self.plan.bin(int(self.aligned.bins[index])).tolist():
+            sample = self.dataset[number]
+            if self._length_of is not None:
+                found = measured(sample, self._length_of, number)
+                check_unchanged(number, int(self.plan.unit_lengths[number]), found)
+            samples.append(sample)
+        return samples
+
+    def __getitems__(self, indices: Sequence[int]) -> list[list[Any]]:
+        """Many packs."""
+        return [self[index] for index in indices]
+
+    @staticmethod
+    def collate_fn(packs: Sequence[list[Any]]) -> list[list[Any]]:
+        """Packs as they are: how raw samples become tensors is the template's business."""
+        return list(packs)

@@ -1,0 +1,45 @@
+"""The few things a packed dataset needs of a tokenizer, whatever library it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_packed_sft.errors import InvalidInputError
+
+
+def eos_id_of(tokenizer: Any) -> int:
+    """The end-of-sequence id: of a Megatron (`eos_id`, `eod`), Hugging Face (`eos_token_id`) or plain int "tokenizer".
+
+    Example:
+        >>> eos_id_of(2)
+        2
+    """
+    if isinstance(tokenizer, int) and not isinstance(tokenizer, bool):
+        return tokenizer
+    for name in ("eos_id", "eod", "eod_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        value = value() if callable(value) else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+    raise InvalidInputError(
+        f"the tokenizer ({type(tokenizer).__name__}) has no eos_id, eod or eos_token_id; "
+        "pass one that has, or the id itself as an integer"
+    )
+
+
+def check_tokenizer(tokenizer: Any, recorded: Mapping[str, Any] | None, where: str) -> None:
+    """Refuse a tokenizer whose fingerprint differs from the one the data was made with.
+
+    Tokenizers without a `fingerprint` attribute, and data that recorded none, cannot be compared and pass.
+
+    Example:
+        >>> check_tokenizer(2, {"name": "llama", "fingerprint": "ab"}, "my_dataset")
+    """
+    own = getattr(tokenizer, "fingerprint", None)
+    made_with = None if recorded is None else recorded.get("fingerprint")
+    if isinstance(own, str) and isinstance(made_with, str) and own != made_with:
+        raise InvalidInputError(
+            f"{where} was made with tokenizer {recorded.get('name') if recorded else None!r} ({made_with}), not with "
+            f"this one ({own}); use that tokenizer, or allow_tokenizer_mismatch=True if you know they agree"
+        )

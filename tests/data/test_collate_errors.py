@@ -1,0 +1,175 @@
+"""What collate refuses, and in which words; and that no damaged index makes it read foreign memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_packed_sft import MemmapShard, open_shard
+from megatron_packed_sft.data.collate import collate
+from megatron_packed_sft.data.contracts import CONTRACTS, CollateOptions
+from megatron_packed_sft.data.row_pieces import NUM_LINES, RowPiece, piece_from_flat, piece_from_rows, piece_from_shard
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
+from tests.packed_bins import make_bins, write_shard
+
+ROW: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "seq_boundaries": [0, 2, 4], "loss_mask": [1, 0, 1, 0]}
+
+
+def options(contract: str = "mcore", **arguments: Any) -> CollateOptions:
+    return CollateOptions(**{"contract": contract, "eos_id": 3, "max_seq_length": 64, **arguments})
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> MemmapShard:
+    write_shard(tmp_path / "shard", make_bins(6, 64, seed=1), 64)
+    opened = open_shard(tmp_path / "shard")
+    assert isinstance(opened, MemmapShard)
+    return opened
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_row_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: MemmapShard, contract: str) -> None:
+    longest = int(shard.arrays.packed_len.argmax())
+    count = len(shard[longest].seq_start_id)
+    needed = int(shard.arrays.packed_len[longest]) - (0 if contract == "hf" else count)
+    pieces = [piece_from_shard(shard, [0, longest] if longest else [1, longest])]
+    with pytest.raises(InvalidInputError) as caught:
+        collate(pieces, 2, options(contract, max_seq_length=needed - 1))
+    message = str(caught.value)
+    assert str(shard.path) in message
+    assert f"row {longest} " in message
+    assert f"set max_seq_length to at least {needed}" in message
+    collate(pieces, 2, options(contract, max_seq_length=needed))
+
+
+def test_every_place_of_a_batch_is_filled_exactly_once(shard: MemmapShard) -> None:
+    with pytest.raises(InvalidInputError, match=r"row 4 is given place 1 of the batch, which is taken"):
+        collate([piece_from_shard(shard, [3], [1]), piece_from_shard(shard, [4], [1])], 2, options())
+    with pytest.raises(InvalidInputError, match=r"row 3 is given place 2 of the batch"):
+        collate([piece_from_shard(shard, [0, 3], [0, 2])], 2, options())
+    with pytest.raises(InvalidInputError, match=r"row 3 is given place -1 of the batch"):
+        collate([piece_from_shard(shard, [3], [-1])], 1, options())
+    with pytest.raises(InvalidInputError, match=r"1 rows were given for a batch of 2"):
+        collate([piece_from_shard(shard, [3])], 2, options())
+    with pytest.raises(InvalidInputError, match=r"0 rows were given for a batch of 0"):
+        collate([], 0, options())
+    with pytest.raises(InvalidInputError, match=r"2 rows have 1 positions and 2 is_padding flags"):
+        piece_from_shard(shard, [0, 1], [0])
+
+
+def test_a_row_number_outside_the_shard_is_an_index_error(shard: MemmapShard) -> None:
+    for row in (6, -1):
+        with pytest.raises(IndexError, match=rf"bin {row} of 6"):
+            piece_from_shard(shard, [0, row])
+    flat = (np.zeros(4, np.int32), np.zeros(4, np.uint8), np.array([0, 4]), np.zeros(1, np.uint32), np.array([0, 1]))
+    for row in (1, -1):
+        with pytest.raises(IndexError, match=rf"the rows: rows \[{row}\] of 1"):
+            piece_from_flat(*flat, [row])
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("packed_len.npy", 2, 65, "packed_len.npy is damaged at bin 2"),
+        ("packed_len.npy", 2, 0, "packed_len.npy is damaged at bin 2"),
+        ("seq_offsets.npy", 3, 10_000, "seq_offsets.npy is damaged at bin 2"),
+        ("seq_offsets.npy", 3, 0, "seq_offsets.npy is damaged at bin 2"),
+    ],
+)
+def test_a_damaged_index_is_an_error_that_names_the_file(
+    shard: MemmapShard, name: str, index: int, value: int, message: str
+) -> None:
+    overwrite(shard, name, index, value)
+    with pytest.raises(ShardFileError, match=message):
+        piece_from_shard(shard, [2])
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_damaged_sequence_starts_are_an_error_that_names_the_row(shard: MemmapShard, contract: str) -> None:
+    row = next(row for row in range(6) if len(shard[row].seq_start_id) > 1)
+    first = int(shard.arrays.seq_offsets[row])
+    for index, value in ((first, 1), (first + 1, 0), (first + 1, 2**32 - 1)):
+        whole = int(shard.arrays.seq_starts[index])
+        overwrite(shard, "seq_starts.npy", index, value)
+        with pytest.raises(ShardFileError, match=rf"row {row} is damaged: its sequence starts do not rise from 0"):
+            collate([piece_from_shard(shard, [row])], 1, options(contract))
+        overwrite(shard, "seq_starts.npy", index, whole)
+    collate([piece_from_shard(shard, [row])], 1, options(contract))
+
+
+def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
+    """Change a number of an array file behind the reader's back."""
+    assert len(shard.arrays.packed_len) == 6  # mapped
+    array = np.load(shard.path / name, mmap_mode="r+")
+    array[index] = value
+    array.flush()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    table=st.lists(
+        st.one_of(st.integers(-2, 12), st.integers(-(2**63), 2**63 - 1)), min_size=NUM_LINES, max_size=NUM_LINES
+    ),
+    starts=st.lists(st.one_of(st.integers(0, 10), st.integers(0, 2**32 - 1)), min_size=1, max_size=4),
+    contract=st.sampled_from(sorted(CONTRACTS)),
+)
+@example(table=[2**63 - 1, 5, 0, 1, 0, 0, 0], starts=[0], contract="mcore")  # the end overflows
+@example(table=[0, 2**63 - 1, -(2**62), 2**62, 0, 0, 0], starts=[0], contract="mcore")
+@example(table=[0, 2**63 - 1, 0, 1, 0, 0, 0], starts=[0], contract="hf")
+@example(table=[2, 8, 0, 2, 0, 0, 0], starts=[0, 3], contract="hf")  # a sound one
+def test_no_table_of_rows_reads_outside_its_arrays(table: list[int], starts: list[int], contract: str) -> None:
+    # Only our errors, never a crash: the kernel must check each number before it uses it.
+    ids, mask = np.arange(10, dtype=np.int32), np.ones(10, np.uint8)
+    piece = RowPiece(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
+    try:
+        batch = collate([piece], 1, options(contract))
+    except PackedSFTError:
+        return
+    found = batch["input_ids" if contract == "hf" else "tokens"].flatten().tolist()
+    assert all(0 <= token < 10 for token in found)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for arguments, message in (
+        ({"contract": "bridge_0_4"}, r"contract 'bridge_0_4' is unknown; choose from bridge_0_3, bridge_0_6"),
+        ({"eos_id": -1}, r"eos_id is -1; it must be a token id"),
+        ({"max_seq_length": 0}, r"max_seq_length is 0; it must be at least 1"),
+        ({"pad_seq_length_to_mult": 0}, r"pad_seq_length_to_mult is 0"),
+        ({"pad_seq_to_mult": 0}, r"pad_seq_to_mult is 0"),
+        ({"pad_cu_seqlens": True}, r"set pad_to_max_length=True"),
+        ({"pad_cu_seqlens": True, "pad_to_max_length": True}, r"pad_cu_seqlens needs dataset_max_seqlen"),
+        ({"contract": "hf", "return_cu_seqlen": False}, r"leave return_cu_seqlen on"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            options(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": [5, 6, 7]}, r"row 1 of the batch has 3 input_ids and 4 loss_mask values"),
+        ({"seq_boundaries": [0, 2]}, r"seq_boundaries of row 1 of the batch must rise from 0 to its 4 tokens"),
+        ({"seq_boundaries": [0, 2, 2, 4]}, r"seq_boundaries of row 1 of the batch must rise"),
+        ({"seq_boundaries": [1, 4]}, r"seq_boundaries of row 1 of the batch must rise"),
+        ({"seq_boundaries": [4]}, r"seq_boundaries of row 1 of the batch must rise"),
+        ({"loss_mask": [0, 2, 0, 0]}, r"loss_mask of row 1 of the batch is 2 at position 1"),
+        ({"input_ids": [0, -5, 0, 0]}, r"input_ids of row 1 of the batch is -5 at position 1"),
+        ({"input_ids": [0, 2**31, 0, 0]}, r"input_ids of row 1 of the batch is 2147483648 at position 1"),
+        ({"input_ids": [0.5, 0.5, 0.5, 0.5]}, r"input_ids of row 1 of the batch has shape \(4,\) and type float64"),
+    ],
+)
+def test_a_row_that_is_no_packed_row_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        piece_from_rows([ROW, {**ROW, **change}])
+
+
+def test_a_row_without_a_field_and_a_batch_without_rows_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"row 0 of the batch has no loss_mask"):
+        piece_from_rows([{"input_ids": [5], "seq_boundaries": [0, 1]}])
+    with pytest.raises(InvalidInputError, match=r"the batch is empty"):
+        piece_from_rows([])

@@ -1,0 +1,310 @@
+"""The packed datasets: the same rows and batches wherever they come from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin
+from megatron_packed_sft.data.datasets import (
+    GPTSFTPackedDataset,
+    GPTSFTPackedMemmapDataset,
+    GPTSFTPackedMultiShardDataset,
+    GPTSFTPlannedDataset,
+    PackedDataset,
+)
+from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
+from megatron_packed_sft.data.sources import LegacySource
+from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.tokens.materialize import materialize_shards
+from megatron_packed_sft.tokens.store import open_token_store
+from tests.packed_bins import make_bins, write_shard
+from tests.tokens.test_store import make_sequences, write_store
+
+ROWS = make_bins(10, 24, seed=3)
+EOS = 2
+
+
+class Tokenizer:
+    eos_id = EOS
+    fingerprint = "right"
+
+
+def write_everything(home: Path) -> dict[str, Any]:
+    """The same rows as one shard, two shards, a dataset directory and a legacy file; how to open each."""
+    write_shard(home / "one", ROWS, 24, vocab_size=1000)
+    write_shard(home / "many" / "shard_0", ROWS[:4], 24, vocab_size=1000)
+    write_shard(home / "many" / "shard_1", ROWS[4:], 24, vocab_size=1000)
+    with DatasetWriter(home / "dataset") as dataset:
+        for number, rows in enumerate((ROWS[:7], ROWS[7:])):
+            with dataset.shard_writer("train", number, num_bins=len(rows), pack_size=24) as writer:
+                for index, row in enumerate(rows):
+                    writer.write_bin(index, *row)
+                writer.finalize()
+        dataset.finalize()
+    with LegacyPickleWriter(home / "legacy.npy", num_bins=10) as writer:
+        for index, row in enumerate(ROWS):
+            writer.write_bin(index, *row)
+        writer.finalize()
+    return {
+        "shard": home / "one",
+        "directory of shards": home / "many",
+        "dataset directory": home / "dataset",
+        "glob": str(home / "many" / "shard_*"),
+        "list": [home / "many" / "shard_0", str(home / "many" / "shard_1")],
+        "legacy": home / "legacy.npy",
+    }
+
+
+def assert_same_batch(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for key in left:
+        if isinstance(left[key], torch.Tensor):
+            assert torch.equal(left[key], right[key]), key
+        else:
+            assert left[key] == right[key], key
+
+
+def test_all_storages_give_the_same_rows_and_batches(tmp_path: Path) -> None:
+    paths = write_everything(tmp_path)
+    reference = create_sft_dataset(paths["shard"], EOS, seq_length=24)
+    for path in paths.values():
+        dataset = create_sft_dataset(path, Tokenizer(), seq_length=24)
+        assert len(dataset) == 10
+        for index, row in enumerate(ROWS):
+            got = dataset[index]
+            assert got["input_ids"].tolist() == row.input_ids.tolist()
+            assert got["loss_mask"].tolist() == row.loss_mask.tolist()
+            assert got["seq_boundaries"] == [*row.seq_start_id.tolist(), len(row.input_ids)]
+        indices = [3, 9, 0, -1, 5]
+        batch = dataset.fetch_batch(indices)
+        assert_same_batch(batch, reference.fetch_batch(indices))
+        assert_same_batch(batch, dataset.collate_fn(dataset.__getitems__(indices)))
+        assert_same_batch(batch, dataset.collate_fn([dataset[index] for index in indices]))
+
+
+def test_classes_named_as_bridge_users_know_them_open_their_kind(tmp_path: Path) -> None:
+    paths = write_everything(tmp_path)
+    one = GPTSFTPackedMemmapDataset(str(paths["shard"]), Tokenizer(), max_seq_length=24)
+    many = GPTSFTPackedMultiShardDataset(paths["list"], Tokenizer(), max_seq_length=24)
+    legacy = GPTSFTPackedDataset(str(paths["legacy"]), Tokenizer(), max_seq_length=24, add_bos=False, memmap_workers=2)
+    for dataset in (many, legacy):
+        assert_same_batch(dataset.fetch_batch(range(10)), one.fetch_batch(range(10)))
+    with pytest.raises(InvalidInputError, match="shard_dirs is empty"):
+        GPTSFTPackedMultiShardDataset([], Tokenizer())
+
+
+@pytest.mark.parametrize("mult", [1, 4])
+def test_a_token_store_with_a_plan_gives_what_its_shards_give(mult: int, tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [make_sequences(40, seed=1), make_sequences(30, seed=2)], vocab_size=1000)
+    store = open_token_store(tmp_path / "store")
+    plan = pack(store.lengths, pack_size=64, shuffle_output=True, seed=5, pad_seq_to_mult=mult)
+    plan.save(tmp_path / "plan.npz")
+    materialize_shards(plan, store, [tmp_path / "shards" / "a", tmp_path / "shards" / "b"], pad_id=EOS)
+    shards = create_sft_dataset(tmp_path / "shards", EOS, seq_length=64, contract="bridge_0_6")
+    planned = create_sft_dataset(
+        tmp_path / "store", EOS, seq_length=64, plan=tmp_path / "plan.npz", contract="bridge_0_6"
+    )
+    direct = GPTSFTPlannedDataset(store, plan, EOS, max_seq_length=64, contract="bridge_0_6")
+    assert len(planned) == len(shards) == plan.num_bins
+    indices = [*range(0, plan.num_bins, 2), -1]
+    for dataset in (planned, direct):
+        assert_same_batch(dataset.fetch_batch(indices), shards.fetch_batch(indices))
+        for index in indices:
+            for key, value in dataset[index].items():
+                assert np.array_equal(value, shards[index][key])
+
+
+def test_negative_indices_are_padding_samples_and_indices_beyond_are_errors(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24)
+    for arguments in ({}, {"max_num_samples": 7}, {"answer_only_loss": False}):
+        dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, **arguments)
+        last, padding = dataset[len(dataset) - 1], dataset[-1]
+        assert padding["input_ids"].tolist() == last["input_ids"].tolist()
+        assert padding["seq_boundaries"] == last["seq_boundaries"]
+        assert not padding["loss_mask"].any()
+        trained = next(index for index in range(len(dataset)) if dataset[index]["loss_mask"].any())
+        for batch in (dataset.fetch_batch([trained, -1]), dataset.collate_fn([dataset[trained], dataset[-1]])):
+            assert not batch["loss_mask"][1].any()
+            assert batch["loss_mask"][0].any()
+        for index in (len(dataset), -len(dataset) - 1):
+            with pytest.raises(IndexError, match=f"sample {index} of {len(dataset)}"):
+                dataset[index]
+            with pytest.raises(IndexError):
+                dataset.fetch_batch([0, index])
+
+
+def test_max_num_samples_shuffles_epoch_after_epoch_without_replacement(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24)
+    state = np.random.get_state()[1].tolist()  # noqa: NPY002 - it must not be touched
+
+    def order(**arguments: Any) -> list[list[int]]:
+        dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, **arguments)
+        return [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+
+    stored = [row.input_ids.tolist() for row in ROWS]
+    assert order() == stored
+    shuffled = order(max_num_samples=25)
+    assert len(shuffled) == 25
+    assert sorted(shuffled[:10]) == sorted(shuffled[10:20]) == sorted(stored)
+    assert shuffled[:10] not in (stored, shuffled[10:20])
+    assert order(max_num_samples=25) == shuffled
+    assert order(max_num_samples=25, seed=9) != shuffled
+    assert len(order(max_num_samples=1)) == 1  # Megatron-Bridge raises IndexError for one row with one sample
+    assert np.random.get_state()[1].tolist() == state  # noqa: NPY002
+
+
+def test_a_dataset_of_one_row_with_one_sample_works(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS[:1], 24)
+    dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, max_num_samples=1)
+    assert dataset[0]["input_ids"].tolist() == ROWS[0].input_ids.tolist()
+
+
+def test_a_blend_keeps_its_weights_at_every_prefix_and_shuffles_each_source(tmp_path: Path) -> None:
+    for name, count, first in (("a", 6, 100), ("b", 4, 500)):
+        rows = [PackedBin(np.array([first + i, 1]), np.array([1, 0]), np.array([0])) for i in range(count)]
+        write_shard(tmp_path / name, rows, 24)
+    dataset = create_sft_dataset(
+        [tmp_path / "a", tmp_path / "b"], EOS, seq_length=24, weights=[0.3, 0.7], max_num_samples=100
+    )
+    firsts = np.array([int(dataset[index]["input_ids"][0]) for index in range(100)])
+    from_b = np.cumsum(firsts >= 500)
+    assert np.all(np.abs(from_b - 0.7 * np.arange(1, 101)) <= 1)
+    assert sorted(firsts[firsts >= 500][:4].tolist()) == [500, 501, 502, 503]
+    assert sorted(firsts[firsts < 500][:6].tolist()) == [100, 101, 102, 103, 104, 105]
+    assert len(create_sft_dataset([tmp_path / "a", tmp_path / "b"], EOS, weights=[1, 1])) == 10
+    with pytest.raises(InvalidInputError, match="3 weights were given for 2 paths"):
+        create_sft_dataset([tmp_path / "a", tmp_path / "b"], EOS, weights=[1, 1, 1])
+
+
+def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_file(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24)
+    arguments: dict[str, Any] = {"seq_length": 24, "pad_to_max_length": True, "pad_cu_seqlens": True}
+    own = create_sft_dataset(tmp_path / "shard", EOS, contract="bridge_0_3", **arguments)
+    own.write_pack_metadata(tmp_path / "meta.json")
+    written = json.loads((tmp_path / "meta.json").read_text())
+    assert written[0]["max_samples_per_bin"] == max(row.num_sequences for row in ROWS)
+    assert written[0]["min_packed_seqlen"] == min(len(row.input_ids) for row in ROWS)
+    other = create_sft_dataset(
+        tmp_path / "shard", EOS, contract="bridge_0_3", pack_metadata_file_path=tmp_path / "meta.json", **arguments
+    )
+    assert_same_batch(own.fetch_batch([0, 1]), other.fetch_batch([0, 1]))
+    (tmp_path / "bad.json").write_text("[{}]")
+    with pytest.raises(InvalidInputError, match="dataset_max_seqlen is missing"):
+        create_sft_dataset(tmp_path / "shard", EOS, pack_metadata_file_path=tmp_path / "bad.json", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"add_bos": True}, "add_bos=True has no meaning for packed data: rows are tokenized already"),
+        ({"tokens_to_generate": 5}, "tokens_to_generate=5 has no meaning"),
+        ({"virtual_tokens": 3}, "virtual_tokens=3 has no meaning"),
+        ({"packing_length": 5}, "packing_length is not an argument of a packed dataset"),
+        ({"max_num_samples": 0}, "max_num_samples is 0"),
+        ({"packed_storage": "legacy"}, "is memmap_v1, but packed_storage asks for 'legacy'"),
+        ({"packed_storage": "zarr"}, "packed_storage 'zarr' is unknown; use one of auto, legacy"),
+        ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
+        ({"path": "nothing"}, "does not exist and matches nothing"),
+        ({"path": "s3://bucket/data"}, "is remote"),
+        ({"path": "store"}, "is a token store; pass plan="),
+        ({"path": "empty"}, "holds no packed data of a known kind"),
+        ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(
+    arguments: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_everything(tmp_path)
+    write_store(tmp_path / "store", [make_sequences(3)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match=sentence):
+        create_sft_dataset(**{"path": "one", "tokenizer": EOS, **arguments})
+
+
+def test_another_tokenizer_than_the_datas_is_refused_with_the_override_named(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24, tokenizer={"name": "llama", "fingerprint": "wrong"})
+    with pytest.raises(InvalidInputError, match=r"made with tokenizer 'llama' .*allow_tokenizer_mismatch=True"):
+        create_sft_dataset(tmp_path / "shard", Tokenizer(), seq_length=24)
+    create_sft_dataset(tmp_path / "shard", Tokenizer(), seq_length=24, allow_tokenizer_mismatch=True)
+    write_shard(tmp_path / "right", ROWS, 24, tokenizer={"name": "llama", "fingerprint": "right"})
+    assert create_sft_dataset(tmp_path / "right", Tokenizer()).tokenizer_fingerprint == "right"
+    with pytest.raises(InvalidInputError, match="was made with another tokenizer"):
+        GPTSFTPackedMultiShardDataset([tmp_path / "shard", tmp_path / "right"], EOS)
+
+
+def test_a_row_longer_than_the_sequence_length_is_refused_with_its_name(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24)
+    dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=4)
+    with pytest.raises(InvalidInputError, match=r"shard.*max_seq_length"):
+        dataset.fetch_batch(range(10))
+
+
+def test_a_swapped_shard_is_refused_when_its_rows_are_needed(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    train = tmp_path / "dataset" / "train"
+    dataset = create_sft_dataset(tmp_path / "dataset", EOS, seq_length=24)
+    (train / "shard_000000").rename(train / "x")
+    (train / "shard_000001").rename(train / "shard_000000")
+    (train / "x").rename(train / "shard_000001")
+    with pytest.raises(ShardError, match=r"is not the shard that its dataset\.json lists"):
+        dataset[0]
+
+
+def test_the_factory_says_what_it_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_everything(tmp_path)
+    with caplog.at_level(logging.INFO, "megatron_packed_sft"):
+        create_sft_dataset(tmp_path / "dataset", EOS)
+    assert "split 'train' of" in caplog.text
+    assert "10 rows of up to 24 tokens, 10 samples" in caplog.text
+
+
+def test_other_storages_can_be_registered(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    (tmp_path / "legacy.npy").rename(tmp_path / "rows.mine")
+
+    def open_mine(path: Path, split: str) -> LegacySource:
+        return LegacySource(path)
+
+    register_storage("mine", recognises=lambda path: path.suffix == ".mine", open=open_mine, replace=True)
+    dataset = create_sft_dataset(tmp_path / "rows.mine", EOS, seq_length=24, packed_storage="mine")
+    assert dataset[4]["input_ids"].tolist() == ROWS[4].input_ids.tolist()
+    with pytest.raises(InvalidInputError, match="storage 'memmap_v1' is registered already"):
+        register_storage("memmap_v1", recognises=lambda path: True, open=open_mine)
+
+
+def test_a_pickled_dataset_carries_no_rows(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", make_bins(200, 256), 256)
+    dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=256)
+    dataset.fetch_batch([0, 1])
+    data = pickle.dumps(dataset)
+    assert len(data) < 8192
+    assert_same_batch(pickle.loads(data).fetch_batch([7, 3]), dataset.fetch_batch([7, 3]))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_torchs_loader_with_workers_gives_the_same_batches(method: str, tmp_path: Path) -> None:
+    paths = write_everything(tmp_path)
+    dataset = create_sft_dataset(paths["directory of shards"], EOS, seq_length=24)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=4, num_workers=2, collate_fn=dataset.collate_fn, multiprocessing_context=method
+    )
+    for number, batch in enumerate(loader):
+        assert_same_batch(batch, dataset.fetch_batch(range(number * 4, min(number * 4 + 4, 10))))
+
+
+def test_advising_rows_is_harmless(tmp_path: Path) -> None:
+    for path in write_everything(tmp_path).values():
+        dataset = create_sft_dataset(path, EOS, seq_length=24)
+        dataset.advise([0, 9, -1])
+        assert isinstance(dataset, PackedDataset)
+        assert "10 samples" in repr(dataset)

@@ -1,0 +1,312 @@
+"""Our batches are Megatron-Bridge's, bit for bit: its released classes and our collate run on the same rows.
+
+Every key is compared: name, dtype, shape, `torch.equal`. What differs on purpose is at the end: the defects of the
+released classes, and what ours does instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_packed_sft import LegacyShard, MemmapShard, open_shard
+from megatron_packed_sft.data.collate import collate
+from megatron_packed_sft.data.contracts import CollateOptions
+from megatron_packed_sft.data.row_pieces import RowPiece, piece_from_flat, piece_from_rows, piece_from_shard
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.bins import PackedBin
+from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, open_dataset
+from tests.packed_bins import write_shard
+
+EOS = 2
+Row = dict[str, list[int]]
+METADATA_KEYS = ("dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen")
+
+
+class Case(NamedTuple):
+    """Rows, the arguments both sides take, and what only the packing's metadata file says."""
+
+    rows: list[Row]
+    indices: list[int]
+    arguments: dict[str, Any]
+    metadata: dict[str, int]
+
+
+def make_rows(num_rows: int, max_length: int, seed: int, multiple: int = 1) -> list[Row]:
+    """Seeded rows with EOS tokens inside, subsequences of one token, and EOS up to the multiple at their ends."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num_rows):
+        row: Row = {"input_ids": [], "loss_mask": [], "seq_start_id": []}
+        for _ in range(int(rng.integers(1, 6))):
+            length = int(rng.choice([1, 2, int(rng.integers(1, max_length // 8))]))
+            ids = rng.choice([EOS, 5, 6, 7, 70_000], length).tolist()
+            ids += [EOS] * (-(length - 1) % multiple)  # the last id is a label only
+            row["seq_start_id"].append(len(row["input_ids"]))
+            row["input_ids"] += ids
+            row["loss_mask"] += [*rng.integers(0, 2, length - 1).tolist(), *[0] * (len(ids) - length + 1)]
+        rows.append(row)
+    return rows
+
+
+def metadata_of(rows: Sequence[Row]) -> dict[str, int]:
+    """The numbers Bridge's preparation writes beside the rows."""
+    lengths = [np.diff([*row["seq_start_id"], len(row["input_ids"])]) for row in rows]
+    return {
+        "dataset_max_seqlen": max(int(one.max()) for one in lengths),
+        "max_samples_per_bin": max(len(one) for one in lengths),
+        "min_packed_seqlen": min(len(row["input_ids"]) for row in rows),
+    }
+
+
+def theirs(case: Case, version: str, *, parquet: bool = False) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        dataset = open_dataset(
+            load(version),
+            Path(directory),
+            case.rows,
+            EOS,
+            parquet=parquet,
+            metadata=case.metadata if case.arguments.get("pad_cu_seqlens") else None,
+            **case.arguments,
+        )
+        return dict(dataset.collate_fn([dataset[index] for index in case.indices]))
+
+
+def options_of(case: Case, contract: str, **more: Any) -> CollateOptions:
+    return CollateOptions(contract=contract, eos_id=EOS, **case.arguments, **case.metadata, **more)
+
+
+def as_sample(row: Row, index: int) -> dict[str, Any]:
+    """A row as our datasets hand it out."""
+    return {
+        "input_ids": row["input_ids"],
+        "loss_mask": row["loss_mask"],
+        "seq_boundaries": [*row["seq_start_id"], len(row["input_ids"])],
+        "is_padding": index < 0,
+    }
+
+
+def pieces_of_samples(case: Case, directory: Path) -> list[RowPiece]:
+    return [piece_from_rows([as_sample(case.rows[index], index) for index in case.indices])]
+
+
+def pieces_of_shard(case: Case, directory: Path) -> list[RowPiece]:
+    """Two shards, so that a batch comes in pieces whose places interleave."""
+    num_rows, width = len(case.rows), max(len(row["input_ids"]) for row in case.rows)
+    shards = []
+    for part in range(min(2, num_rows)):
+        rows = [
+            PackedBin(*(np.array(row[name]) for name in ("input_ids", "loss_mask", "seq_start_id")))
+            for row in case.rows[part::2]
+        ]
+        write_shard(directory / f"shard_{part}", rows, width, pad_id=EOS)
+        shard = open_shard(directory / f"shard_{part}")
+        assert isinstance(shard, MemmapShard)
+        shards.append(shard)
+    pieces = []
+    for part, shard in enumerate(shards):
+        places = [place for place, index in enumerate(case.indices) if index % num_rows % 2 == part]
+        rows = [case.indices[place] % num_rows // 2 for place in places]
+        pieces.append(piece_from_shard(shard, rows, places, [case.indices[place] < 0 for place in places]))
+    return [piece for piece in pieces if piece.rows.size]
+
+
+def pieces_of_legacy(case: Case, directory: Path) -> list[RowPiece]:
+    np.save(directory / "rows.npy", np.array(case.rows, dtype=object), allow_pickle=True)
+    flat = LegacyShard(directory / "rows.npy")._rows
+    rows = [index % len(case.rows) for index in case.indices]
+    padding = [index < 0 for index in case.indices]
+    arrays = (flat.input_ids, flat.loss_mask, flat.bin_offsets, flat.seq_starts, flat.seq_offsets)
+    return [piece_from_flat(*arrays, rows, is_padding=padding)]
+
+
+SOURCES = {"samples": pieces_of_samples, "memmap": pieces_of_shard, "legacy": pieces_of_legacy}
+
+
+def ours(case: Case, contract: str, source: str = "samples", **more: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        pieces = SOURCES[source](case, Path(directory))
+        return collate(pieces, len(case.indices), options_of(case, contract, **more))
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(actual) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert actual[key].dtype == value.dtype, key
+            assert actual[key].shape == value.shape, key
+            assert torch.equal(actual[key], value), key
+        else:
+            assert actual[key] == value, key
+            assert type(actual[key]) is type(value), key
+
+
+FLAGS = [
+    (pad_to_max_length, pad_cu_seqlens, pad_seq_to_mult, answer_only_loss, return_cu_seqlen)
+    for pad_to_max_length, pad_cu_seqlens, pad_seq_to_mult, answer_only_loss, return_cu_seqlen in itertools.product(
+        (False, True), (False, True), (1, 4), (True, False), (True, False)
+    )
+    if pad_to_max_length or not pad_cu_seqlens
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_combination_of_options_gives_the_released_batch(version: str, batch_size: int, source: str) -> None:
+    for pad_to_max_length, pad_cu_seqlens, pad_seq_to_mult, answer_only_loss, return_cu_seqlen in FLAGS:
+        rows = make_rows(11, 96, seed=batch_size, multiple=pad_seq_to_mult)
+        case = Case(
+            rows,
+            list(range(3, 3 + batch_size)),
+            {
+                "max_seq_length": 96,
+                "pad_to_max_length": pad_to_max_length,
+                "pad_cu_seqlens": pad_cu_seqlens,
+                "pad_seq_to_mult": pad_seq_to_mult,
+                "answer_only_loss": answer_only_loss,
+                "return_cu_seqlen": return_cu_seqlen,
+            },
+            metadata_of(rows),
+        )
+        assert_same(ours(case, CONTRACT_OF[version], source), theirs(case, version))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any rows, EOS anywhere in them, and any options the released classes take without crashing."""
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(1, 4))):
+        ids = draw(st.lists(st.sampled_from([EOS, 5, 6, 70_000]), min_size=1, max_size=24))
+        cuts = draw(st.sets(st.integers(1, len(ids) - 1), max_size=5)) if len(ids) > 1 else set()
+        starts = sorted({0} | cuts)
+        mask = draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
+        for end in [*starts[1:], len(ids)]:
+            mask[end - 1] = 0
+        rows.append({"input_ids": ids, "loss_mask": mask, "seq_start_id": starts})
+    answer_only_loss = draw(st.booleans())
+    # A padding sample is trained there when every token is; see test_a_padding_sample_... below.
+    first = -len(rows) if answer_only_loss else 0
+    indices = draw(st.lists(st.integers(first, len(rows) - 1), min_size=1, max_size=8))
+    longest = max(len(row["input_ids"]) - len(row["seq_start_id"]) for row in rows)
+    pad_to_max_length = draw(st.booleans())
+    arguments = {
+        "max_seq_length": max(1, longest + draw(st.integers(0, 20))),
+        "pad_to_max_length": pad_to_max_length,
+        "pad_seq_length_to_mult": draw(st.sampled_from([1, 4, 16])),
+        # They take the logarithm of a batch without tokens.
+        "ceil_to_power_2": all(len(rows[i]["input_ids"]) > len(rows[i]["seq_start_id"]) for i in indices)
+        and draw(st.booleans()),
+        "pad_cu_seqlens": pad_to_max_length and draw(st.booleans()),
+        "pad_seq_to_mult": draw(st.sampled_from([1, 4])),
+        "answer_only_loss": answer_only_loss,
+        "return_cu_seqlen": draw(st.booleans()),
+    }
+    return Case(rows, indices, arguments, dict.fromkeys(METADATA_KEYS, 3) if draw(st.booleans()) else metadata_of(rows))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), source=st.sampled_from(sorted(SOURCES)))
+def test_any_rows_and_options_give_the_released_batch(case: Case, source: str) -> None:
+    for version in VERSIONS:
+        assert_same(ours(case, CONTRACT_OF[version], source), theirs(case, version))
+    assert_same(ours(case, "bridge_0_6", source), theirs(case, "0.6.2", parquet=True))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_bridge_main_is_the_released_batch_with_the_stored_loss_and_a_padding_mask(case: Case) -> None:
+    # What follows 0.6 there: the stored mask counts at EOS tokens, too, and padding is marked for the router.
+    expected = theirs(case, "0.6.2")
+    actual = ours(case, "bridge_main")
+    padding = actual.pop("padding_mask")
+    loss = actual.pop("loss_mask")
+    trained_eos = (expected.pop("loss_mask") == 0) & (loss == 1)
+    assert torch.equal(actual["tokens"][trained_eos], torch.full((int(trained_eos.sum()),), EOS))
+    for row, index in enumerate(case.indices):
+        sample = as_sample(case.rows[index], index)
+        stored = stored_loss(sample, case.arguments["answer_only_loss"])
+        assert loss[row].tolist() == stored + [0] * (loss.shape[1] - len(stored))
+        assert padding[row, len(stored) :].all()
+    if case.arguments["pad_seq_to_mult"] == 1:
+        assert int((~padding).sum()) == sum(actual["token_count"])
+        assert_same(actual, expected)
+    elif not trained_eos.any():  # an EOS that is trained is no padding, so boundaries may differ there
+        assert_same(actual, expected)
+    assert not (padding & (loss == 1)).any()
+
+
+def stored_loss(sample: dict[str, Any], answer_only_loss: bool) -> list[int]:
+    result = []
+    for start, end in itertools.pairwise(sample["seq_boundaries"]):
+        for place in range(start, end - 1):
+            if answer_only_loss:
+                result.append(0 if sample["is_padding"] else sample["loss_mask"][place])
+            else:
+                result.append(int(sample["input_ids"][place] != EOS))
+    return result
+
+
+ONE_ROW: Row = {"input_ids": [5, 6, EOS, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1, 0], "seq_start_id": [0, 4]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_dataset_of_one_row_and_one_sample_is_a_batch_and_crashes_there(tmp_path: Path, version: str) -> None:
+    with pytest.raises(IndexError):  # numpy.squeeze leaves an array without dimensions
+        open_dataset(load(version), tmp_path, [ONE_ROW], EOS, max_seq_length=16, max_num_samples=1)
+    batch = ours(Case([ONE_ROW], [0], {"max_seq_length": 16}, {}), CONTRACT_OF[version])
+    assert batch["token_count"] == [4]
+
+
+def test_a_padding_sample_of_a_shuffled_dataset_is_never_trained_and_is_in_0_3_1(tmp_path: Path) -> None:
+    # Index -1 is mapped to a row number first, which is not negative any more, so its loss stays.
+    dataset = open_dataset(load("0.3.1"), tmp_path, [ONE_ROW, ONE_ROW], EOS, max_seq_length=16, max_num_samples=2)
+    assert dataset.collate_fn([dataset[-1]])["loss_mask"].sum() > 0
+    dataset = open_dataset(load("0.6.2"), tmp_path, [ONE_ROW, ONE_ROW], EOS, max_seq_length=16, max_num_samples=2)
+    assert dataset.collate_fn([dataset[-1]])["loss_mask"].sum() == 0
+    for source in SOURCES:
+        case = Case([ONE_ROW, ONE_ROW], [-1, 0], {"max_seq_length": 16}, {})
+        loss = ours(case, "bridge_0_3", source)["loss_mask"]
+        assert loss.sum(dim=1).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_6", "bridge_main", "mcore"])
+def test_a_padding_sample_is_never_trained_even_when_every_token_is(contract: str) -> None:
+    case = Case([ONE_ROW], [-1], {"max_seq_length": 16, "answer_only_loss": False}, {})
+    for version in VERSIONS:  # the zero mask is not looked at there
+        assert theirs(case, version)["loss_mask"].sum() > 0
+    assert ours(case, contract)["loss_mask"].sum() == 0
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_row_that_is_too_long_is_named_and_is_a_bare_assert_there(version: str) -> None:
+    case = Case([ONE_ROW], [0], {"max_seq_length": 3}, {})
+    with pytest.raises(AssertionError):
+        theirs(case, version)
+    with pytest.raises(InvalidInputError, match=r"row 0 .* needs 4 positions, more than max_seq_length 3"):
+        ours(case, CONTRACT_OF[version])
+
+
+def test_the_target_behind_an_eos_inside_a_row_is_kept_and_is_lost_there() -> None:
+    case = Case([ONE_ROW], [0], {"max_seq_length": 4}, {})
+    assert theirs(case, "0.6.2")["loss_mask"].tolist() == [[0, 1, 0, 1]]
+    assert ours(case, "bridge_0_6")["loss_mask"].tolist() == [[0, 1, 0, 1]]
+    assert ours(case, "mcore")["loss_mask"].tolist() == [[0, 1, 1, 1]]
+
+
+def test_a_batch_without_tokens_may_be_rounded_to_a_power_of_two_and_crashes_there() -> None:
+    case = Case([{"input_ids": [5], "loss_mask": [0], "seq_start_id": [0]}], [0], {"max_seq_length": 16}, {})
+    case.arguments["ceil_to_power_2"] = True
+    with pytest.raises(ValueError, match="math domain error"):
+        theirs(case, "0.6.2")
+    assert ours(case, "bridge_0_6")["tokens"].shape == (1, 0)

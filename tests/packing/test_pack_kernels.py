@@ -1,0 +1,131 @@
+"""The compiled parts on their own, against plain Python."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_packed_sft.packing.bitset_kernel import add, discard, empty_set, highest_at_most, lowest_at_least
+from megatron_packed_sft.packing.exact_kernel import exact_fill
+from megatron_packed_sft.packing.histogram_kernel import best_fit_decreasing, lower_bound, martello_toth_bound
+from megatron_packed_sft.packing.optimal import guided_fill, mixed_fill
+from megatron_packed_sft.packing.order_kernel import shuffle_groups
+from megatron_packed_sft.packing.problem import Int64, Patterns, histogram_of
+from megatron_packed_sft.packing.program_kernel import RESOLUTION, make_buckets, solve_program
+from tests.packing import lengths as made
+
+UNLIMITED = 1 << 40
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    largest=st.sampled_from([1, 63, 64, 65, 4095, 4096, 9000]),
+    members=st.sets(st.integers(0, 9000)),
+    gone=st.sets(st.integers(0, 9000)),
+    questions=st.lists(st.integers(0, 9000), min_size=1),
+)
+def test_a_bitset_answers_like_a_set(largest: int, members: set[int], gone: set[int], questions: list[int]) -> None:
+    words, summary = empty_set(largest)
+    members = {member for member in members if member <= largest}
+    for member in members:
+        add(words, summary, member)
+    for member in gone:
+        if member <= largest:
+            discard(words, summary, member)
+    left = members - gone
+    for question in questions:
+        question = min(question, largest)
+        assert lowest_at_least(words, summary, question) == min((m for m in left if m >= question), default=-1)
+        assert highest_at_most(words, summary, question) == max((m for m in left if m <= question), default=-1)
+    assert highest_at_most(words, summary, -1) == -1
+
+
+def assert_holds(patterns: Patterns, histogram: Int64, capacity: int, max_per_bin: int = UNLIMITED) -> None:
+    offsets, sizes, counts = patterns
+    assert (counts > 0).all()
+    assert (np.diff(offsets) > 0).all()
+    assert np.diff(offsets).max() <= max_per_bin
+    assert (np.add.reduceat(sizes.astype(np.int64), offsets[:-1]) <= capacity).all()
+    held = np.zeros_like(histogram)
+    np.add.at(held, sizes, np.repeat(counts, np.diff(offsets)))
+    assert np.array_equal(held, histogram)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacity=st.integers(1, 200),
+    seed=st.integers(0, 1000),
+    num_sizes=st.integers(1, 20),
+    most=st.sampled_from([1, 2, 3, 7, UNLIMITED]),
+)
+def test_the_histogram_packers_hold_every_size_as_often_as_it_occurs(
+    capacity: int, seed: int, num_sizes: int, most: int
+) -> None:
+    histogram = np.zeros(capacity + 1, np.int64)
+    histogram[made.between(1, capacity, num_sizes, seed)] = made.between(1, 5000, num_sizes, seed + 1)
+    bound = lower_bound(histogram, capacity, most)
+    for fill in (best_fit_decreasing, exact_fill):
+        patterns = fill(histogram, capacity, most)
+        assert_holds(patterns, histogram, capacity, most)
+        assert patterns[2].sum() >= bound
+
+
+@pytest.mark.parametrize("most", [3, UNLIMITED])
+@pytest.mark.parametrize("shape", [made.chat, made.thirds, made.two_kinds, made.above_a_third])
+def test_mixed_and_guided_fill_hold_every_size_as_often_as_it_occurs(shape: object, most: int) -> None:
+    histogram = histogram_of(shape(20_000).astype(np.int32), 2048)  # type: ignore[operator]
+    mixed = mixed_fill(histogram, 2048, most, UNLIMITED, fewest=UNLIMITED)
+    guided = guided_fill(histogram, 2048, most, UNLIMITED, fewest=UNLIMITED)
+    assert mixed is not None
+    assert guided is not None
+    assert_holds(mixed, histogram, 2048, most)
+    assert_holds(guided, histogram, 2048, most)
+
+
+def test_mixed_fill_gives_up_when_it_cannot_win() -> None:
+    histogram = histogram_of(made.between(1, 2048, 20_000, 5).astype(np.int32), 2048)
+    bound = int(lower_bound(histogram, 2048, UNLIMITED))
+    assert mixed_fill(histogram, 2048, UNLIMITED, UNLIMITED, fewest=bound) is None
+
+
+def test_the_program_covers_the_demand_with_columns_that_fit() -> None:
+    histogram = histogram_of(made.thirds(50_000).astype(np.int32), 2048)
+    low, high, demand, tokens = make_buckets(histogram, 2048, 56)
+    assert (low <= high).all()
+    assert (high[1:] < low[:-1]).all()
+    assert demand.sum() == 50_000
+    widths = np.clip((2 * tokens * RESOLUTION + demand * 2048) // (2 * demand * 2048), 1, RESOLUTION)
+    columns, lengths, bins = solve_program(widths, demand, UNLIMITED, 2000)
+    covered = np.zeros(demand.size)
+    for column, length, count in zip(columns, lengths, bins / 256, strict=True):
+        assert widths[column[:length]].sum() <= RESOLUTION
+        np.add.at(covered, column[:length], count)
+    assert covered == pytest.approx(demand, rel=0.01, abs=2)
+    assert bins.sum() / 256 == pytest.approx(lower_bound(histogram, 2048, UNLIMITED), rel=0.002)
+
+
+def test_the_bound_sees_that_only_two_lengths_above_a_third_share_a_bin() -> None:
+    histogram = np.zeros(31, np.int64)
+    histogram[11] = 100
+    assert martello_toth_bound(histogram, 30) == 37  # the sum: 1,100 / 30
+    assert lower_bound(histogram, 30, UNLIMITED) == 50
+
+
+def test_the_bound_sees_the_limit_per_bin() -> None:
+    histogram = np.zeros(31, np.int64)
+    histogram[1] = 100
+    assert lower_bound(histogram, 30, 5) == 20
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), max_size=6), seed=st.integers(0, 2**64 - 1))
+def test_shuffling_groups_keeps_each_group_in_its_place(sizes: list[int], seed: int) -> None:
+    offsets = np.cumsum([0, *sizes])
+    values = np.arange(offsets[-1], dtype=np.int32)
+    shuffle_groups(values, offsets, np.uint64(seed))
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        assert sorted(values[start:stop].tolist()) == list(range(start, stop))

@@ -1,0 +1,175 @@
+"""Filters, overflow, measures and padding: what goes into bins, and what is counted when it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.plan import PackPlan
+
+
+def assert_conserved(plan: PackPlan, lengths: list[int]) -> None:
+    accounting = plan.accounting
+    assert accounting.num_sequences == len(lengths)
+    assert accounting.num_tokens == sum(lengths)
+    assert int(plan.bin_tokens.sum()) == accounting.num_tokens_packed
+    packed = plan.indices if plan.chunks is None else np.unique(plan.chunks.sequence[plan.indices])
+    assert packed.size == accounting.num_sequences_packed
+
+
+def test_filters_drop_and_count_by_reason() -> None:
+    lengths = [1, 5, 8, 20, 6]
+    plan = pack(lengths, pack_size=20, min_len=5, max_len=8)
+    assert sorted(plan.indices.tolist()) == [1, 2, 4]
+    assert plan.accounting.dropped_sequences == {"below_min_len": 1, "above_max_len": 1}
+    assert plan.accounting.dropped_tokens == {"below_min_len": 1, "above_max_len": 20}
+    assert_conserved(plan, lengths)
+
+
+def test_max_len_is_looked_at_before_overflow() -> None:
+    plan = pack([5, 15, 30], pack_size=10, max_len=20, overflow="truncate")
+    assert plan.accounting.dropped_sequences == {"above_max_len": 1}
+    assert plan.accounting.num_truncated == 1
+
+
+def test_overflow_error_names_the_first_long_sequence_and_the_remedies() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        pack([5, 12, 30], pack_size=10)
+    message = str(caught.value)
+    assert "2 of 3 sequences are longer than the 10 tokens" in message
+    assert "sequence 1 with 12" in message
+    assert "'split'" in message
+
+
+def test_a_sequence_as_long_as_the_pack_fits() -> None:
+    assert pack([10], pack_size=10).num_bins == 1
+
+
+def test_truncate_keeps_the_beginning_and_counts_what_is_cut() -> None:
+    lengths = [5, 25]
+    plan = pack(lengths, pack_size=10, overflow="truncate")
+    assert plan.unit_lengths.tolist() == [5, 10]
+    assert plan.chunks is not None
+    assert plan.chunks.sequence.tolist() == [0, 1]
+    assert plan.chunks.start.tolist() == [0, 0]
+    assert plan.accounting.dropped_tokens == {"truncated": 15}
+    assert plan.accounting.dropped_sequences == {}
+    assert_conserved(plan, lengths)
+
+
+def test_split_covers_every_token_and_masks_the_overlap() -> None:
+    lengths = [4, 27, 10]
+    plan = pack(lengths, pack_size=12, overflow="split", stride=3)
+    chunks = plan.chunks
+    assert chunks is not None
+    assert chunks.sequence.tolist() == [0, 1, 1, 1, 2]
+    assert chunks.start.tolist() == [0, 0, 9, 18, 0]
+    assert plan.unit_lengths.tolist() == [4, 12, 12, 9, 10]
+    assert chunks.masked_prefix.tolist() == [0, 0, 3, 3, 0]
+    assert plan.accounting.num_overlap_tokens == 6
+    assert (plan.accounting.num_split, plan.accounting.num_chunks) == (1, 3)
+    trained = [
+        token
+        for start, length, masked in zip(chunks.start, plan.unit_lengths, chunks.masked_prefix, strict=True)
+        for token in range(start + masked, start + length)
+    ]
+    assert sorted(trained) == sorted([*range(4), *range(27), *range(10)])  # each exactly once
+    assert_conserved(plan, lengths)
+
+
+def test_split_without_stride_has_no_overlap() -> None:
+    plan = pack([25], pack_size=10, overflow="split")
+    assert plan.chunks is not None
+    assert plan.chunks.masked_prefix.tolist() == [0, 0, 0]
+    assert plan.unit_lengths.tolist() == [10, 10, 5]
+
+
+def test_a_tail_shorter_than_min_len_is_dropped_and_counted() -> None:
+    lengths = [23, 27]
+    plan = pack(lengths, pack_size=10, overflow="split", min_len=5)
+    assert plan.unit_lengths.tolist() == [10, 10, 10, 10, 7]
+    assert plan.accounting.dropped_tokens == {"short_tail": 3}
+    assert plan.accounting.dropped_sequences == {}
+    assert plan.accounting.num_chunks == 5
+    assert_conserved(plan, lengths)
+
+
+def test_a_dropped_tail_costs_only_its_new_tokens() -> None:
+    lengths = [19]
+    plan = pack(lengths, pack_size=10, overflow="split", stride=4, min_len=9)
+    # Pieces 0..9, 6..15, 12..18; the last has seven tokens, three of them new.
+    assert plan.unit_lengths.tolist() == [10, 10]
+    assert plan.accounting.dropped_tokens == {"short_tail": 3}
+    assert plan.accounting.num_overlap_tokens == 4
+    assert_conserved(plan, lengths)
+
+
+def test_nothing_is_kept_about_chunks_when_nothing_was_cut() -> None:
+    for overflow in ("truncate", "split"):
+        assert pack([3, 4], pack_size=10, overflow=overflow).chunks is None
+
+
+def test_inputs_count_one_token_less_per_sequence() -> None:
+    assert pack([6, 6], pack_size=10, measure="inputs").num_bins == 1
+    assert pack([6, 6], pack_size=10, measure="tokens").num_bins == 2
+    plan = pack([6, 6, 11], pack_size=10, measure="inputs")
+    assert plan.bin_room.tolist() == [10, 10]
+    assert plan.bin_tokens.tolist() == [12, 11]
+    assert plan.stats().max_bin_tokens == 12
+    assert plan.stats().utilization == 1.0
+
+
+def test_inputs_allow_one_token_more_than_the_pack() -> None:
+    assert pack([11], pack_size=10, measure="inputs").num_bins == 1
+    with pytest.raises(InvalidInputError, match="at most 11 tokens, and the shortest has 12"):
+        pack([12], pack_size=10, measure="inputs")
+
+
+@pytest.mark.parametrize(("length", "stored"), [(1, 1), (2, 5), (5, 5), (6, 9), (9, 9)], ids=lambda value: str(value))
+def test_padding_to_a_multiple_rounds_the_inputs_up(length: int, stored: int) -> None:
+    """L tokens are L - 1 inputs; with context parallelism these are padded to a multiple, here of 4."""
+    plan = pack([length], pack_size=64, pad_seq_to_mult=4)
+    assert plan.bin_room.tolist() == [stored]
+    inputs = pack([length], pack_size=64, pad_seq_to_mult=4, measure="inputs")
+    assert inputs.bin_room.tolist() == [max(stored - 1, 1)]
+
+
+def test_padded_sequences_fit_together_only_with_their_padding() -> None:
+    assert pack([6, 6], pack_size=18, pad_seq_to_mult=4).num_bins == 1
+    assert pack([6, 6], pack_size=17, pad_seq_to_mult=4).num_bins == 2
+
+
+def test_cut_pieces_fit_with_their_padding() -> None:
+    plan = pack([100], pack_size=30, overflow="split", pad_seq_to_mult=8)
+    assert plan.unit_lengths.max() == 25  # 24 inputs, a multiple of 8
+    assert plan.bin_room.max() <= 30
+
+
+def test_padding_is_not_utilization() -> None:
+    stats = pack([6, 6], pack_size=18, pad_seq_to_mult=4).stats()
+    assert (stats.utilization, stats.num_padding) == (12 / 18, 6)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "first_fit", "first_fit_shuffle", "best_fit", "optimal", "window"])
+def test_no_bin_has_more_sequences_than_allowed(strategy: str) -> None:
+    lengths = np.tile([1, 2, 3, 30], 2000)
+    plan = pack(lengths, pack_size=64, strategy=strategy, max_seqs_per_bin=5)
+    assert np.diff(plan.bin_offsets).max() <= 5
+    assert plan.lower_bound >= 8000 / 5
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="stride 10 must be below the 10 tokens"):
+        pack([5], pack_size=10, overflow="split", stride=10)
+    with pytest.raises(InvalidInputError, match="min_len 11 leaves nothing to pack"):
+        pack([5], pack_size=10, min_len=11)
+    with pytest.raises(InvalidInputError, match="min_len 6 leaves nothing to pack: at most 5"):
+        pack([5], pack_size=10, min_len=6, max_len=5)
+    with pytest.raises(InvalidInputError, match="choose one"):
+        pack([5], pack_size=10, order_window=4, steps={"global_batch": 2, "balance": "attention"})
+    with pytest.raises(InvalidInputError, match="whole_batches needs to know the batch"):
+        pack([5], pack_size=10, whole_batches=True)
+    with pytest.raises(InvalidInputError, match="needs trained_tokens"):
+        pack([5], pack_size=10, steps={"global_batch": 1, "balance": "trained_tokens"})
