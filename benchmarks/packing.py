@@ -14,6 +14,7 @@ import argparse
 import gzip
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -187,6 +188,7 @@ def _peak() -> float:
 
 def measure_packer(packer: str, distribution: str, count: int, repeats: int) -> dict[str, float]:
     """Pack in this process: best time, memory on top of the lengths, number of bins."""
+    logging.getLogger("megatron_packed_sft").setLevel(logging.ERROR)  # `window` warns when it falls back
     prepare = PACKERS[packer][2]
     for small in DISTRIBUTIONS if packer.startswith("ours") else [distribution]:
         if small != "real" or REAL_DATA.is_dir():
@@ -311,6 +313,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--skip-compilation", action="store_true", help="do not measure compiling from nothing")
     arguments = parser.parse_args(argv)
+    logging.getLogger("megatron_packed_sft").setLevel(logging.ERROR)
     print(f"# Packing (default strategy: {DEFAULT_STRATEGY})")
     for packer in PACKERS:
         if not is_installed(packer):

@@ -1,55 +1,55 @@
-"""`make demo`: what this release can do, end to end, on rows it generates itself.
+"""`make demo`: what this release can do, end to end, on data it generates itself.
 
-Training comes with a later release; until then the demo generates packed rows, publishes them as a dataset of
-memmap_v1 shards, validates every byte, reads everything back, damages a copy to show that it is noticed, and compares
-opening with the legacy pickle.
+Made-up sequences become a token store, a packing plan and a dataset of memmap_v1 shards; every byte is validated,
+batches are loaded, the loader is stopped and resumed with another number of ranks, a copy is damaged to show that it is
+noticed, and opening is compared with the legacy pickle. Reading chat files and training come with later releases.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_packed_sft import (
-    BinBlock,
     DatasetWriter,
+    PackedLoader,
     PackedSFTError,
+    TokenPartWriter,
     convert,
+    create_sft_dataset,
+    materialize_shards,
     open_dataset,
     open_shard,
+    open_token_store,
+    pack,
+    publish_store,
     validate,
 )
 
 VOCAB_SIZE = 32_000
+EOS = 2
+GLOBAL_BATCH = 8
 
 
-def generate_rows(num_bins: int, pack_size: int, seed: int) -> BinBlock:
-    """Packed rows of chat-like lengths: whole sequences one after the other until the next would not fit."""
-    rng = np.random.default_rng(seed)
-    ids = np.zeros((num_bins, pack_size), np.uint16)
-    mask = np.zeros((num_bins, pack_size), np.uint8)
-    packed_len = np.zeros(num_bins, np.uint32)
-    starts: list[int] = []
-    offsets = [0]
-    for row in range(num_bins):
-        filled = 0
-        while True:
-            length = int(np.clip(rng.lognormal(5.3, 0.8), 16, pack_size))
-            if filled + length > pack_size:
-                break
-            starts.append(filled)
-            ids[row, filled : filled + length] = rng.integers(4, VOCAB_SIZE, length)
-            answer = length // 3  # the first part is the question; what follows is trained, next-token aligned
-            mask[row, filled + answer : filled + length - 1] = 1
-            filled += length
-        packed_len[row] = filled
-        offsets.append(len(starts))
-    return BinBlock(ids, mask, packed_len, np.array(offsets, np.uint32), np.array(starts, np.uint32))
+def write_store(path: Path, num_sequences: int, pack_size: int) -> None:
+    """Sequences of chat-like lengths, in two parts; the last two thirds of each are the answer, which is trained."""
+    rng = np.random.default_rng(1)
+    for number in range(2):
+        lengths = np.clip(rng.lognormal(5.3, 0.9, num_sequences // 2), 16, pack_size).astype(np.int64)
+        total = int(lengths.sum())
+        inside = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        with TokenPartWriter(path / f"part_{number:06d}", vocab_size=VOCAB_SIZE) as writer:
+            train = inside >= np.repeat(lengths // 3, lengths)
+            writer.append_many(rng.integers(4, VOCAB_SIZE, total), train, lengths)
+            writer.finalize()
+    publish_store(path)
 
 
 def say(step: str, text: str) -> None:
@@ -57,62 +57,81 @@ def say(step: str, text: str) -> None:
     print(f"{step:<9} {text}", flush=True)
 
 
-def publish(target: Path, splits: dict[str, list[BinBlock]], pack_size: int) -> None:
-    """Write every block as a shard of its own, and publish them together."""
-    with DatasetWriter(target, overwrite=True) as dataset:
-        for split, blocks in splits.items():
-            for number, block in enumerate(blocks):
-                with dataset.shard_writer(
-                    split, number, num_bins=len(block), pack_size=pack_size, vocab_size=VOCAB_SIZE
-                ) as writer:
-                    writer.write_block(0, block)
-                    writer.finalize()
-        dataset.finalize(provenance={"made_by": "recipes/demo.py"})
-
-
-def read_back(target: Path, splits: dict[str, list[BinBlock]]) -> int:
-    """Compare every bin with what was generated; return how many bins there were."""
-    dataset = open_dataset(target)
-    num_bins = 0
-    for split, blocks in splits.items():
-        for shard, block in zip(dataset.open_shards(split), blocks, strict=True):
-            for index in range(len(shard)):
-                for got, want in zip(shard[index], block[index], strict=True):
-                    if not np.array_equal(got, want):
-                        raise SystemExit(f"{shard.path}: bin {index} came back different; please report this")
-            num_bins += len(shard)
-    return num_bins
+def stream(dataset: Any, world_size: int, state: dict[str, Any] | None, num_steps: int) -> tuple[list[int], Any]:
+    """The first token of every sample that all ranks see in some steps, in global order; and where they stand then."""
+    seen: list[list[int]] = []
+    for rank in range(world_size):
+        loader = PackedLoader(
+            dataset,
+            micro_batch_size=1,
+            global_batch_size=GLOBAL_BATCH,
+            data_parallel_rank=rank,
+            data_parallel_size=world_size,
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        seen.append([int(next(batches)["tokens"][0, 0]) for _ in range(num_steps * GLOBAL_BATCH // world_size)])
+        after = loader.state_dict()
+    # Micro batch k of all ranks together are the stream's next world_size samples.
+    return [token for together in zip(*seen, strict=True) for token in together], after
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo_output"))
-    parser.add_argument("--bins", type=int, default=400, help="bins per shard")
+    parser.add_argument("--sequences", type=int, default=12_000)
     parser.add_argument("--pack-size", type=int, default=4096)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
     home: Path = arguments.output
     shutil.rmtree(home, ignore_errors=True)
     target = home / "dataset"
 
-    splits = {
-        "train": [generate_rows(arguments.bins, arguments.pack_size, seed) for seed in (1, 2)],
-        "validation": [generate_rows(max(arguments.bins // 10, 1), arguments.pack_size, 3)],
-    }
-    total = sum(int(block.packed_len.sum()) for blocks in splits.values() for block in blocks)
-    say("generate", f"{total:,} tokens of made-up chats in packed rows of {arguments.pack_size:,}")
+    write_store(home / "tokens", arguments.sequences, arguments.pack_size)
+    store = open_token_store(home / "tokens")
+    say("generate", f"{len(store):,} made-up sequences, {store.num_tokens:,} tokens: {store.path}")
 
-    publish(target, splits, arguments.pack_size)
-    say("write", f"3 memmap_v1 shards in 2 splits, published by one rename: {target}")
+    pack([1], pack_size=1)  # the first call loads or compiles the packer
+    start = time.perf_counter()
+    plan = pack(store.lengths, pack_size=arguments.pack_size, shuffle_output=True, seed=1)
+    seconds = time.perf_counter() - start
+    stats = plan.stats()
+    say(
+        "pack", f"{plan.num_bins:,} bins of {plan.pack_size:,}, {stats.utilization:.3%} full, in {seconds * 1e3:.0f} ms"
+    )
+
+    with DatasetWriter(target) as dataset_writer:
+        paths = [dataset_writer.shard_path("train", number) for number in range(3)]
+        materialize_shards(plan, store, paths, num_workers=2, pad_id=EOS)
+        dataset_writer.finalize(provenance={"made_by": "recipes/demo.py", "plan": plan.order_fingerprint})
+    say("write", f"3 memmap_v1 shards by 2 processes, published together by one rename: {target}")
 
     report = validate(target)
     for finding in report.findings:
         say("validate", str(finding))
-    say("validate", f"{report.num_bytes:,} bytes against their checksums, {report.num_bins:,} bins: no findings")
     if not report.ok:
         sys.exit(1)
+    say("validate", f"{report.num_bytes:,} bytes against their checksums, {report.num_bins:,} bins: no findings")
 
-    say("read", f"{read_back(target, splits):,} bins read back, equal element by element")
+    dataset = create_sft_dataset(target, EOS, seq_length=arguments.pack_size)
+    planned = create_sft_dataset(store.path, EOS, seq_length=arguments.pack_size, plan=plan)
+    for index in (0, len(dataset) // 2, len(dataset) - 1):
+        if not np.array_equal(dataset[index]["input_ids"], planned[index]["input_ids"]):
+            sys.exit(f"row {index} of the shards differs from the plan's; please report this")
+    batch = dataset.fetch_batch(range(GLOBAL_BATCH))
+    say("read", f"batches with {', '.join(batch)}; tokens {tuple(batch['tokens'].shape)}")
+
+    whole, _ = stream(dataset, 2, None, 6)
+    first, state = stream(dataset, 2, None, 2)
+    rest, _ = stream(dataset, 4, state, 4)
+    if first + rest != whole:
+        sys.exit("the resumed stream differs; please report this")
+    say(
+        "resume",
+        f"stopped after {len(first)} samples on 2 ranks, resumed on 4: the same stream of {len(whole)} samples",
+    )
 
     damaged = home / "damaged"
     shutil.copytree(target / "train" / "shard_000000", damaged)
@@ -121,8 +140,7 @@ def main() -> None:
         value = file.read(1)[0]
         file.seek(5000)
         file.write(bytes([value ^ 1]))
-    findings = validate(damaged).findings
-    say("damage", f"one bit flipped in a copy; validate says: {findings[0].message}")
+    say("damage", f"one bit flipped in a copy; validate says: {validate(damaged).findings[0].message}")
     try:
         (damaged / "seq_starts.npy").write_bytes(b"")
         open_shard(damaged)
@@ -145,8 +163,11 @@ def main() -> None:
         f"the same shard opens in {memmap_seconds * 1e3:.1f} ms as memmap_v1, {legacy_seconds * 1e3:.0f} ms as legacy "
         f"pickle ({legacy_seconds / memmap_seconds:,.0f}x), and that grows with its size",
     )
-    say("done", f"look around: {target}/dataset.json, packed-sft validate {target}")
-    say("next", "training on these shards with torchrun comes with a later release; see CHANGELOG.md")
+    totals = open_dataset(target).figures["train"]
+    say(
+        "done", f"{totals['num_tokens']:,} tokens, {totals['num_loss_tokens']:,} of them trained; look around: {target}"
+    )
+    say("next", f"packed-sft validate {target}; reading chat files and training with torchrun come with later releases")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ class Blend:
         same_weights = state.weights == self.weights
         origin = BlendPoint(state.origin_position, state.origin_counts) if same_weights else point
         for known in (origin, point):
-            if len(known.counts) != len(self.weights) or sum(known.counts) != known.position:
+            fits = len(known.counts) == len(self.weights) and sum(known.counts) == known.position <= position
+            if not fits:
                 raise InvalidInputError(
                     f"the blend in the loader state has counts {list(known.counts)}, which are not {known.position} "
                     f"samples of {len(self.weights)} sources; restore the checkpoint it came from"

@@ -55,9 +55,8 @@ class BlendOrder:
     @property
     def fingerprint(self) -> str:
         """Identifies the sources, in order; the weights are compared by themselves."""
-        return hashlib.blake2b(
-            "|".join(order.fingerprint for order in self.orders).encode(), digest_size=16
-        ).hexdigest()
+        names = json.dumps([order.fingerprint for order in self.orders])
+        return hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
 
     def at(self, positions: npt.ArrayLike) -> Int64Array:
         """The index of the sample at each position of the blended stream, in the sources laid end to end.

@@ -32,6 +32,8 @@ from megatron_packed_sft.data.row_pieces import (
 )
 from megatron_packed_sft.errors import InvalidInputError
 
+Pieces = Sequence[RowPiece]
+
 _NO_MASK = np.empty((0, 0), np.bool_)
 _NO_DOC_IDS = np.empty((0, 0), np.int32)
 _WIDE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "input_ids")
@@ -78,6 +80,7 @@ class _FreshMemory:
     """The same without reuse: every batch owns its memory."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Memory that nobody else has."""
         return np.empty(shape, dtype)
 
 
@@ -85,9 +88,7 @@ _FRESH = _FreshMemory()
 _Memory = BatchBuffers | _FreshMemory
 
 
-def collate(
-    pieces: Sequence[RowPiece], batch_size: int, options: CollateOptions, buffers: BatchBuffers | None = None
-) -> Batch:
+def collate(pieces: Pieces, batch_size: int, options: CollateOptions, buffers: BatchBuffers | None = None) -> Batch:
     """Make a batch of rows; see contracts.py for what is in it.
 
     Args:
@@ -107,10 +108,10 @@ def collate(
         ([[0, 1, 1, 0]], [[0, 2, 3, 4]])
     """
     memory = _FRESH if buffers is None else buffers
-    lengths, num_sequences = _measure(pieces, batch_size)
+    token_count, num_sequences = _measure(pieces, batch_size)
     contract = CONTRACTS[options.contract]
     fill = _flattened if contract.flattened else _padded
-    rows = fill(pieces, lengths, num_sequences, options, memory)
+    rows = fill(pieces, token_count, num_sequences, options, memory)
     batch = contract.adapt(rows, options)
     if options.return_doc_ids:
         batch["doc_ids"] = torch.from_numpy(rows.doc_ids)
@@ -127,34 +128,37 @@ def widen(batch: Batch) -> Batch:
     return {key: value.to(torch.int64) if key in _WIDE_KEYS else value for key, value in batch.items()}
 
 
-def _measure(pieces: Sequence[RowPiece], batch_size: int) -> tuple[list[int], list[int]]:
-    """The rows' lengths and numbers of sequences, by their place in the batch."""
+def _measure(pieces: Pieces, batch_size: int) -> tuple[list[int], list[int]]:
+    """How many tokens (ids that predict another one) and sequences each row has, by its place in the batch."""
     # Lists: for the few numbers of a batch they are quicker than arrays, and their integers do not overflow.
-    lengths, num_sequences = [0] * batch_size, [0] * batch_size
+    token_count, num_sequences = [0] * batch_size, [0] * batch_size
     for piece in pieces:
         num_ids, num_starts = min(piece.flat_ids.size, piece.flat_mask.size), piece.seq_starts.size
         for index, (start, length, first, last, position, _, _) in enumerate(piece.rows.T.tolist()):
-            if not 0 <= position < batch_size or lengths[position]:
+            if not 0 <= position < batch_size or num_sequences[position]:
                 raise damaged_row(piece, index, BAD_POSITION)
             if not 0 <= start < start + length <= num_ids:
                 raise damaged_row(piece, index, BAD_LENGTH)
             if not 0 <= first < last <= num_starts or last - first > length:
                 raise damaged_row(piece, index, BAD_OFFSETS)
-            lengths[position] = length
+            token_count[position] = length - last + first
             num_sequences[position] = last - first
-    if batch_size < 1 or 0 in lengths:
+    if batch_size < 1 or 0 in num_sequences:
         num_rows = sum(piece.rows.shape[1] for piece in pieces)
         raise InvalidInputError(f"{num_rows} rows were given for a batch of {batch_size}; give one for each place")
-    return lengths, num_sequences
+    return token_count, num_sequences
 
 
 def _padded(
-    pieces: Sequence[RowPiece], lengths: list[int], num_sequences: list[int], options: CollateOptions, memory: _Memory
+    pieces: Pieces,
+    token_count: list[int],
+    num_sequences: list[int],
+    options: CollateOptions,
+    memory: _Memory,
 ) -> PaddedRows:
     from megatron_packed_sft.data import collate_kernel
 
     contract = CONTRACTS[options.contract]
-    token_count = [length - count for length, count in zip(lengths, num_sequences, strict=True)]
     longest = max(token_count)
     if longest > options.max_seq_length:
         raise _overlong(pieces, token_count.index(longest), longest, options)
@@ -166,7 +170,7 @@ def _padded(
     if options.compact:
         ids = memory.take("ids", (3, num_rows, length), np.int32)
         loss_mask = memory.take("loss_mask", (num_rows, length), np.uint8)
-    else:  # one piece of memory: fewer allocations, and one transfer between processes
+    else:  # one allocation for all four
         whole = memory.take("ids", (4, num_rows, length), np.int64)
         ids, loss_mask = whole[:3], whole[3]
     boundaries = memory.take("boundaries", (2, num_rows, width), np.int32)
@@ -200,10 +204,15 @@ def _padded(
 
 
 def _flattened(
-    pieces: Sequence[RowPiece], lengths: list[int], num_sequences: list[int], options: CollateOptions, memory: _Memory
+    pieces: Pieces,
+    token_count: list[int],
+    num_sequences: list[int],
+    options: CollateOptions,
+    memory: _Memory,
 ) -> FlattenedRows:
     from megatron_packed_sft.data import collate_kernel
 
+    lengths = [tokens + count for tokens, count in zip(token_count, num_sequences, strict=True)]
     longest_row = max(lengths)
     if longest_row > options.max_seq_length:
         raise _overlong(pieces, lengths.index(longest_row), longest_row, options)
@@ -243,7 +252,7 @@ def _flattened(
     return FlattenedRows(ids[:, None], boundaries, doc_ids)
 
 
-def _overlong(pieces: Sequence[RowPiece], position: int, num_tokens: int, options: CollateOptions) -> InvalidInputError:
+def _overlong(pieces: Pieces, position: int, num_tokens: int, options: CollateOptions) -> InvalidInputError:
     piece, index = next(
         (piece, index)
         for piece in pieces

@@ -150,7 +150,7 @@ class Contract:
 def _bridge_0_3(rows: PaddedRows, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(rows)
     if not options.return_cu_seqlen:
-        return {**batch, "attention_mask": _causal_mask(rows)}
+        return batch | {"attention_mask": _causal_mask(rows)}
     counts = [max(count, options.min_boundaries) for count in rows.num_boundaries]
     batch |= {
         "attention_mask": torch.from_numpy(np.ones(len(counts), np.int64)),
@@ -167,20 +167,20 @@ def _bridge_0_3(rows: PaddedRows, options: CollateOptions) -> Batch:
 
 def _bridge_0_6(rows: PaddedRows, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(rows)
-    if not options.return_cu_seqlen:
-        return {**batch, "attention_mask": _causal_mask(rows)}
-    return {**batch, **_boundaries_q_kv(rows, options)}
+    if options.return_cu_seqlen:
+        return batch | _boundaries_q_kv(rows, options)
+    return batch | {"attention_mask": _causal_mask(rows)}
 
 
 def _bridge_main(rows: PaddedRows, options: CollateOptions) -> Batch:
-    return {**_bridge_0_6(rows, options), "padding_mask": torch.from_numpy(rows.padding_mask)}
+    return _bridge_0_6(rows, options) | {"padding_mask": torch.from_numpy(rows.padding_mask)}
 
 
 def _mcore(rows: PaddedRows, options: CollateOptions) -> Batch:
-    batch = {**_tokens_and_labels(rows), "padding_mask": torch.from_numpy(rows.padding_mask)}
-    if not options.return_cu_seqlen:
-        return {**batch, "attention_mask": visible_mask(torch.from_numpy(rows.doc_ids)).logical_not_()}
-    return {**batch, **_boundaries_q_kv(rows, options)}
+    batch = _tokens_and_labels(rows) | {"padding_mask": torch.from_numpy(rows.padding_mask)}
+    if options.return_cu_seqlen:
+        return batch | _boundaries_q_kv(rows, options)
+    return batch | {"attention_mask": visible_mask(torch.from_numpy(rows.doc_ids)).logical_not_()}
 
 
 def _hf(rows: FlattenedRows, options: CollateOptions) -> Batch:

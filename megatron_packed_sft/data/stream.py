@@ -67,6 +67,10 @@ class StreamSampler:
         fingerprint: of the dataset.
         order: an order to use instead of one made from the three above, such as that of a blend.
         allow_mismatch: names of things in which a loaded state may differ, such as ("seed",).
+
+    Example:
+        >>> [step.indices for step in StreamSampler(6, micro_batch_size=2).steps(2)]
+        [[2, 3], [4, 5]]
     """
 
     def __init__(
@@ -202,7 +206,12 @@ class StreamSampler:
         return rounded // self.global_batch_size * (self.global_batch_size // self._samples_per_step)
 
     def identity(self) -> LoaderState:
-        """The state at the start of the stream: what a loaded state is compared with."""
+        """The state at the start of the stream: what a loaded state is compared with.
+
+        Example:
+            >>> StreamSampler(6, shuffle=True, seed=7).identity().seed
+            7
+        """
         blend = self.order.blend if isinstance(self.order, BlendOrder) else None
         return LoaderState(
             consumed_samples=0,
@@ -214,12 +223,23 @@ class StreamSampler:
         )
 
     def state(self, consumed_samples: int) -> LoaderState:
-        """The state after `consumed_samples` samples of the stream."""
+        """The state after `consumed_samples` samples of the stream.
+
+        Example:
+            >>> StreamSampler(6).state(4).consumed_samples
+            4
+        """
         blend = self.order.blend.state(consumed_samples) if isinstance(self.order, BlendOrder) else None
         return dataclasses.replace(self.identity(), consumed_samples=consumed_samples, blend=blend)
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on after a state that has been checked."""
+        """Go on after a state that has been checked with `LoaderState.check`.
+
+        Example:
+            >>> sampler = StreamSampler(6)
+            >>> sampler.load_state(sampler.state(4)); sampler.consumed_samples
+            4
+        """
         if isinstance(self.order, BlendOrder) and state.blend is not None:
             self.order.blend.load_state(state.consumed_samples, state.blend)
         self.consumed_samples = state.consumed_samples
@@ -229,11 +249,21 @@ class StreamSampler:
 
         A DataLoader with workers takes batches out before they are trained on. There, give `consumed_samples` as the
         trainer counts it when the sampler is made, or use `PackedLoader`, whose state is exact.
+
+        Example:
+            >>> StreamSampler(6, consumed_samples=2).state_dict()["consumed_samples"]
+            2
         """
         return self.state(self.consumed_samples).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after a saved state; one of other data, seed or weights is refused."""
+        """Go on after a saved state; one of other data, seed or weights is refused.
+
+        Example:
+            >>> sampler = StreamSampler(6)
+            >>> sampler.load_state_dict(StreamSampler(6, consumed_samples=2).state_dict()); sampler.consumed_samples
+            2
+        """
         state = LoaderState.from_dict(state_dict)
         state.check(self.identity(), self.allow_mismatch)
         self.load_state(state)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_packed_sft.packing.optimal import find_patterns, pack_optimal
-from megatron_packed_sft.packing.problem import Bins, Problem, bins_from_numbers, bins_from_patterns, histogram_of
+from megatron_packed_sft.packing.optimal import pack_optimal
+from megatron_packed_sft.packing.problem import Bins, Int32, Int64, Problem, bins_from_numbers, histogram_of
 
 _logger = logging.getLogger(__name__)
 
-# How many sequences wait, and how many of them are looked at to close a bin.
-WINDOW = 2048
+# How many sequences wait (a narrower window takes over at the end), and how many are looked at to close a bin.
+_WINDOWS = (2048, 256)
 _TRIES = 128
 # When more than one in so many bins is above the lower bound, the bins of `optimal` are taken if they save as much.
 _LARGEST_GAP = 200
 
 
 def pack_window(problem: Problem) -> Bins:
-    """Pack in order, looking WINDOW sequences ahead; fall back to `optimal`, and say so, where that wastes too much.
+    """Pack in order, looking 2,000 sequences ahead; fall back to `optimal`, and say so, where that wastes too much.
 
     Sorted lengths, and lengths that need particular partners far away, cannot be packed well in order.
 
@@ -45,47 +47,55 @@ def pack_window(problem: Problem) -> Bins:
 
 
 def _pack_in_order(problem: Problem) -> Bins:
+    """Go over the sequences with a wide window, over what it leaves at the end with a narrow one, and so on.
+
+    The last few have nothing to wait for any more. They are packed as full as possible.
+    """
+    bin_of = np.empty(problem.sizes.size, np.int32)
+    num_bins = 0
+    left = np.arange(problem.sizes.size, dtype=np.int32)
+    for window in _WINDOWS:
+        bins, left_there = _fill_window(problem, problem.sizes[left], window)
+        _number(bin_of, left[bins.indices], bins.bin_offsets, num_bins)
+        num_bins += bins.bin_offsets.size - 1
+        left = left[left_there]
+    if left.size:
+        sizes = problem.sizes[left]
+        rest = replace(problem, sizes=sizes, histogram=histogram_of(sizes, problem.capacity))
+        bins = pack_optimal(rest)
+        _number(bin_of, left[bins.indices], bins.bin_offsets, num_bins)
+        num_bins += bins.bin_offsets.size - 1
+    return bins_from_numbers(bin_of, num_bins, "in order")
+
+
+def _fill_window(problem: Problem, sizes: Int32, window: int) -> tuple[Bins, npt.NDArray[np.intp]]:
+    """Return bins of `sizes`, and the positions of those that were still waiting at the end."""
     from megatron_packed_sft.packing.window_kernel import window_fill
 
-    num_sequences = problem.sizes.size
-    waiting = np.ones(num_sequences, np.int64)
-    links = np.empty((num_sequences + 1, 3), np.uint32)
-    members = np.empty(num_sequences, np.uint32)
-    offsets = np.empty(num_sequences + 1, np.int64)
-    times = np.empty(num_sequences, np.int64)
+    waiting = np.ones(sizes.size, np.int64)
+    links = np.empty((sizes.size + 1, 3), np.uint32)
+    members = np.empty(sizes.size, np.uint32)
+    offsets = np.empty(sizes.size + 1, np.int64)
+    times = np.empty(sizes.size, np.int64)
     num_bins = window_fill(
-        problem.sizes.view(np.uint32),
+        sizes.view(np.uint32),
         waiting,
         problem.capacity,
         problem.max_per_bin,
-        WINDOW,
+        window,
         _TRIES,
         problem.work_limit // _TRIES,
-        num_sequences * problem.capacity,
+        sizes.size * problem.capacity,
         links,
         members,
         offsets,
         times,
     )
-    bin_of = np.empty(num_sequences, np.int32)
-    numbers = np.arange(num_bins, dtype=np.int32)
-    bin_of[members[: offsets[num_bins]]] = np.repeat(numbers, np.diff(offsets[: num_bins + 1]))
-    # The last ones have nothing to wait for any more, so they are packed as full as possible.
-    tail = np.flatnonzero(waiting)
-    if tail.size:
-        sizes = problem.sizes[tail]
-        rest = Problem(
-            sizes=sizes,
-            histogram=histogram_of(sizes, problem.capacity),
-            capacity=problem.capacity,
-            max_per_bin=problem.max_per_bin,
-        )
-        patterns, _ = find_patterns(
-            rest.histogram, rest.capacity, rest.max_per_bin, rest.lower_bound, problem.work_limit
-        )
-        last = bins_from_patterns(rest, patterns)
-        num_last = last.bin_offsets.size - 1
-        numbers = num_bins + np.arange(num_last, dtype=np.int32)
-        bin_of[tail[last.indices]] = np.repeat(numbers, np.diff(last.bin_offsets))
-        num_bins += num_last
-    return bins_from_numbers(bin_of, num_bins, "in order")
+    bins = Bins(bin_offsets=offsets[: num_bins + 1], indices=members[: offsets[num_bins]].view(np.int32))
+    return bins, np.flatnonzero(waiting)
+
+
+def _number(bin_of: Int32, members: Int32, offsets: Int64, first: int) -> None:
+    """Give the members of each bin its number, counted from `first`."""
+    numbers = np.arange(first, first + offsets.size - 1, dtype=np.int32)
+    bin_of[members] = np.repeat(numbers, np.diff(offsets))

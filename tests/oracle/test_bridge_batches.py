@@ -215,7 +215,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(rows, indices, arguments, dict.fromkeys(METADATA_KEYS, 3) if draw(st.booleans()) else metadata_of(rows))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), source=st.sampled_from(sorted(SOURCES)))
 def test_any_rows_and_options_give_the_released_batch(case: Case, source: str) -> None:
     for version in VERSIONS:
@@ -229,21 +229,23 @@ def test_bridge_main_is_the_released_batch_with_the_stored_loss_and_a_padding_ma
     # What follows 0.6 there: the stored mask counts at EOS tokens, too, and padding is marked for the router.
     expected = theirs(case, "0.6.2")
     actual = ours(case, "bridge_main")
-    padding = actual.pop("padding_mask")
-    loss = actual.pop("loss_mask")
-    trained_eos = (expected.pop("loss_mask") == 0) & (loss == 1)
-    assert torch.equal(actual["tokens"][trained_eos], torch.full((int(trained_eos.sum()),), EOS))
+    padding, loss = actual.pop("padding_mask"), actual.pop("loss_mask")
+    del expected["loss_mask"]
+    trained_eos = False
     for row, index in enumerate(case.indices):
-        sample = as_sample(case.rows[index], index)
-        stored = stored_loss(sample, case.arguments["answer_only_loss"])
+        stored = stored_loss(as_sample(case.rows[index], index), case.arguments["answer_only_loss"])
         assert loss[row].tolist() == stored + [0] * (loss.shape[1] - len(stored))
         assert padding[row, len(stored) :].all()
+        # A padding sample has the boundaries of its row, so its stored mask counts here.
+        kept = torch.tensor(stored_loss(as_sample(case.rows[index], 0), case.arguments["answer_only_loss"]))
+        trained_eos |= bool((actual["tokens"][row, : len(kept)][kept == 1] == EOS).any())
+    assert not (padding & (loss == 1)).any()
     if case.arguments["pad_seq_to_mult"] == 1:
         assert int((~padding).sum()) == sum(actual["token_count"])
-        assert_same(actual, expected)
-    elif not trained_eos.any():  # an EOS that is trained is no padding, so boundaries may differ there
-        assert_same(actual, expected)
-    assert not (padding & (loss == 1)).any()
+    elif trained_eos:  # it is no padding, so the boundaries without padding may differ
+        for key in ("cu_seqlens_q", "cu_seqlens_kv"):
+            assert (actual.pop(key, torch.tensor(0)) >= expected.pop(key, torch.tensor(0))).all()
+    assert_same(actual, expected)
 
 
 def stored_loss(sample: dict[str, Any], answer_only_loss: bool) -> list[int]:

@@ -46,10 +46,10 @@ GOLDEN = {
     ("chat", "first_fit_shuffle"): "3f8d2521e19cdf5de13b3551307f3427",
     ("chat", "greedy"): "1f2d7c2434260bc59aadd4e82cfe251b",
     ("chat", "optimal"): "243d041bdd5af73c3de6920ba8a8b418",
-    ("chat", "window"): "1b0acf4c24efac878d49d0bcc2b93825",
+    ("chat", "window"): "9d7a451045ec4c5e6b66074ad72804ad",
     ("thirds", "optimal"): "d11a4d04a258c7890dc7ca53805ffeff",
     ("two_kinds", "optimal"): "af28de7586a10784330a8ba271a19e12",
-    ("two_kinds", "window"): "e891e81cc163859617d4b81b4421b3ad",
+    ("two_kinds", "window"): "39d83b24674eb6695c5713bac76f3358",
     ("above_a_third", "optimal"): "8bf46f262ee610193dd0672cdd2a8ae8",
 }
 
