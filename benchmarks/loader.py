@@ -6,11 +6,9 @@ python -m benchmarks.loader --bins 4000 --steps 200
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +205,6 @@ def blend_case(num_sources: int) -> dict[str, float]:
     return {"rate": count / seconds / 1e6, "resume": timed(resume) * 1e6}
 
 
-def in_own_parent_process(case: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
-    """As `in_own_process`, for cases that start processes of their own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(case, *arguments).result()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all cases and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = f"{home}/shard"
         memmap_blocks(Path(path), rows(arguments.pack_size), arguments.bins)
         for step in STEPS:
-            waits = {name: in_own_parent_process(wait_case, name, step, path, arguments.steps) for name in LOADERS}
+            waits = {name: in_own_process(wait_case, name, step, path, arguments.steps) for name in LOADERS}
             print_table(
                 f"Waiting per {step} step of {STEP_SECONDS * 1e3:.0f} ms, {MICRO_BATCH} rows of "
                 f"{arguments.pack_size:,}",
@@ -262,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     for name, result in waits.items()
                 ],
             )
-        rates = {name: in_own_parent_process(rate_case, name, path, arguments.steps)["rate"] for name in LOADERS}
+        rates = {name: in_own_process(rate_case, name, path, arguments.steps)["rate"] for name in LOADERS}
         print_table(
             "Batches as fast as they come",
             ("", "batches/s", "ratio"),

@@ -9,6 +9,7 @@ index is a padding sample, the row counted from the end with its loss mask all z
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.data.blend_order import BlendOrder
 from megatron_packed_sft.data.bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data.order import Order, SampleOrder
 from megatron_packed_sft.data.pack_metadata import PackMetadata
@@ -26,6 +28,7 @@ from megatron_packed_sft.data.tokenizer_ids import check_tokenizer, eos_id_of
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.checksum import checksum
 from megatron_packed_sft.storage.memmap_reader import open_memmap_shard
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 
@@ -125,8 +128,23 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data; goes into a loader's state."""
-        return self.source.fingerprint
+        """Identifies what index i means: the data, and the dataset's own order if it has one."""
+        if self._order is None:
+            return self.source.fingerprint
+        weights = self._order.blend.weights if isinstance(self._order, BlendOrder) else ()
+        identity = (self.source.fingerprint, self._order.fingerprint, self._order.seed, self._num_samples, weights)
+        return checksum(repr(identity).encode())
+
+    @property
+    def sampling_order(self) -> BlendOrder | None:
+        """Of a blend: the order that a sampler should draw rows in, so that its state tells the realised mixture."""
+        return self._order if isinstance(self._order, BlendOrder) else None
+
+    def in_stored_order(self) -> PackedDataset:
+        """The same rows, numbered as they lie in the source; for samplers that bring an order of their own."""
+        rows = copy.copy(self)
+        rows._order, rows._num_samples = None, len(self.source)
+        return rows
 
     @property
     def tokenizer_fingerprint(self) -> str:

@@ -68,6 +68,10 @@ class PackedLoader:
         **sampling: Unpack[SamplerArguments],
     ) -> None:
         if batch_sampler is None:
+            blend_order = getattr(dataset, "sampling_order", None)
+            if blend_order is not None and sampling.get("order") is None:
+                # A blend: the sampler draws in its order, so that the state tells how much of each source was seen.
+                dataset, sampling["order"] = dataset.in_stored_order(), blend_order
             fingerprint = str(getattr(dataset, "fingerprint", ""))
             batch_sampler = MicroBatchSampler(len(dataset), fingerprint=fingerprint, **sampling)
         elif sampling:

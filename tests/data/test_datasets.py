@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin
+from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin, PackedLoader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -181,6 +181,17 @@ def test_a_blend_keeps_its_weights_at_every_prefix_and_shuffles_each_source(tmp_
     assert sorted(firsts[firsts >= 500][:4].tolist()) == [500, 501, 502, 503]
     assert sorted(firsts[firsts < 500][:6].tolist()) == [100, 101, 102, 103, 104, 105]
     assert len(create_sft_dataset([tmp_path / "a", tmp_path / "b"], EOS, weights=[1, 1])) == 10
+
+    loader = PackedLoader(dataset, micro_batch_size=1, num_epochs=None)
+    batches = iter(loader)
+    assert [int(next(batches)["tokens"][0, 0]) for _ in range(40)] == firsts[:40].tolist()
+    blend = loader.state_dict()["blend"]
+    assert blend["weights"] == [3, 7]
+    assert blend["counts"] == [40 - int(from_b[39]), int(from_b[39])]
+    resumed = PackedLoader(dataset, micro_batch_size=1, num_epochs=None)
+    resumed.load_state_dict(loader.state_dict())
+    batches = iter(resumed)
+    assert [int(next(batches)["tokens"][0, 0]) for _ in range(20)] == firsts[40:60].tolist()
     with pytest.raises(InvalidInputError, match="3 weights were given for 2 paths"):
         create_sft_dataset([tmp_path / "a", tmp_path / "b"], EOS, weights=[1, 1, 1])
 
@@ -308,3 +319,17 @@ def test_advising_rows_is_harmless(tmp_path: Path) -> None:
         dataset.advise([0, 9, -1])
         assert isinstance(dataset, PackedDataset)
         assert "10 samples" in repr(dataset)
+
+
+def test_the_fingerprint_tells_orders_apart(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", ROWS, 24)
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"max_num_samples": 5},
+        {"max_num_samples": 6},
+        {"max_num_samples": 5, "seed": 1},
+    ]
+    fingerprints = {create_sft_dataset(tmp_path / "shard", EOS, **one).fingerprint for one in arguments}
+    assert len(fingerprints) == 4
+    same = create_sft_dataset(str(tmp_path / "shard"), EOS, seq_length=99).fingerprint
+    assert same in fingerprints
