@@ -156,7 +156,7 @@ PACKERS: dict[str, tuple[str, int, Callable[[Lengths, int], Callable[[], int]]]]
     "ours: window": ("megatron_packed_sft", 10**9, _ours("window")),
     "ours: best_fit": ("megatron_packed_sft", 10**9, _ours("best_fit")),
     "lightbinpack obfd": ("lightbinpack", 10**9, _lightbinpack),
-    "binpacking, by 1,000": ("binpacking", 10**6, _binpacking),
+    "binpacking, by 1,000": ("binpacking", 10**5, _binpacking),
     "LLaMA-Factory knapsack": ("llamafactory", 10**5, _llamafactory),
     "TRL bfd": ("trl", 10**4, _trl),
 }

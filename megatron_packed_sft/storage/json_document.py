@@ -24,7 +24,7 @@ def render(document: Mapping[str, Any]) -> bytes:
         {
         "a": [2],
         "b": 1,
-        "self_checksum": "d31f93ee5d7cd2b5327d09f8d3ee6d59"
+        "self_checksum": "8927b19134309f8d6a2e5595e466d2c6"
         }
         <BLANKLINE>
     """

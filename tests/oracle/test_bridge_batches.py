@@ -123,7 +123,7 @@ def pieces_of_shard(case: Case, directory: Path) -> list[RowPiece]:
 
 def pieces_of_legacy(case: Case, directory: Path) -> list[RowPiece]:
     np.save(directory / "rows.npy", np.array(case.rows, dtype=object), allow_pickle=True)
-    flat = LegacyShard(directory / "rows.npy")._rows
+    flat = LegacyShard(directory / "rows.npy").flat
     rows = [index % len(case.rows) for index in case.indices]
     padding = [index < 0 for index in case.indices]
     arrays = (flat.input_ids, flat.loss_mask, flat.bin_offsets, flat.seq_starts, flat.seq_offsets)
