@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PackedSFTError as error:
         print(f"packed-sft: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidInputError) else 1
+    except BrokenPipeError:  # the reader of a pipe, such as head, had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would complain
+        return 1
     except KeyboardInterrupt:
         print("packed-sft: interrupted; nothing was published", file=sys.stderr)
         return 130

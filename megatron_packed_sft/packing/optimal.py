@@ -114,7 +114,7 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
         # A bin's lots are at least one sequence each. Pages that are never written cost nothing.
         most_per_bin = min(max_per_bin, capacity // int(sizes.min()))
         most_used = min(int(counts.sum()), sizes.size * most_per_bin)
-        links = np.empty((sizes.size + 1, 3), np.uint32)
+        lots = np.empty((sizes.size + 1, 4), np.uint32)
         bin_lots = np.empty(most_used, np.uint32)
         bin_offsets = np.empty(sizes.size + 1, np.int64)
         bin_times = np.empty(sizes.size, np.int64)
@@ -127,7 +127,7 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
             _TRIES,
             work_limit // _TRIES,
             (fewest - num_found) * capacity - int(histogram @ np.arange(histogram.size)),
-            links,
+            lots,
             bin_lots,
             bin_offsets,
             bin_times,

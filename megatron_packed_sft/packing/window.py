@@ -73,7 +73,7 @@ def _fill_window(problem: Problem, sizes: Int32, window: int) -> tuple[Bins, npt
     from megatron_packed_sft.packing.window_kernel import window_fill
 
     waiting = np.ones(sizes.size, np.int64)
-    links = np.empty((sizes.size + 1, 3), np.uint32)
+    lots = np.empty((sizes.size + 1, 4), np.uint32)
     members = np.empty(sizes.size, np.uint32)
     offsets = np.empty(sizes.size + 1, np.int64)
     times = np.empty(sizes.size, np.int64)
@@ -86,7 +86,7 @@ def _fill_window(problem: Problem, sizes: Int32, window: int) -> tuple[Bins, npt
         _TRIES,
         problem.work_limit // _TRIES,
         sizes.size * problem.capacity,
-        links,
+        lots,
         members,
         offsets,
         times,
