@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.measure import in_own_process, print_table, private_megabytes, timed
 from benchmarks.storage import POOL, VOCAB_SIZE, memmap_blocks, part, rows
-from megatron_packed_sft import DatasetWriter, create_sft_dataset
+from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset
 from megatron_packed_sft.data.order import SampleOrder
 
 NUM_READS = 20_000
@@ -180,6 +180,20 @@ def open_case(path: str) -> dict[str, float]:
     return {"open": seconds, "first_pass": first_pass, "order": time.perf_counter() - start}
 
 
+def wait_case(path: str, prefetch: int) -> dict[str, float]:
+    """What a training loop of 10 ms steps waits for batches of 8 rows, made of the real shard by the real collate."""
+    dataset = create_sft_dataset(path, 2, seq_length=1 << 20, contract="bridge_0_6")
+    loader = PackedLoader(dataset, micro_batch_size=8, prefetch=prefetch, num_epochs=None, shuffle=True)
+    batches = iter(loader)
+    for _ in range(20):
+        next(batches)
+    before, steps = loader.wait_seconds, 200
+    for _ in range(steps):
+        time.sleep(0.01)  # a GPU's step: the interpreter is free meanwhile
+        next(batches)
+    return {"milliseconds": (loader.wait_seconds - before) / steps * 1e3}
+
+
 class _Probe:
     """A dataset whose samples also tell what the worker holds for itself."""
 
@@ -251,6 +265,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{cold['ours']:,.0f}",
                     f"{cold['ours'] / cold['default']:.1f}",
                 ),
+            ],
+        )
+        waits = {prefetch: in_own_process(wait_case, shard, prefetch)["milliseconds"] for prefetch in (2, 0)}
+        print_table(
+            "PackedLoader, batches of 8 rows, steps of 10 ms",
+            ("", "mean wait, ms"),
+            [
+                ("prefetch thread (prefetch=2)", f"{waits[2]:.3f}"),
+                ("without (prefetch=0)", f"{waits[0]:.3f}"),
             ],
         )
         shutil.rmtree(shard)

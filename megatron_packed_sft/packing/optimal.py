@@ -69,7 +69,7 @@ def find_patterns(
     excess = _excess(candidates, lower_bound)
     # With very many different sizes a lot is hardly more than a sequence, and exact fill finds partners anyway.
     is_coarse = np.count_nonzero(histogram) <= 4 * _NUM_LOTS
-    if excess > 1 and excess * _GOOD_ENOUGH > lower_bound and is_coarse:
+    if excess > 1 and excess * _GOOD_ENOUGH > lower_bound and is_coarse and work_limit > 0:
         fewest = lower_bound + excess
         mixed = mixed_fill(histogram, capacity, max_per_bin, work_limit, fewest)
         if mixed is not None:
@@ -107,6 +107,8 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
     num_found = 0
     num_lots = min(_NUM_LOTS, work_limit // _TRIES)
     for level in range(_LEVELS):
+        if not histogram.any():
+            break
         sizes, counts = _cut_into_lots(histogram, num_lots, seed=level)
         window = min(_LARGEST_WINDOW, max(_SMALLEST_WINDOW, sizes.size // 16))
         if sizes.size < 2 * window:

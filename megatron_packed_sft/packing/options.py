@@ -42,6 +42,7 @@ def check_combinations(
     stride: int,
     min_len: int,
     max_len: int | None,
+    seed: int,
     steps: Steps | None,
     order_window: int | None,
     whole_batches: bool,
@@ -50,6 +51,8 @@ def check_combinations(
     """Refuse options that contradict each other; `limit` is the longest length that fits into a bin."""
     if pack_size > LARGEST_PACK_SIZE:
         raise InvalidInputError(f"pack_size is at most {LARGEST_PACK_SIZE:,}, not {pack_size:,}")
+    if seed >= 2**64:
+        raise InvalidInputError(f"seed is at most 2**64 - 1, not {seed}")
     if stride >= limit:
         raise InvalidInputError(f"stride {stride} must be below the {limit} tokens of a piece, or splitting never ends")
     if min_len > limit or (max_len is not None and max_len < min_len):

@@ -33,7 +33,8 @@ class Steps:
     balance: str = "none"
 
     def __post_init__(self) -> None:
-        if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
+        is_count = isinstance(self.global_batch, int | np.integer) and not isinstance(self.global_batch, bool)
+        if not is_count or self.global_batch < 1:
             raise InvalidInputError(f"steps.global_batch must be a whole number from 1 on, not {self.global_batch!r}")
         if self.balance not in BALANCES:
             raise InvalidInputError(f"steps.balance {self.balance!r} is unknown; choose from {', '.join(BALANCES)}")

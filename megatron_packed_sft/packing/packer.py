@@ -82,6 +82,8 @@ def pack(
     check_counts(pack_size=pack_size, min_len=min_len, pad_seq_to_mult=pad_seq_to_mult)
     check_counts(max_len=max_len, max_seqs_per_bin=max_seqs_per_bin, order_window=order_window, optional=True)
     check_counts(stride=stride, seed=seed, work_limit=work_limit, least=0)
+    # NumPy's integers are welcome, but a fingerprint and a JSON header want plain ones.
+    pack_size, pad_seq_to_mult, seed = int(pack_size), int(pad_seq_to_mult), int(seed)
     limit = longest_that_fits(pack_size, measure, pad_seq_to_mult)
     check_combinations(
         limit=limit,
@@ -89,6 +91,7 @@ def pack(
         stride=stride,
         min_len=min_len,
         max_len=max_len,
+        seed=seed,
         steps=grouping,
         order_window=order_window,
         whole_batches=whole_batches,
@@ -142,9 +145,9 @@ def _problem(
     return Problem(
         sizes=sizes,
         histogram=histogram,
-        capacity=int(pack_size),
+        capacity=pack_size,
         max_per_bin=1 << 40 if max_seqs_per_bin is None else int(max_seqs_per_bin),
-        seed=int(seed) % 2**64,
+        seed=seed,
         work_limit=int(work_limit),
     )
 
@@ -181,8 +184,8 @@ def _ordered(
         costs = plan.bin_squared_lengths
         if steps.balance == "trained_tokens":
             costs = trained_tokens_by_bin(plan, trained_tokens)
-        return plan.reordered(balanced(costs, steps, seed), steps.global_batch)
-    global_batch = None if steps is None else steps.global_batch
+        return plan.reordered(balanced(costs, steps, seed), int(steps.global_batch))
+    global_batch = None if steps is None else int(steps.global_batch)
     if shuffle_output:
         return plan.reordered(shuffled(plan.num_bins, window_offsets, seed), global_batch)
     return replace(plan, global_batch=global_batch)

@@ -279,7 +279,15 @@ def window_fill(
         room = np.int64(capacity)
         num_taken = 0
         lot = lots[end, _NEXT]
-        while lot != end and lots[lot, _SIZE] <= room and num_taken < max_per_bin:
+        while num_taken < max_per_bin:
+            if lot == end and num_loaded < sizes.size:
+                # A bin of very many short ones: more than wait at a time.
+                _load(np.uint32(num_loaded), sizes[num_loaded], lots, by_size, words, summary)
+                num_loaded += 1
+                num_waiting += 1
+                lot = lots[end, _NEXT]
+            if lot == end or lots[lot, _SIZE] > room:
+                break
             _take(lot, lots, by_size)
             taken[num_taken] = lot
             num_taken += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies import known_strategies
 
 
@@ -81,6 +83,7 @@ def test_an_unknown_strategy_lists_the_known_ones() -> None:
         ("max_len", 0, "max_len must be a whole number from 1 on"),
         ("stride", -1, "stride must be a whole number from 0 on"),
         ("seed", -1, "seed must be a whole number from 0 on"),
+        ("seed", 2**64, r"seed is at most 2\*\*64 - 1"),
         ("max_seqs_per_bin", 0, "max_seqs_per_bin must be a whole number from 1 on"),
         ("pad_seq_to_mult", 0, "pad_seq_to_mult must be a whole number from 1 on"),
         ("order_window", 0, "order_window must be a whole number from 1 on"),
@@ -107,6 +110,22 @@ def test_trained_tokens_must_be_one_count_per_sequence(trained: Any) -> None:
 def test_every_integer_type_is_taken(dtype: Any) -> None:
     plan = pack(np.array([3, 1, 2, 2], dtype), pack_size=4)
     assert plan.fingerprint == pack([3, 1, 2, 2], pack_size=4).fingerprint
+
+
+def test_options_may_be_numpy_integers(tmp_path: Path) -> None:
+    plan = pack(
+        [6, 6, 2],
+        pack_size=np.int64(18),
+        pad_seq_to_mult=np.int32(4),
+        seed=np.uint64(2**64 - 1),
+        max_seqs_per_bin=np.int64(2),
+        shuffle_output=True,
+        steps={"global_batch": np.int64(1), "balance": "attention"},
+    )
+    plan.save(tmp_path / "plan.npz")
+    assert PackPlan.load(tmp_path / "plan.npz").order_fingerprint == plan.order_fingerprint
+    plain = pack([6, 6, 2], pack_size=18, pad_seq_to_mult=4, max_seqs_per_bin=2)
+    assert plan.fingerprint == plain.fingerprint
 
 
 def test_lengths_may_be_a_strided_or_read_only_view() -> None:

@@ -86,6 +86,14 @@ def test_mixed_and_guided_fill_hold_every_size_as_often_as_it_occurs(shape: obje
     assert_holds(guided, histogram, 2048, most)
 
 
+def test_mixed_fill_may_use_up_everything() -> None:
+    histogram = np.zeros(4097, np.int64)
+    histogram[1:9] = 100
+    mixed = mixed_fill(histogram, 4096, UNLIMITED, UNLIMITED, fewest=UNLIMITED)
+    assert mixed is not None
+    assert_holds(mixed, histogram, 4096)
+
+
 def test_mixed_fill_gives_up_when_it_cannot_win() -> None:
     histogram = histogram_of(made.between(1, 2048, 20_000, 5).astype(np.int32), 2048)
     bound = int(lower_bound(histogram, 2048, UNLIMITED))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -273,3 +275,15 @@ def test_a_header_that_promises_more_than_the_file_holds_is_refused(tmp_path: Pa
     path.write_bytes(content)
     with pytest.raises(ShardFileError):
         PackPlan.load(path)
+
+
+def test_loading_a_plan_does_not_need_the_compiler(tmp_path: Path) -> None:
+    """Every rank loads the plan; numba would cost each of them a fifth of a second."""
+    path = tmp_path / "plan.npz"
+    small_plan().save(path)
+    script = (
+        "import sys; from megatron_packed_sft.packing.plan import PackPlan; "
+        f"PackPlan.load({str(path)!r}).aligned(2, True); PackPlan.load({str(path)!r}).stats(); "
+        "assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

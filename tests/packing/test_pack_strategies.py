@@ -118,6 +118,14 @@ def test_window_keeps_neighbours_together() -> None:
     assert (np.diff(firsts) > 0).all()
 
 
+def test_window_fills_bins_that_hold_more_than_wait_at_a_time() -> None:
+    lengths = made.between(1, 5, 40_000, 12)
+    plan = pack(lengths, pack_size=10_000, strategy="window")
+    assert plan.method == "in order"
+    assert plan.num_bins == plan.lower_bound
+    assert np.diff(plan.bin_offsets).max() > 3000
+
+
 def test_window_composes_bins_nearly_at_random() -> None:
     lengths = made.chat(50_000)
 
