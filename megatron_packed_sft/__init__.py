@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
+    from megatron_packed_sft.data.blend import Blend
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     )
     from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
     from megatron_packed_sft.data.loader import PackedLoader
+    from megatron_packed_sft.data.order import SampleOrder
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.packing.effective_batch import effective_batch
     from megatron_packed_sft.packing.packer import pack
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _HOMES = {
     "BinBlock": "storage.bins",
+    "Blend": "data.blend",
     "ConversionReport": "storage.convert",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
@@ -58,10 +62,13 @@ _HOMES = {
     "GPTSFTPackedMemmapDataset": "data.datasets",
     "GPTSFTPackedMultiShardDataset": "data.datasets",
     "GPTSFTPlannedDataset": "data.datasets",
+    "GlobalBatchSampler": "data.samplers",
+    "IndexSampler": "data.samplers",
     "LegacyPickleWriter": "storage.legacy.writer",
     "LegacyShard": "storage.legacy.reader",
     "MemmapShard": "storage.memmap_reader",
     "MemmapShardWriter": "storage.memmap_writer",
+    "MicroBatchSampler": "data.samplers",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
     "PackedDataset": "data.datasets",
@@ -69,6 +76,7 @@ _HOMES = {
     "PackedSFTError": "errors",
     "PackedShard": "storage.readers",
     "PackedShardWriter": "storage.writers",
+    "SampleOrder": "data.order",
     "SamplePackDataset": "data.sample_packs",
     "ShardManifest": "storage.manifest",
     "TokenPartWriter": "tokens.writer",
@@ -92,6 +100,7 @@ _HOMES = {
 
 __all__ = [
     "BinBlock",
+    "Blend",
     "ConversionReport",
     "DatasetDirectory",
     "DatasetWriter",
@@ -100,10 +109,13 @@ __all__ = [
     "GPTSFTPackedMemmapDataset",
     "GPTSFTPackedMultiShardDataset",
     "GPTSFTPlannedDataset",
+    "GlobalBatchSampler",
+    "IndexSampler",
     "LegacyPickleWriter",
     "LegacyShard",
     "MemmapShard",
     "MemmapShardWriter",
+    "MicroBatchSampler",
     "PackPlan",
     "PackedBin",
     "PackedDataset",
@@ -111,6 +123,7 @@ __all__ = [
     "PackedSFTError",
     "PackedShard",
     "PackedShardWriter",
+    "SampleOrder",
     "SamplePackDataset",
     "ShardManifest",
     "TokenPartWriter",
