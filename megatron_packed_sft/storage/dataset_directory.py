@@ -13,17 +13,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
 from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.atomic import Staging, fsync_directory, os_errors, write_file
+from megatron_packed_sft.storage.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.storage.checked_files import CheckedDirectory
 from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.storage.manifest import CREATED_BY, MAX_NUM_BINS, ShardManifest
 from megatron_packed_sft.storage.memmap_reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
+from megatron_packed_sft.storage.staged_writer import StagedWriter
 
 DATASET = "dataset.json"
 FORMAT = "packed_sft_dataset_v1"
@@ -149,7 +149,7 @@ def _parse_split(split: str, description: Any, file: str) -> tuple[tuple[ShardEn
     return tuple(entries), figures
 
 
-class DatasetWriter:
+class DatasetWriter(StagedWriter):
     """Stages a dataset directory; `finalize` publishes all of it by one rename.
 
     Example:
@@ -159,14 +159,6 @@ class DatasetWriter:
         ...         writer.finalize()
         ...     dataset.finalize()
     """
-
-    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self._staging = Staging(target, overwrite=overwrite)
-
-    @property
-    def target(self) -> Path:
-        """Where the dataset appears."""
-        return self._staging.target
 
     @property
     def path(self) -> Path:
@@ -190,6 +182,7 @@ class DatasetWriter:
             provenance: sources, tokenizer, plan, configuration: whatever the dataset was made from.
             card: text of README.md, the dataset card.
         """
+        self._require_open()
         splits: dict[str, Any] = {}
         with os_errors("list", self.path):
             names = sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir())
@@ -219,20 +212,9 @@ class DatasetWriter:
         if card is not None:
             write_file(self.path / "README.md", card.encode())
         write_file(self.path / DATASET, json_document.render(document))
-        self._staging.publish()
+        with self._closing():
+            self._staging.publish()
         return open_dataset(self.target)
-
-    def abort(self) -> None:
-        """Remove everything staged; harmless after `finalize`."""
-        self._staging.discard()
-
-    def __enter__(self) -> DatasetWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
 
 def summarize(manifests: Sequence[ShardManifest]) -> dict[str, int]:

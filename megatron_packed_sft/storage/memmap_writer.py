@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,15 +12,16 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
 from megatron_packed_sft.storage import layout
 from megatron_packed_sft.storage.array_file import ArrayFileWriter
-from megatron_packed_sft.storage.atomic import Staging, write_file
+from megatron_packed_sft.storage.atomic import write_file
 from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
 from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.storage.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
 from megatron_packed_sft.storage.pending_rows import PendingRows
+from megatron_packed_sft.storage.staged_writer import StagedWriter
 from megatron_packed_sft.storage.starts_spool import StartsSpool
 
 
-class MemmapShardWriter:
+class MemmapShardWriter(StagedWriter):
     """Writes one memmap_v1 shard.
 
     Memory is 1 MB of rows (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
@@ -95,24 +93,13 @@ class MemmapShardWriter:
         self._min_packed_len = self.pack_size
         self._pending = PendingRows(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
-        self._cleanup = contextlib.ExitStack()
-        self._is_open = True
-        self._staging = Staging(output_dir, overwrite=overwrite)
-        self._cleanup.callback(self._staging.discard)
-        try:
+        super().__init__(output_dir, overwrite=overwrite)
+        with self._aborting_on_error():
             ids, mask, _, _, _ = layout.shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
             self._ids_file = self._new_file(ids)
             self._mask_file = self._new_file(mask)
             self._starts = StartsSpool(self._staging.path, self.num_bins)
             self._cleanup.callback(self._starts.close)
-        except BaseException:
-            self.abort()
-            raise
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the shard appears."""
-        return self._staging.target
 
     def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
         """Write one bin.
@@ -158,25 +145,10 @@ class MemmapShardWriter:
     def finalize(self) -> ShardManifest:
         """Check that every bin is there, make everything durable, and publish by one rename."""
         self._require_open()
-        try:
+        with self._closing():
             manifest = self._complete()
             self._staging.publish()
-        finally:
-            self.abort()  # after publishing there is nothing left to remove
         return manifest
-
-    def abort(self) -> None:
-        """Give up: nothing is published and the staging directory is removed. Harmless after `finalize`."""
-        self._is_open = False
-        self._cleanup.close()
-
-    def __enter__(self) -> MemmapShardWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
     def _admit(self, first_bin: int, block: BinBlock) -> None:
         """Refuse what is outside, twice or unsound; count the rest in."""
@@ -200,13 +172,11 @@ class MemmapShardWriter:
         self._min_packed_len = min(self._min_packed_len, totals.min_packed_len)
 
     def _store(self, first_bin: int, block: BinBlock) -> None:
-        try:
+        # After a failure the bins count as written while some of their bytes may be missing.
+        with self._aborting_on_error():
             self._ids_file.write(first_bin, block.input_ids)
             self._mask_file.write(first_bin, block.loss_mask)
             self._starts.append(first_bin, block.seq_offsets, block.seq_starts)
-        except BaseException:
-            self.abort()  # the bins count as written, and some of their bytes may be missing
-            raise
 
     def _flush(self) -> None:
         if len(self._pending):
@@ -296,10 +266,6 @@ class MemmapShardWriter:
                 f"but seq_starts has {len(block.seq_starts)}"
             )
         return block
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise WriterStateError(f"the writer of {self.output_dir} is closed; open a new one to write more")
 
 
 def _check_argument(name: str, value: Any, low: int, high: int) -> None:

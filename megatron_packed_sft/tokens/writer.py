@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage import json_document, layout
 from megatron_packed_sft.storage.array_file import GrowingArrayFile
-from megatron_packed_sft.storage.atomic import Staging, write_file
+from megatron_packed_sft.storage.atomic import write_file
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
 from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.storage.manifest import CREATED_BY
+from megatron_packed_sft.storage.staged_writer import StagedWriter
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
 
 
-class TokenPartWriter:
+class TokenPartWriter(StagedWriter):
     """Writes one part of a token store.
 
     As a context manager it leaves nothing behind unless `finalize` was reached. Memory is what one call brings.
@@ -64,18 +63,12 @@ class TokenPartWriter:
         self._num_tokens = 0
         self._num_trained = 0
         self._max_seq_len = 0
-        self._is_open = True
-        self._cleanup = contextlib.ExitStack()
-        self._staging = Staging(output_dir, overwrite=overwrite)
-        self._cleanup.callback(self._staging.discard)
-        try:
+        super().__init__(output_dir, overwrite=overwrite)
+        with self._aborting_on_error():
             self._ids = self._new_file(part_manifest.IDS, self.dtype)
             self._train = self._new_file(part_manifest.TRAIN, layout.MASK_DTYPE)
             self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
             self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
-        except BaseException:
-            self.abort()
-            raise
 
     def append(self, input_ids: Any, train: Any) -> None:
         """Add one sequence: its ids, and for each whether the model should learn to produce it."""
@@ -90,8 +83,7 @@ class TokenPartWriter:
             train: 0 or 1 for each id.
             lengths: how many ids belong to each sequence, at least one.
         """
-        if not self._is_open:
-            raise WriterStateError(f"the writer of {self._staging.target} is closed; open a new one to write more")
+        self._require_open()
         name = f"sequences from {self._num_sequences} on: "
         ids = cast_checked(as_int_array(input_ids, f"{name}input_ids"), self.dtype, self._id_limit, f"{name}input_ids")
         mask = cast_checked(as_int_array(train, f"{name}train"), layout.MASK_DTYPE, 2, f"{name}train")
@@ -108,13 +100,10 @@ class TokenPartWriter:
                 f"{name}lengths add up to {int(counts.sum())}, but there are {len(ids)} input_ids and {len(mask)} "
                 "train values; give one of each"
             )
-        try:
+        with self._aborting_on_error():  # the three files may disagree after a failure
             self._ids.append(ids)
             self._train.append(mask)
             self._offsets.append((self._num_tokens + np.cumsum(counts)).astype(part_manifest.OFFSET_DTYPE))
-        except BaseException:
-            self.abort()  # the three files may disagree now
-            raise
         self._num_sequences += len(counts)
         self._num_tokens += len(ids)
         self._num_trained += int(mask.sum(dtype=np.int64))
@@ -122,11 +111,10 @@ class TokenPartWriter:
 
     def finalize(self) -> TokenPartManifest:
         """Make everything durable and publish by one rename."""
-        if not self._is_open:
-            raise WriterStateError(f"the writer of {self._staging.target} is closed already")
-        try:
+        self._require_open()
+        with self._closing():
             if self._num_sequences == 0:
-                raise InvalidInputError(f"{self._staging.target} would hold no sequence; append at least one")
+                raise InvalidInputError(f"{self.target} would hold no sequence; append at least one")
             manifest = TokenPartManifest(
                 num_sequences=self._num_sequences,
                 num_tokens=self._num_tokens,
@@ -142,22 +130,7 @@ class TokenPartWriter:
             )
             write_file(self._staging.path / layout.MANIFEST, json_document.render(manifest.to_json()))
             self._staging.publish()
-        finally:
-            self.abort()  # after publishing there is nothing left to remove
         return manifest
-
-    def abort(self) -> None:
-        """Give up and leave nothing behind; harmless after `finalize`."""
-        self._is_open = False
-        self._cleanup.close()
-
-    def __enter__(self) -> TokenPartWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
     def _new_file(self, name: str, dtype: str) -> GrowingArrayFile:
         file = GrowingArrayFile(self._staging.path / name, dtype, DEFAULT_ALGORITHM)

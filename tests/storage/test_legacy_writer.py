@@ -159,9 +159,9 @@ def test_bins_out_of_turn_are_refused_by_number(tmp_path: Path) -> None:
         for index in (4, 0, 2):
             writer.write_bin(index, *rows[index])
         writer.finalize()
-        with pytest.raises(WriterStateError, match="the writer was finalized"):
+        with pytest.raises(WriterStateError, match="is closed; open a new one"):
             writer.write_bin(0, *rows[0])
-        with pytest.raises(WriterStateError, match="the writer was finalized"):
+        with pytest.raises(WriterStateError, match="is closed; open a new one"):
             writer.finalize()
         writer.abort()
     assert load(tmp_path / "packed.npy") == as_rows(rows)
@@ -176,7 +176,7 @@ def test_leaving_without_finalize_or_by_an_exception_leaves_nothing(tmp_path: Pa
         writer.write_bin(0, [], [], [])
     assert os.listdir(tmp_path) == []
     writer.abort()
-    with pytest.raises(WriterStateError, match="the writer was finalized, aborted or failed"):
+    with pytest.raises(WriterStateError, match="is closed; open a new one"):
         writer.write_bin(1, *rows[1])
 
 

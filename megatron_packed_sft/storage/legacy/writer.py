@@ -10,16 +10,16 @@ one that comes early waits in a spool file beside the output.
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
-from megatron_packed_sft.storage.atomic import Staging, os_errors, write_at
+from megatron_packed_sft.storage.atomic import os_errors, write_at
 from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
 from megatron_packed_sft.storage.legacy.pickle_tables import FIELDS
+from megatron_packed_sft.storage.staged_writer import StagedWriter
 
 _BATCH = 1000  # as Python's own pickler does: readers keep one batch on their stack
 _BUFFER_BYTES = 8 << 20
@@ -42,7 +42,7 @@ _KEY_ENDS = np.cumsum([len(key) for key in _PICKLED_KEYS]).astype(np.int64)
 _FRAGMENT_OVERHEAD = len(_KEYS) + 32
 
 
-class LegacyPickleWriter:
+class LegacyPickleWriter(StagedWriter):
     """Write bins in any order, each once, and publish the whole file at `finalize`.
 
     As a context manager it leaves nothing behind unless finalized.
@@ -87,15 +87,11 @@ class LegacyPickleWriter:
         self._spool_places: npt.NDArray[np.int64] | None = None  # per bin: where it begins and ends there
         self._output_fd = -1
         self._spool_fd = -1
-        self._staging = Staging(output_path, overwrite=overwrite)
-        self.path = self._staging.target
-        self._is_open = True
-        try:
+        super().__init__(output_path, overwrite=overwrite)
+        self.path = self.target
+        with self._aborting_on_error():
             self._output_fd = self._create(_OUTPUT)
             self._write_out(_npy_header(num_bins) + _PREAMBLE % _pickled_int(num_bins))
-        except BaseException:
-            self.abort()
-            raise
 
     def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
         """Check and write one bin, given as lists or integer arrays.
@@ -142,35 +138,15 @@ class LegacyPickleWriter:
                 f"{self.path}: bin {int(np.argmin(self._is_written))} was never written ({num_missing} of "
                 f"{self.num_bins} bins are missing); write every bin before finalize"
             )
-        try:
+        with self._closing():
             self._write_out(_ENDING)
             with os_errors("write", self.path):
                 os.fsync(self._output_fd)
             self._staging.publish_file(_OUTPUT)
-        finally:
-            self.abort()
         return {"format": "legacy_npy_pickle", "num_bins": self.num_bins, **self._totals, "num_bytes": self._size}
 
-    def abort(self) -> None:
-        """Leave nothing behind; harmless when called twice or after `finalize`."""
-        self._is_open = False
-        for fd in (self._output_fd, self._spool_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._output_fd = self._spool_fd = -1
-        self._staging.discard()
-
-    def __enter__(self) -> LegacyPickleWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
     def _refuse_out_of_turn(self, first: int, stop: int) -> None:
-        if not self._is_open:
-            raise WriterStateError(f"{self.path}: the writer was finalized, aborted or failed; make a new one")
+        self._require_open()
         if not 0 <= first <= stop <= self.num_bins:
             raise InvalidInputError(f"{self.path}: bins {first}..{stop - 1} are not within 0..{self.num_bins - 1}")
         if self._is_written[first:stop].any():
@@ -190,13 +166,10 @@ class LegacyPickleWriter:
             row, field, message = violations[0]
             raise InvalidInputError(f"bin {first_bin + row}: {field} {message}")
         rows_at_once = max(1, _BUFFER_BYTES // (7 * longest + _FRAGMENT_OVERHEAD))
-        try:
+        with self._aborting_on_error():  # part of the block may be on disk: there is no clean state to go on from
             for start in range(0, len(block), rows_at_once):
                 stop = min(start + rows_at_once, len(block))
                 self._put(first_bin + start, *_encoded(block, start, stop, first_bin, self.num_bins))
-        except BaseException:
-            self.abort()  # part of the block may be on disk: there is no clean state to go on from
-            raise
         self._is_written[first_bin : first_bin + len(block)] = True
         self._totals["num_sequences"] += int(block.seq_offsets[-1]) - int(block.seq_offsets[0])
         self._totals["num_tokens"] += sums.num_tokens
@@ -249,7 +222,9 @@ class LegacyPickleWriter:
 
     def _create(self, name: str) -> int:
         with os_errors("create a file for", self.path):
-            return os.open(self._staging.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(self._staging.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._cleanup.callback(os.close, fd)
+        return fd
 
 
 def _encoded(
