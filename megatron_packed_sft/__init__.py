@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.packing.effective_batch import effective_batch
+    from megatron_packed_sft.packing.ordering import Steps
     from megatron_packed_sft.packing.packer import pack
     from megatron_packed_sft.packing.plan import PackPlan
-    from megatron_packed_sft.packing.strategies import register_strategy
+    from megatron_packed_sft.packing.strategies import known_strategies, register_strategy
     from megatron_packed_sft.storage.bins import BinBlock, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
@@ -79,6 +80,7 @@ _HOMES = {
     "SampleOrder": "data.order",
     "SamplePackDataset": "data.sample_packs",
     "ShardManifest": "storage.manifest",
+    "Steps": "packing.ordering",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
     "ValidationReport": "storage.report",
@@ -86,6 +88,7 @@ _HOMES = {
     "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.writers",
     "effective_batch": "packing.effective_batch",
+    "known_strategies": "packing.strategies",
     "materialize": "tokens.materialize",
     "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
@@ -126,6 +129,7 @@ __all__ = [
     "SampleOrder",
     "SamplePackDataset",
     "ShardManifest",
+    "Steps",
     "TokenPartWriter",
     "TokenStore",
     "ValidationReport",
@@ -134,6 +138,7 @@ __all__ = [
     "create_sft_dataset",
     "create_shard_writer",
     "effective_batch",
+    "known_strategies",
     "materialize",
     "materialize_shards",
     "open_dataset",
