@@ -263,7 +263,8 @@ def test_many_iterations_leave_no_thread_behind() -> None:
 @pytest.mark.parametrize("how", ["pass", "sys.exit(3)", "raise KeyError", "os.kill(os.getpid(), 2)"])
 def test_the_interpreter_exits_at_once_in_the_middle_of_an_iteration(how: str) -> None:
     script = f"""
-        import os, sys, time
+        import os, signal, sys, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
         from tests.data.test_loader import Numbers, PackedLoader
         class Slow(Numbers):
             def __getitem__(self, index):
