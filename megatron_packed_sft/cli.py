@@ -114,6 +114,10 @@ def _wants_progress(arguments: argparse.Namespace) -> bool:
     return not arguments.quiet and not arguments.json and sys.stderr.isatty()
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _validate(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
@@ -135,10 +139,10 @@ def _validate(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         for note in report.notes:
             print(f"note: {note}")
-        verdict = "sound" if report.ok else f"{report.num_findings:,} findings"
-        counts = f"{report.num_shards:,} shards, {report.num_bins:,} bins, {report.num_bytes:,} bytes"
+        verdict = "sound" if report.ok else _count(report.num_findings, "finding")
+        counts = f"{_count(report.num_shards, 'shard')}, {_count(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
         if report.level == "full":
-            counts += f", {report.num_tokens:,} tokens, {report.num_loss_tokens:,} trained"
+            counts += f", {_count(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
         print(f"{report.path}: {verdict} ({report.level}: {counts})")
     return 0 if report.ok else 1
 
@@ -162,8 +166,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(report), indent=2))
     elif not arguments.quiet:
         print(
-            f"{report.target}: {report.num_files:,} files, {report.num_bins:,} bins, {report.num_tokens:,} tokens, "
-            f"pack size {report.pack_size:,}, {report.packed_storage}"
+            f"{report.target}: {_count(report.num_files, 'file')}, {_count(report.num_bins, 'bin')}, "
+            f"{_count(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
         )
         if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
             print(

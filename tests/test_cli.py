@@ -20,7 +20,7 @@ def test_validate_says_sound_and_exits_with_0(tmp_path: Path, capsys: pytest.Cap
     write_shard(tmp_path / "shard", ROWS, 16)
     assert main(["validate", str(tmp_path / "shard")]) == 0
     out = capsys.readouterr().out
-    assert "sound (full: 1 shards, 5 bins" in out
+    assert "sound (full: 1 shard, 5 bins" in out
     assert f"{sum(len(row.input_ids) for row in ROWS):,} tokens" in out
     assert main(["validate", str(tmp_path / "shard"), "--quiet"]) == 0
     assert capsys.readouterr().out == ""
@@ -53,7 +53,7 @@ def test_validate_names_what_is_wrong_and_exits_with_1(tmp_path: Path, capsys: p
 def test_convert_goes_both_ways_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "shard", ROWS, 16)
     assert main(["convert", str(tmp_path / "shard"), str(tmp_path / "a.npy"), "--to", "legacy"]) == 0
-    assert "1 files, 5 bins" in capsys.readouterr().out
+    assert "1 file, 5 bins" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "a.npy"), str(tmp_path / "again"), "--pack-size", "8"]) == 0
     assert "note: pack size grew from 8 to" in capsys.readouterr().out
     assert_same_bins(open_shard(tmp_path / "again"), ROWS)
