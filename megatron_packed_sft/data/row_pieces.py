@@ -89,11 +89,6 @@ class RowPiece(NamedTuple):
         return self._line(POSITION)
 
     @property
-    def row_numbers(self) -> npt.NDArray[np.int64]:
-        """Each row's number in its source, for messages."""
-        return self._line(ROW)
-
-    @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
         """Which rows only fill up the batch: their loss never counts."""
         return self._line(IS_PADDING).astype(np.bool_)

@@ -127,10 +127,7 @@ class ShardSource:
     @classmethod
     def of_dataset(cls, dataset: DatasetDirectory, split: str) -> ShardSource:
         """Over a split of a dataset directory; only dataset.json is read now."""
-        if split not in dataset.splits:
-            known = ", ".join(sorted(dataset.splits))
-            raise InvalidInputError(f"{dataset.path} has no split {split!r}; choose one of {known}")
-        entries, figures = dataset.splits[split], dataset.figures[split]
+        entries, figures = dataset.entries(split), dataset.figures[split]
         names = (*EXTREMES, "num_tokens", "num_sequences", "tokenizer", "chat_template_fingerprint")
         if "pack_size" not in figures:
             return cls.of_shards(dataset.open_shards(split))

@@ -82,13 +82,17 @@ class DatasetDirectory:
             )
         return shard
 
-    def open_shards(self, split: str) -> list[MemmapShard]:
-        """Open all shards of a split, in order."""
+    def entries(self, split: str) -> tuple[ShardEntry, ...]:
+        """The shards of a split, in order; an unknown split is an error that lists the known ones."""
         if split not in self.splits:
             raise InvalidInputError(
                 f"{self.path} has no split {split!r}; choose one of {', '.join(sorted(self.splits))}"
             )
-        return [self.open_shard(split, entry) for entry in self.splits[split]]
+        return self.splits[split]
+
+    def open_shards(self, split: str) -> list[MemmapShard]:
+        """Open all shards of a split, in order."""
+        return [self.open_shard(split, entry) for entry in self.entries(split)]
 
 
 def open_dataset(path: str | os.PathLike[str]) -> DatasetDirectory:
