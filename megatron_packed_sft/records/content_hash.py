@@ -1,0 +1,37 @@
+"""A hash of what a row says, for splits and for finding exact duplicates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import xxhash
+
+from megatron_packed_sft.records.row_error import RowError
+from megatron_packed_sft.records.rows import Conversation, Row, TextRow
+
+
+def content_hash(row: Row) -> bytes:
+    """Sixteen bytes that depend on the row alone: not on its file, schema, or the order of keys.
+
+    Flags that say which messages are trained on are part of it.
+
+    Example:
+        >>> from megatron_packed_sft.records.schemas import adapter
+        >>> chat = adapter()({"messages": [{"role": "user", "content": "Hi"}]})
+        >>> same = adapter()({"conversations": [{"value": "Hi", "from": "human"}]})
+        >>> content_hash(chat) == content_hash(same)
+        True
+    """
+    content: tuple[Any, ...]
+    if isinstance(row, Conversation):
+        train = row.train if row.train and any(flag is not None for flag in row.train) else None
+        content = ("conversation", row.messages, row.tools or None, train)
+    elif isinstance(row, TextRow):
+        content = ("text", row.pieces)
+    else:
+        content = ("tokenized", row.input_ids, row.train)
+    try:
+        return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
+    except TypeError as error:  # columns of Parquet may hold what JSON cannot
+        raise RowError("", f"cannot be written as JSON ({error}); leave such values out") from error

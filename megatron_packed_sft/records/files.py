@@ -1,0 +1,165 @@
+"""Which files a run reads: paths, globs, lists and URLs to a checked list with formats and checksums."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import xxhash
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.records.streams import file_system, is_url, read_blocks, reading
+
+Format = Literal["jsonl", "json", "parquet", "hf_dataset"]
+Compression = Literal["gzip", "zstd"]
+
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+_KNOWN = f"{' '.join(_FORMATS)}, each JSON one also with {' or '.join(_COMPRESSIONS)}"
+# What `datasets.save_to_disk` leaves in a folder.
+_HF_STATE = "state.json"
+_HF_INFO = "dataset_info.json"
+_HF_SPLITS = "dataset_dict.json"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file to read, or one folder that `datasets.save_to_disk` wrote.
+
+    Args:
+        path: absolute local path, or URL.
+        format: how rows lie in it; a `.json` file that does not begin with `[` is JSON lines.
+        compression: of JSON files.
+        size: stored bytes.
+        checksum: xxh3_128 of the stored bytes, in hex.
+    """
+
+    path: str
+    format: Format
+    compression: Compression | None
+    size: int
+    checksum: str
+
+
+def find_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[InputFile]:
+    """Find the files of a run, in the order given; matches of a glob are sorted.
+
+    Every file is read once for its checksum.
+
+    Args:
+        paths: files, globs (`**` goes into folders), folders saved by `datasets`, URLs that fsspec knows, or a list.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> home = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (home / "a.jsonl").write_text('{"text": "Hello"}')
+        >>> [file.format for file in find_files(f"{home}/*.jsonl")]
+        ['jsonl']
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise InvalidInputError("no input files were named; give at least one path")
+    found = [path for pattern in given for path in _expand(os.fspath(pattern))]
+    for path, num_times in Counter(found).items():
+        if num_times > 1:
+            raise InvalidInputError(f"{path} is named {num_times} times; name it once, or weight it when blending")
+    return [_inspect(path) for path in found]
+
+
+def _expand(pattern: str) -> list[str]:
+    if is_url(pattern) and not pattern.startswith("file://"):
+        system, path = file_system(pattern)
+        with reading(pattern):
+            if system.exists(path):
+                return [pattern]
+            found = [str(system.unstrip_protocol(name)) for name in sorted(system.glob(path))]
+    else:
+        path = os.path.abspath(pattern.removeprefix("file://"))
+        if os.path.lexists(path):
+            return [path]
+        found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise InvalidInputError(f"{pattern} does not exist and matches nothing; check the path")
+    return found
+
+
+def _inspect(path: str) -> InputFile:
+    if _is_folder(path):
+        return _inspect_folder(path)
+    stem, suffix = posixpath.splitext(path)
+    compression = _COMPRESSIONS.get(suffix)
+    if compression:
+        suffix = posixpath.splitext(stem)[1]
+    file_format = _FORMATS.get(suffix)
+    if file_format is None or (compression and file_format == "parquet"):
+        raise InvalidInputError(f"{path} is of no known format; rename it to one of {_KNOWN}")
+    if file_format == "json" and not _begins_an_array(path, compression):
+        file_format = "jsonl"
+    size, checksum = _size_and_checksum([path])
+    return InputFile(path, file_format, compression, size, checksum)
+
+
+def _inspect_folder(path: str) -> InputFile:
+    names = _names_in(path)
+    if _HF_SPLITS in names:
+        splits = ", ".join(_read_json(f"{path}/{_HF_SPLITS}").get("splits", []))
+        raise InvalidInputError(f"{path} holds the splits {splits}; name one of them, such as {path}/train")
+    if not {_HF_STATE, _HF_INFO} <= names:
+        raise InvalidInputError(
+            f"{path} is a folder that `datasets.save_to_disk` did not write; name its files, such as {path}/*.jsonl"
+        )
+    data_files = [entry["filename"] for entry in _read_json(f"{path}/{_HF_STATE}")["_data_files"]]
+    size, checksum = _size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)])
+    return InputFile(path, "hf_dataset", None, size, checksum)
+
+
+def _is_folder(path: str) -> bool:
+    if not is_url(path):
+        return os.path.isdir(path)
+    system, name = file_system(path)
+    return bool(system.isdir(name))
+
+
+def _names_in(folder: str) -> set[str]:
+    with reading(folder):
+        if not is_url(folder):
+            return set(os.listdir(folder))
+        system, name = file_system(folder)
+        return {posixpath.basename(entry.rstrip("/")) for entry in system.ls(name, detail=False)}
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(b"".join(read_blocks(path)))
+    except ValueError as error:
+        raise InvalidInputError(f"{path} is not valid JSON: {error}; save the dataset again") from error
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{path} does not hold a JSON object; save the dataset again")
+    return value
+
+
+def _begins_an_array(path: str, compression: Compression | None) -> bool:
+    for block in read_blocks(path, compression):
+        if text := block.removeprefix(b"\xef\xbb\xbf").lstrip():
+            return text.startswith(b"[")
+    return False
+
+
+def _size_and_checksum(paths: list[str]) -> tuple[int, str]:
+    checksum = xxhash.xxh3_128()
+    size = 0
+    for block in _all_blocks(paths):
+        checksum.update(block)
+        size += len(block)
+    return size, checksum.hexdigest()
+
+
+def _all_blocks(paths: list[str]) -> Iterator[bytes]:
+    for path in paths:
+        yield from read_blocks(path)

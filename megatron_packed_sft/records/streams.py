@@ -1,0 +1,166 @@
+"""Bytes of a local file or an fsspec URL: whole, in part, or decompressed block by block in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
+from megatron_packed_sft.records.dependencies import load
+
+BLOCK_BYTES = 1 << 20
+# Four bytes of zstd may stand for 128 KB, so a file is fed in slices that shrink when much comes out of them.
+_ZSTD_SMALLEST_SLICE = 128
+_ZSTD_LARGEST_SLICE = 8 << 10
+_ZSTD_LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes
+
+
+def is_url(path: str) -> bool:
+    """Whether fsspec has to open it.
+
+    Example:
+        >>> is_url("s3://bucket/chats.jsonl"), is_url("data/chats.jsonl")
+        (True, False)
+    """
+    return "://" in path
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn an OSError inside the block into ours.
+
+    Example:
+        >>> with reading("/no/such/file"):
+        ...     open("/no/such/file")
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.StorageIOError: cannot read /no/such/file: No such file or directory; check the path
+    """
+    try:
+        yield
+    except PackedSFTError:
+        raise  # ours already
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
+        raise StorageIOError(f"cannot read {path}: {reason}; check the path") from error
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system behind a URL, and the path inside it.
+
+    Example:
+        >>> file_system("memory://chats/a.jsonl")[1]
+        '/chats/a.jsonl'
+    """
+    url_to_fs = importlib.import_module("fsspec.core").url_to_fs
+    try:
+        system, path = url_to_fs(url)
+    except ImportError as error:
+        raise MissingDependencyError(f"cannot open {url}: {error}") from error
+    except ValueError as error:
+        raise InvalidInputError(f"cannot open {url}: {error}; check the part before ://") from error
+    return system, cast(str, path)
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a local file or a URL for reading.
+
+    Example:
+        >>> with open_file(__file__) as file:
+        ...     file.read(3)
+        b'\"\"\"'
+    """
+    with reading(path):
+        if is_url(path):
+            system, name = file_system(path)
+            return cast(BinaryIO, system.open(name, "rb"))
+        return open(path, "rb")
+
+
+def read_range(path: str, start: int, stop: int) -> bytes:
+    """The bytes [start, stop) of a local file or a URL.
+
+    Example:
+        >>> read_range(__file__, 0, 3)
+        b'\"\"\"'
+    """
+    with reading(path):
+        if is_url(path):
+            system, name = file_system(path)
+            data = cast(bytes, system.cat_file(name, start=start, end=stop))
+        else:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+    if len(data) != stop - start:
+        raise InvalidInputError(f"{path} ended before byte {stop:,}: it changed while it was read; start again")
+    return data
+
+
+def read_blocks(path: str, compression: str | None = None) -> Iterator[bytes]:
+    """The content of a file in blocks, decompressed.
+
+    Example:
+        >>> b"".join(read_blocks(__file__))[:3]
+        b'\"\"\"'
+    """
+    decompress = {None: _plain, "gzip": _gunzip, "zstd": _unzstd}[compression]
+    num_bytes = 0
+    with open_file(path) as file, reading(path):
+        try:
+            for block in decompress(file):
+                num_bytes += len(block)
+                yield block
+        except _DamagedError as error:
+            raise InvalidInputError(
+                f"{path} is cut or damaged: {compression} says '{error}' after {num_bytes:,} decompressed bytes; "
+                "get the file again"
+            ) from error
+
+
+class _DamagedError(Exception):
+    """A compressed stream does not go on as it should."""
+
+
+def _plain(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+        try:
+            while block := stream.read(BLOCK_BYTES):
+                yield block
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise _DamagedError(str(error)) from error
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    # Not zstandard's own stream reader: it takes a cut file for a finished one.
+    zstandard = load("zstandard", "zstd", "reading .zst files")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_LARGEST_WINDOW)
+    frame = None
+    slice_bytes = _ZSTD_SMALLEST_SLICE
+    while data := file.read(slice_bytes):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            try:
+                block = frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise _DamagedError(str(error)) from error
+            if block:
+                yield block
+            data = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = None
+        if len(block) > BLOCK_BYTES:
+            slice_bytes = max(slice_bytes // 4, _ZSTD_SMALLEST_SLICE)
+        elif len(block) < BLOCK_BYTES // 4:
+            slice_bytes = min(slice_bytes * 2, _ZSTD_LARGEST_SLICE)
+    if frame is not None:
+        raise _DamagedError("the file ends in the middle of a frame")

@@ -1,0 +1,155 @@
+"""Work for many processes: files cut into units, by rules that look at the file alone.
+
+    scan_units(file)    in one process: where to cut
+    read_unit(unit)     in any process: the rows of one piece
+
+| format | a unit is |
+|---|---|
+| JSON lines | a range of bytes that ends with a line; the reader fetches it |
+| JSON lines, gzip or zstd | the same range of the decompressed lines, carried along |
+| JSON array | the same of its elements, carried along |
+| Parquet | a range of rows: whole row groups that the reader fetches; parts of very large ones are carried along |
+| Hugging Face dataset | a range of rows that the reader fetches |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.records import tables
+from megatron_packed_sft.records.arrays import MARK, array_elements
+from megatron_packed_sft.records.cutting import Piece, cut_stream
+from megatron_packed_sft.records.files import InputFile
+from megatron_packed_sft.records.row_error import Location, RowError, kind_of
+from megatron_packed_sft.records.streams import read_blocks, read_range
+
+UNIT_BYTES = 4 << 20
+_NEWLINE = b"\n"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece of a file that is read, encoded and stored as one.
+
+    Args:
+        file: where it lies.
+        number: of the unit in its file, from 0.
+        start: first byte of the (decompressed) lines or elements; of tables, first row from 0.
+        stop: end of that range.
+        first_row: number of its first line or row, from 1.
+        payload: the content, where readers cannot fetch a part of the file by themselves.
+    """
+
+    file: InputFile
+    number: int
+    start: int
+    stop: int
+    first_row: int
+    payload: bytes | None = field(default=None, repr=False)
+
+    def key(self) -> str:
+        """A name for the content: equal files cut at the same places have equal keys, wherever they lie.
+
+        Example:
+            >>> Unit(InputFile("chats.jsonl", "jsonl", None, 90, "c0ffee"), 0, 0, 90, 1).key()
+            'c0ffee:0-90'
+        """
+        return f"{self.file.checksum}:{self.start}-{self.stop}"
+
+
+class RawRow(NamedTuple):
+    """A row as it lies in the file, or what is wrong with it; those after it are read all the same.
+
+    Args:
+        value: the parsed object, or the error with its place.
+        file: where it lies.
+        number: of its line or row, from 1.
+    """
+
+    value: dict[str, Any] | RowError
+    file: InputFile
+    number: int
+
+    @property
+    def where(self) -> Location:
+        """File and line, for errors; made when asked for, since most rows are never asked."""
+        return Location(self.file.path, self.number, "line" if self.file.format == "jsonl" else "row")
+
+
+def scan_units(file: InputFile, unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
+    r"""Cut a file into units of about `unit_bytes`; the file is streamed, never held.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from megatron_packed_sft.records.files import find_files
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"
+        >>> _ = path.write_text('{"text": "One"}\n{"text": "Two"}\n{"text": "Three"}\n')
+        >>> [(unit.start, unit.stop, unit.first_row) for unit in scan_units(find_files(path)[0], unit_bytes=20)]
+        [(0, 32, 1), (32, 50, 3)]
+    """
+    if unit_bytes < 1:
+        raise InvalidInputError(f"unit_bytes is {unit_bytes}; it must be at least 1")
+    for number, piece in enumerate(_pieces(file, unit_bytes)):
+        yield Unit(file, number, *piece)
+
+
+def read_unit(unit: Unit) -> Iterator[RawRow]:
+    r"""The rows of a unit, in order, each with its place; blank lines are passed over.
+
+    Example:
+        >>> file = InputFile("a.jsonl.gz", "jsonl", "gzip", 60, "c0ffee")
+        >>> rows = list(read_unit(Unit(file, 0, 0, 25, 1, b'{"text": "One"}\n\n{"text"\n')))
+        >>> rows[0].value, str(rows[0].where)
+        ({'text': 'One'}, 'a.jsonl.gz, line 1')
+        >>> print(rows[1].value)
+        a.jsonl.gz, line 3: the row is not valid JSON (unexpected end of data at character 8); mend or remove it
+    """
+    file = unit.file
+    if file.format in ("jsonl", "json"):
+        yield from _parsed_rows(unit)
+        return
+    if file.format == "parquet":
+        rows = tables.read_parquet(file, unit.start, unit.stop, unit.payload)
+    else:
+        rows = tables.read_dataset(file, unit.start, unit.stop)
+    for number, value in enumerate(rows, unit.first_row):
+        yield RawRow(value, file, number)
+
+
+def _pieces(file: InputFile, unit_bytes: int) -> Iterator[Piece]:
+    if file.format == "parquet":
+        return tables.cut_parquet(file, unit_bytes)
+    if file.format == "hf_dataset":
+        return tables.cut_dataset(file, unit_bytes)
+    blocks = read_blocks(file.path, file.compression)
+    if file.format == "json":
+        elements = array_elements(blocks, file.path)
+        return cut_stream(elements, MARK, unit_bytes, carry=True, path=file.path, noun="row")
+    return cut_stream(blocks, _NEWLINE, unit_bytes, carry=file.compression is not None, path=file.path, noun="line")
+
+
+def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
+    file = unit.file
+    text = read_range(file.path, unit.start, unit.stop) if unit.payload is None else unit.payload
+    is_lines = file.format == "jsonl"
+    if is_lines and unit.start == 0:
+        text = text.removeprefix(_BYTE_ORDER_MARK)
+    separator = _NEWLINE if is_lines else MARK
+    for number, row in enumerate(text.removesuffix(separator).split(separator), unit.first_row):
+        if is_lines and (not row or row.isspace()):
+            continue
+        try:
+            value = orjson.loads(row)
+        except orjson.JSONDecodeError as error:
+            value = RowError("", f"is not valid JSON ({error.msg} at character {error.pos + 1}); mend or remove it")
+        else:
+            if type(value) is not dict:
+                value = RowError("", f"is {kind_of(value)}, not an object; mend or remove it")
+        raw = RawRow(value, file, number)
+        yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))

@@ -1,0 +1,72 @@
+"""The same rows in every kind of file, for tests."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from megatron_packed_sft.records.files import find_files
+from megatron_packed_sft.records.row_error import RowError
+from megatron_packed_sft.records.units import UNIT_BYTES, RawRow, read_unit, scan_units
+
+FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "parquet", "hf_dataset")
+
+
+def lines_of(rows: list[Any]) -> bytes:
+    """Rows as JSON lines."""
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], **parquet_options: Any) -> Path:
+    """Write rows in the format that the name asks for."""
+    name = path.name
+    if path.suffix == ".hf_dataset":
+        import datasets
+
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **parquet_options)
+    else:
+        data = lines_of(rows) if ".jsonl" in name else orjson.dumps(rows, option=orjson.OPT_INDENT_2)
+        if path.suffix == ".gz":
+            data = gzip.compress(data)
+        elif path.suffix == ".zst":
+            data = zstandard.ZstdCompressor(write_checksum=True).compress(data)  # as the zstd command does
+        path.write_bytes(data)
+    return path
+
+
+def raw_rows(path: Any, unit_bytes: int = UNIT_BYTES) -> list[RawRow]:
+    """All rows of a file, unit by unit."""
+    return [raw for file in find_files(path) for unit in scan_units(file, unit_bytes) for raw in read_unit(unit)]
+
+
+def values(path: Any, unit_bytes: int = UNIT_BYTES) -> list[dict[str, Any]]:
+    """All rows of a file that has no bad one."""
+    rows = []
+    for raw in raw_rows(path, unit_bytes):
+        assert not isinstance(raw.value, RowError), raw.value
+        rows.append(raw.value)
+    return rows
+
+
+def chats(num_rows: int) -> list[dict[str, Any]]:
+    """Rows that differ in length and in shape: with and without tool calls, weights and other scripts."""
+    rows: list[dict[str, Any]] = []
+    for number in range(num_rows):
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f'Question {number}: [a, "b"] {{}} \\ 東京\n' + "word " * (number * 7 % 60)},
+            {"role": "assistant", "content": f"Answer {number}."},
+        ]
+        if number % 3 == 0:
+            call = {"id": f"call_{number}", "type": "function", "function": {"name": "now", "arguments": {"n": number}}}
+            messages.insert(1, {"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.insert(2, {"role": "tool", "tool_call_id": f"call_{number}", "content": "12:00"})
+        rows.append({"id": f"row-{number}", "messages": messages})
+    return rows

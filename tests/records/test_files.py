@@ -1,0 +1,143 @@
+"""Which files are found, what they are taken for, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import xxhash
+
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
+from megatron_packed_sft.records.dependencies import load
+from megatron_packed_sft.records.files import find_files
+from tests.records.chat_files import chats, values, write_rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "deep/d.ndjson"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_rows(tmp_path / name, [{"text": name}]) if "ndjson" not in name else (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def names(files: object) -> list[str]:
+    return [Path(file.path).name for file in find_files(files)]  # type: ignore[arg-type]
+
+
+def test_a_glob_gives_its_matches_sorted_and_a_list_keeps_its_order(folder: Path) -> None:
+    assert names(f"{folder}/*.jsonl*") == ["a.jsonl", "b.jsonl", "c.jsonl.gz"]
+    assert names([f"{folder}/c*", folder / "a.jsonl"]) == ["c.jsonl.gz", "a.jsonl"]
+    assert names(f"{folder}/**/*.ndjson") == ["d.ndjson"]
+    assert names(f"file://{folder}/b.jsonl") == ["b.jsonl"]
+
+
+def test_a_file_carries_its_size_and_the_checksum_of_its_stored_bytes(folder: Path) -> None:
+    stored = (folder / "c.jsonl.gz").read_bytes()
+    [file] = find_files(folder / "c.jsonl.gz")
+    assert (file.format, file.compression, file.size) == ("jsonl", "gzip", len(stored))
+    assert file.checksum == xxhash.xxh3_128_hexdigest(stored)
+
+
+@pytest.mark.parametrize(
+    ("content", "format"),
+    [
+        ("[{}]", "json"),
+        ("\ufeff \n [{}]", "json"),
+        ('{"a": 1}\n{"a": 2}', "jsonl"),
+        ("\ufeff{}", "jsonl"),
+        ("", "jsonl"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_a_json_file_is_an_array_or_lines_by_its_first_character(
+    tmp_path: Path, content: str, format: str, suffix: str
+) -> None:
+    data = content.encode()
+    (tmp_path / f"a.{suffix}").write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    [file] = find_files(tmp_path / f"a.{suffix}")
+    assert file.format == format
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{}/nothing-*.jsonl", "does not exist and matches nothing"),
+        ("{}/readme.txt", r"no known format; rename it to one of .jsonl .ndjson .json .parquet.*\.gz or \.zst"),
+        ("{}/x.parquet.gz", "no known format"),
+        ("{}", r"is a folder that `datasets.save_to_disk` did not write; name its files"),
+        ("memory://nowhere/a.jsonl", "matches nothing"),
+        ("nonsense://a.jsonl", "check the part before ://"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, pattern: str, message: str) -> None:
+    for name in ("readme.txt", "x.parquet.gz"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(InvalidInputError, match=message):
+        find_files(pattern.format(tmp_path))
+
+
+def test_naming_no_file_or_one_file_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidInputError, match="at least one path"):
+        find_files([])
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl is named 2 times"):
+        find_files([f"{folder}/a.jsonl", f"{folder}/*.jsonl"])
+
+
+def test_a_dangling_link_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(StorageIOError, match=r"cannot read .*a\.jsonl: No such file or directory; check the path"):
+        find_files(tmp_path / "a.jsonl")
+
+
+def test_a_saved_dataset_dictionary_asks_for_one_split(tmp_path: Path) -> None:
+    import datasets
+
+    rows = chats(3)
+    data = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(InvalidInputError, match="holds the splits train, test; name one of them"):
+        find_files(tmp_path / "saved")
+    assert [row["id"] for row in values(tmp_path / "saved" / "train")] == [row["id"] for row in rows]
+
+
+@pytest.mark.parametrize("state", ["{", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'])
+def test_a_damaged_saved_dataset_is_our_error(tmp_path: Path, state: str) -> None:
+    folder = write_rows(tmp_path / "saved.hf_dataset", chats(3))
+    (folder / "state.json").write_text(state)
+    with pytest.raises(PackedSFTError, match=r"saved\.hf_dataset"):
+        find_files(folder)
+
+
+def test_urls_are_found_and_read_through_fsspec() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/chats/b.jsonl", b'{"text": "two"}\n')
+    memory.pipe("/chats/a.jsonl", b'{"text": "one"}\n{"text": "more"}')
+    try:
+        files = find_files("memory://chats/*.jsonl")
+        assert [file.path for file in files] == ["memory:///chats/a.jsonl", "memory:///chats/b.jsonl"]
+        assert values("memory://chats/*.jsonl", unit_bytes=1) == [{"text": "one"}, {"text": "more"}, {"text": "two"}]
+        with pytest.raises(InvalidInputError, match="is a folder"):
+            find_files("memory://chats")
+    finally:
+        memory.rm("/chats", recursive=True)
+
+
+def test_a_missing_package_names_the_extra_that_brings_it() -> None:
+    with pytest.raises(MissingDependencyError, match=r"needs the package not_there; .*megatron-packed-sft\[zstd\]"):
+        load("not_there.inner", "zstd", "reading .zst files")
+
+
+def test_plain_lines_load_no_heavy_package(folder: Path) -> None:
+    script = (
+        "import sys; from megatron_packed_sft.records import files, schemas, units; "
+        f"[file] = files.find_files({str(folder / 'a.jsonl')!r}); "
+        "[unit] = units.scan_units(file); [row] = units.read_unit(unit); schemas.adapter()(row.value); "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"pyarrow", "datasets", "numba", "fsspec", "zstandard", "torch"} & set(done.stdout.split())

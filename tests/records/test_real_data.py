@@ -1,0 +1,61 @@
+"""Real chats, where they lie on this machine: every row is accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from megatron_packed_sft.records.content_hash import content_hash
+from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.records.schemas import adapter
+from tests.records.chat_files import raw_rows, values
+
+FOLDER = Path("/work/shared/data")
+NUM_ROWS = {
+    "gsm8k_train.messages.jsonl.gz": 7473,
+    "gsm8k_test.messages.jsonl": 1319,
+    "gpteacher.alpaca.jsonl.gz": 14131,
+    "sgd_tools.messages.jsonl.gz": 3000,
+    "taskmaster4.messages.jsonl": 3710,
+    "oasst_en100.messages.jsonl": 626,
+    "reason_tool_use.messages.jsonl": 50,
+    "glaive_toolcall_en.sharegpt.json": 300,
+}
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs the chats in {FOLDER}")
+
+
+@pytest.mark.parametrize("name", NUM_ROWS)
+def test_every_row_becomes_a_conversation_with_a_user_and_an_assistant(name: str) -> None:
+    given = values(FOLDER / name, unit_bytes=1 << 18)
+    rows = [adapter()(value) for value in given]
+    assert len(rows) == NUM_ROWS[name]
+    for row in rows:
+        assert isinstance(row, Conversation)
+        roles = {message["role"] for message in row.messages}
+        assert {"user", "assistant"} <= roles <= {"system", "user", "assistant", "tool"}
+    different = {orjson.dumps({**value, "id": None}, option=orjson.OPT_SORT_KEYS) for value in given}
+    assert len({content_hash(row) for row in rows}) == len(different)
+
+
+def test_units_of_any_size_give_the_same_rows_of_real_chats() -> None:
+    path = FOLDER / "glaive_toolcall_en.sharegpt.json"
+    whole = [(raw.number, raw.value) for raw in raw_rows(path)]
+    assert [(raw.number, raw.value) for raw in raw_rows(path, unit_bytes=5000)] == whole
+
+
+def test_function_calls_of_real_sharegpt_chats_become_tool_calls_of_tools_that_are_there() -> None:
+    num_calls = 0
+    for value in values(FOLDER / "glaive_toolcall_en.sharegpt.json"):
+        row = adapter()(value)
+        assert isinstance(row, Conversation)
+        names = {tool["function"]["name"] for tool in row.tools or []}
+        for message in row.messages:
+            for call in message.get("tool_calls", []):
+                assert call["function"]["name"] in names
+                assert isinstance(call["function"]["arguments"], dict)
+                num_calls += 1
+    assert num_calls == str(values(FOLDER / "glaive_toolcall_en.sharegpt.json")).count("'from': 'function_call'")
+    assert num_calls > 100
