@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two stamps: the demo needs only the package itself, tests and benchmarks need their tools, too.
+# Two stamps: the demo needs the package and Megatron-Core, tests and benchmarks need their tools, too.
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 # Also holds inside pip's isolated build environments, so that nothing pulls another torch.
@@ -16,14 +16,14 @@ help: ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[megatron]'
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED) ## do the main job once on generated data, and say what was done
+demo: $(INSTALLED) ## chats to shards to a trained, stopped and resumed model, on generated data
 	$(BIN)/python -m recipes.demo
 
 test: $(INSTALLED_DEV) lint ## lint, type-check and run every test

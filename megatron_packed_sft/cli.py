@@ -13,6 +13,9 @@ from megatron_packed_sft._version import __version__
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 _EPILOG = """examples:
+  packed-sft sample-data chats
+  packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
+  packed-sft train data.path=my_dataset train.steps=100
   packed-sft validate my_dataset
   packed-sft validate my_dataset/train/shard_000000 --level structure --json
   packed-sft convert training_4096.npy shards/shard_000000
@@ -28,8 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["validate", "my_dataset"])  # doctest: +SKIP
         0
     """
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given and given[0] in _APPLICATIONS:
+            return _APPLICATIONS[given[0]](given[1:])
+        arguments = _parser().parse_args(given)
         code: int = arguments.run(arguments)
     except PackedSFTError as error:
         print(f"packed-sft: error: {error}", file=sys.stderr)
@@ -52,6 +58,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"packed-sft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    # These two are Hydra applications with a --help of their own; they never reach this parser.
+    commands.add_parser("prepare", help="chat files to packed, checksummed shards (packed-sft prepare --help)")
+    commands.add_parser("train", help="train on packed data with Megatron-Core (packed-sft train --help)")
+
+    sample = commands.add_parser(
+        "sample-data",
+        help="write synthetic chats in several file formats, to try things out with",
+        description="Write synthetic but natural chats: single and multi turn, system prompts, tools, many lengths. "
+        "The same seed gives the same bytes.",
+        epilog="example:\n  packed-sft sample-data chats --rows 5000 --seed 7",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sample.add_argument("directory", help="where the files go; made if it is not there")
+    sample.add_argument("--rows", type=int, default=2000, metavar="N", help="rows in all files (default: 2000)")
+    sample.add_argument("--seed", type=int, default=0, help="default: 0")
+    _add_quiet(sample)
+    sample.set_defaults(run=_sample_data)
 
     validate = commands.add_parser(
         "validate",
@@ -145,6 +168,31 @@ def _validate(arguments: argparse.Namespace) -> int:
             counts += f", {_count(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
         print(f"{report.path}: {verdict} ({report.level}: {counts})")
     return 0 if report.ok else 1
+
+
+def _prepare(argv: Sequence[str]) -> int:
+    from megatron_packed_sft.prepare.app import main as prepare
+
+    return prepare(argv)
+
+
+def _train(argv: Sequence[str]) -> int:
+    from megatron_packed_sft.train.app import main as train
+
+    return train(argv)
+
+
+_APPLICATIONS = {"prepare": _prepare, "train": _train}
+
+
+def _sample_data(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.records.sample_chats import write_sample_data
+
+    files = write_sample_data(arguments.directory, num_rows=arguments.rows, seed=arguments.seed)
+    if not arguments.quiet:
+        for file in files:
+            print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -30,7 +31,21 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
     assert "megatron_packed_sft/py.typed" in names
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"megatron_packed_sft/conf/{path.relative_to(ROOT / 'conf')}" in names
+    for path in (ROOT / "megatron_packed_sft").rglob("*.jinja"):
+        assert str(path.relative_to(ROOT)) in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = "import sys; from megatron_packed_sft.prepare.app import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "output=x", "storage=legacy", "--cfg", "job"],
+        cwd=tmp_path / "site",
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "packed_storage: legacy" in done.stdout
 
 
 def test_every_storage_group_names_a_storage_that_exists(tmp_path: Path) -> None:

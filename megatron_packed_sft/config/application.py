@@ -74,10 +74,10 @@ def run_application(
         if failures:
             raise failures[0]
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"packed-sft {name}: error: {explain(error, _default(name), look_alikes or {})}", file=sys.stderr)
+        _complain(name, explain(error, _default(name), look_alikes or {}))
         return 2
     except PackedSFTError as error:
-        print(f"packed-sft {name}: error: {error}", file=sys.stderr)
+        _complain(name, str(error))
         return 2 if isinstance(error, InvalidInputError) else 1
     return max(codes, default=0)
 
@@ -88,6 +88,12 @@ def _checked(config: DictConfig, schema: type[ConfigT]) -> ConfigT:
     whole = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))
     checked: ConfigT = OmegaConf.to_object(whole)  # type: ignore[assignment]  # the schema's own class
     return checked
+
+
+def _complain(name: str, problem: str) -> None:
+    """Say what is wrong, once: under torchrun every rank finds the same mistake, and the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"packed-sft {name}: error: {problem}", file=sys.stderr)
 
 
 def _help(name: str, description: str, examples: str, flags: Mapping[str, str]) -> str:

@@ -7,10 +7,9 @@ Memory is two blocks, whatever the number of bins; tokens are read through the s
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
+from megatron_packed_sft.storage.process_pool import process_pool
 from megatron_packed_sft.storage.writers import PackedShardWriter
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -132,9 +132,7 @@ def materialize_shards(
     with tqdm(total=plan.num_bins, unit="bin", desc="materialize", disable=not progress) as bar:
         if num_workers == 1 or len(paths) == 1:
             return [job.write_shard(Path(path), run, bar) for path, run in zip(paths, runs, strict=True)]
-        # spawn: the caller may have threads (a progress bar has one), which a fork would cut off.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(num_workers, len(paths)), context, _receive, (job,)) as pool:
+        with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
             futures = {pool.submit(_write_shard, Path(path), run): run for path, run in zip(paths, runs, strict=True)}
             for future in as_completed(futures):
                 future.result()

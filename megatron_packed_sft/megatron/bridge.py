@@ -1,0 +1,276 @@
+"""Megatron-Bridge: a dataset provider that a recipe selects by config alone.
+
+    dataset:
+      _target_: megatron_packed_sft.megatron.bridge.PackedSFTDatasetProvider
+      path: my_dataset
+      seq_length: 4096
+
+`PackedSFTDatasetProvider` is made when it is first used, out of the classes of the Megatron-Bridge that is installed:
+
+| Bridge     | derives from                             | says that data is packed | batches       | samples asked by |
+|------------|------------------------------------------|--------------------------|---------------|------------------|
+| 0.3 to 0.5 | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_3`  | `batch`          |
+| 0.6        | DatasetProvider                          | offline_packing_specs    | `bridge_0_6`  | `single`         |
+| later      | DatasetProvider                          | offline_packing_specs    | `bridge_main` | `single`         |
+
+Bridge answers an error in a provider's constructor with a log line, and trains on the recipe's own dataset instead. So
+every field has a default here, and what is missing or wrong is said by `build_datasets`, whose errors stop the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+
+logger = logging.getLogger(__name__)
+
+PROVIDER = "PackedSFTDatasetProvider"
+
+
+class BuildContext(Protocol):
+    """What Megatron-Bridge hands to `build_datasets`: how many samples it will ask for, and the tokenizer."""
+
+    train_samples: int
+    valid_samples: int
+    test_samples: int
+    tokenizer: Any
+
+
+@dataclass(kw_only=True)
+class PackedSFTSettings:
+    """The provider's own fields, and how they become datasets; the same for every Megatron-Bridge.
+
+    Args:
+        path: packed data, as `create_sft_dataset` takes it, or a list of such paths.
+        weights: of the paths of a list, for training: a blend in that proportion.
+        validation_path, test_path: packed data to evaluate on. By default the splits of those paths that are dataset
+            directories and have them.
+        train_split, validation_split, test_split: names of the splits of dataset directories.
+        do_validation, do_test: False leaves that dataset out.
+        packed_storage: `auto`, or what `path` must be.
+        seq_length: positions of a row; the model's sequence length.
+        seed: of the order of samples.
+        max_train_samples: training goes round after so many samples (not with `single`); by default it never needs to.
+        dataloader_type: whose sampler asks for the samples; see docs/megatron_bridge.md.
+        pad_to_max_length: every batch gets `seq_length` positions; pipeline parallelism and CUDA graphs need it.
+        pad_cu_seqlens: boundaries of one shape, for CUDA graphs.
+        contract: whose keys batches have; `auto` asks the installed Megatron-Bridge.
+        dataset_kwargs: further arguments of `PackedDataset`; recipes of Megatron-Bridge have some, too.
+
+    Example:
+        >>> PackedSFTSettings(path="my_dataset", seq_length=4096).validation_split
+        'validation'
+    """
+
+    path: str | list[str] | None = None
+    weights: list[float] | None = None
+    validation_path: str | list[str] | None = None
+    test_path: str | list[str] | None = None
+    train_split: str = "train"
+    validation_split: str = "validation"
+    test_split: str = "test"
+    do_validation: bool = True
+    do_test: bool = True
+    packed_storage: str = "auto"
+    seq_length: int | None = None
+    seed: int = 1234
+    max_train_samples: int | None = None
+    dataloader_type: str | None = "batch"
+    pad_to_max_length: bool = False
+    pad_cu_seqlens: bool = False
+    contract: str = "auto"
+    dataset_kwargs: dict[str, Any] | None = None
+
+    def build_datasets(
+        self, context: BuildContext
+    ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
+        """The training, validation and test datasets, as long as the run will ask for; None where there is nothing.
+
+        Example:
+            >>> train, validation, test = provider.build_datasets(context)  # doctest: +SKIP
+        """
+        if not self.path:
+            raise InvalidInputError("dataset.path is not set; name the packed data to train on")
+        if not self.seq_length:
+            raise InvalidInputError("dataset.seq_length is not set; give the model's sequence length")
+        num_samples = self.max_train_samples or context.train_samples
+        if self.dataloader_type == "single" and num_samples < context.train_samples:
+            raise InvalidInputError(
+                f"dataset.max_train_samples is {num_samples}, the run asks for {context.train_samples} samples, and "
+                "dataloader_type 'single' does not go round; leave max_train_samples out, or use 'batch'"
+            )
+        train = self._open(_listed(self.path), self.train_split, num_samples, context, weights=self.weights)
+        validation = test = None
+        if self.do_validation:
+            found = self._evaluation_paths(self.validation_path, self.validation_split)
+            validation = self._open(found, self.validation_split, context.valid_samples, context)
+        if self.do_test:
+            found = self._evaluation_paths(self.test_path, self.test_split)
+            test = self._open(found, self.test_split, context.test_samples, context)
+        return train, validation, test
+
+    def _evaluation_paths(self, given: str | list[str] | None, split: str) -> list[str]:
+        if given:
+            return _listed(given)
+        # A shard or a legacy file has no splits: it would be opened whole, and training data be evaluated on.
+        found = [path for path in _listed(self.path) if _has_split(path, split)]
+        if not found:
+            logger.info("no dataset of %s has a split %r; that dataset is left out", self.path, split)
+        return found
+
+    def _open(
+        self, paths: list[str], split: str, num_samples: int, context: BuildContext, weights: list[float] | None = None
+    ) -> PackedDataset | None:
+        if not paths or num_samples < 1:
+            return None
+        assert self.seq_length is not None
+        arguments = dict(self.dataset_kwargs or {})
+        # Megatron-Bridge switches the field on where it needs it; a recipe's arguments must not switch it off again.
+        arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
+        arguments["pad_cu_seqlens"] = self.pad_cu_seqlens or arguments.get("pad_cu_seqlens", False)
+        return create_sft_dataset(
+            paths if len(paths) > 1 else paths[0],
+            context.tokenizer,
+            self.seq_length,
+            split=split,
+            packed_storage=self.packed_storage,
+            weights=weights,
+            max_num_samples=num_samples,
+            seed=self.seed,
+            contract=contract_of(installed_version()) if self.contract == "auto" else self.contract,
+            **arguments,
+        )
+
+    def _packing_specs(self, module: str) -> Any:
+        """Megatron-Bridge's own description of packed data: its checks look at it. Nothing is read from its paths."""
+        return _import(module).PackedSequenceSpecs(
+            packed_sequence_size=self.seq_length or -1, pad_cu_seqlens=self.pad_cu_seqlens
+        )
+
+
+@dataclass(kw_only=True)
+class _SettingsBefore06(PackedSFTSettings):
+    """The specs are a field of FinetuningDatasetConfig; a recipe may bring its own, which mean nothing here."""
+
+    def __post_init__(self) -> None:
+        self.packed_sequence_specs = self._packing_specs("megatron.bridge.data.datasets.packed_sequence")
+
+
+@dataclass(kw_only=True)
+class _SettingsSince06(PackedSFTSettings):
+    """Checks look the specs up by name. The sampler of `batch` shuffles all samples again, over all epochs at once."""
+
+    dataloader_type: str | None = "single"
+    enable_offline_packing = True  # not a field: it is no choice
+
+    @property
+    def offline_packing_specs(self) -> Any:
+        """Megatron-Bridge's own description of packed data."""
+        return self._packing_specs("megatron.bridge.data.packing.config")
+
+    def build_datasets(
+        self, context: BuildContext
+    ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
+        """As in `PackedSFTSettings`."""
+        if self.dataloader_type == "batch":
+            logger.warning(
+                "dataloader_type 'batch' of this Megatron-Bridge shuffles the samples of all epochs together, and "
+                "anew when the number of iterations changes; set dataset.dataloader_type=single to keep epochs apart"
+            )
+        return super().build_datasets(context)
+
+
+def installed_version() -> str:
+    """The version of the installed Megatron-Bridge.
+
+    Example:
+        >>> installed_version()  # doctest: +SKIP
+        '0.3.1'
+    """
+    try:
+        return importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingDependencyError(
+            f"{PROVIDER} needs Megatron-Bridge, which is not installed; install megatron-bridge 0.3 or later"
+        ) from error
+
+
+def contract_of(version: str) -> str:
+    """The contract of batches of a Megatron-Bridge version.
+
+    Example:
+        >>> [contract_of(version) for version in ("0.3.1", "0.5.1", "0.6.2", "0.7.0rc0")]
+        ['bridge_0_3', 'bridge_0_3', 'bridge_0_6', 'bridge_main']
+    """
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    numbers = (int(parts[1]), int(parts[2])) if parts else (0, 0)
+    if numbers < (0, 3):
+        raise MissingDependencyError(f"Megatron-Bridge {version} is too old for {PROVIDER}; install 0.3 or later")
+    if numbers < (0, 6):
+        return "bridge_0_3"
+    return "bridge_0_6" if numbers == (0, 6) else "bridge_main"
+
+
+def allow_as_target() -> None:
+    """Put this package on the allow-list that Megatron-Bridge 0.4 and later have for `_target_`.
+
+    Call it in the script that starts the training, before the config is read. Before 0.4 there is nothing to do.
+
+    Example:
+        >>> allow_as_target()  # doctest: +SKIP
+    """
+    installed_version()
+    utilities = _import("megatron.bridge.utils.instantiate_utils")
+    if hasattr(utilities, "register_allowed_target_prefix"):
+        utilities.register_allowed_target_prefix("megatron_packed_sft.")
+
+
+def __getattr__(name: str) -> Any:
+    """Make the provider when it is first used: without Megatron-Bridge, importing this module works all the same."""
+    if name != PROVIDER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    provider = globals()[PROVIDER] = _make_provider()
+    return provider
+
+
+def _make_provider() -> type:
+    bases: tuple[type, ...]
+    if contract_of(installed_version()) == "bridge_0_3":
+        config = _import("megatron.bridge.training.config")
+        # FinetuningDatasetConfig: Bridge checks micro batch size, sequence length and context parallelism of those
+        # only. DatasetProvider: Bridge calls `build_datasets` of those.
+        bases = (_SettingsBefore06, config.FinetuningDatasetConfig, config.DatasetProvider)
+    else:
+        bases = (_SettingsSince06, _import("megatron.bridge.data.base").DatasetProvider)
+    # Bridge writes the class's name into checkpoints and finds it again by that.
+    names = {"__module__": __name__, "__doc__": PackedSFTSettings.__doc__}
+    return dataclass(kw_only=True)(type(PROVIDER, bases, names))
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Megatron-Bridge {installed_version()} is installed, but {name} cannot be imported ({error}); "
+            "install what it asks for"
+        ) from error
+
+
+def _listed(path: str | list[str] | None) -> list[str]:
+    return [str(one) for one in path] if isinstance(path, list | tuple) else [str(path)]
+
+
+def _has_split(path: str, split: str) -> bool:
+    return (Path(path) / DATASET).is_file() and split in open_dataset(path).splits

@@ -1,0 +1,193 @@
+"""One forward step over a packed batch, in the form that Megatron-Core's pipeline schedules call.
+
+    batch (contract `mcore`) ─▶ packed_seq_params ─┐
+                             ─▶ to_device ─────────┴▶ model ─▶ losses [1, T] ─▶ loss_function ─▶ sum, count, report
+
+Each rank reads its batches itself: the ranks of a tensor- or pipeline-parallel group read the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from megatron_packed_sft.data.collate import widen
+from megatron_packed_sft.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_MODEL_KEYS: Final = ("tokens", "position_ids", "labels", "loss_mask")
+Batch = dict[str, Any]
+Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def packed_seq_params(
+    batch: Mapping[str, Any], *, device: torch.device | None = None, context_parallel: int = 1
+) -> PackedSeqParams:
+    """The boundaries of a packed row, as Megatron-Core's attention and rotary positions take them.
+
+    Repeated last boundaries are dropped, and the row's padding is a sequence of its own, because the last boundary must
+    be the row's length. The longest sequence is measured here: when it is as long as the row, Megatron-Core takes that
+    as a sign that rotary positions run through the whole row.
+
+    Args:
+        batch: of one row, made with the contract `mcore`, `bridge_main` or `bridge_0_6`; best while it is on the CPU.
+        device: where the boundaries go; by default where they are.
+        context_parallel: ranks that share the row; each sequence must be divisible into twice as many pieces.
+
+    Example:
+        >>> batch = {"tokens": torch.zeros(1, 8), "cu_seqlens_q": torch.tensor([[0, 3, 6, 6]])}
+        >>> packed_seq_params(batch).cu_seqlens_q.tolist()  # doctest: +SKIP
+        [0, 3, 6, 8]
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    num_positions = _num_positions(batch)
+    logical = batch["cu_seqlens_q"].flatten().tolist()
+    has_gaps = batch.get("cu_seqlens_q_padded") is not None
+    physical = batch["cu_seqlens_q_padded"].flatten().tolist() if has_gaps else logical
+    if physical[0] != 0 or physical[-1] > num_positions or any(end < start for start, end in pairwise(physical)):
+        raise InvalidInputError(
+            f"the batch's boundaries {physical} do not rise from 0 to at most its {num_positions} positions; make it "
+            "with this package's collate"
+        )
+    num_boundaries = physical.index(physical[-1]) + 1
+    logical, physical = logical[:num_boundaries], physical[:num_boundaries]
+    if physical[-1] < num_positions:
+        logical = [*logical, logical[-1] if has_gaps else num_positions]
+        physical = [*physical, num_positions]
+    lengths = [end - start for start, end in pairwise(physical)]
+    if context_parallel > 1:
+        _refuse_uneven(lengths, 2 * context_parallel)
+    device = batch["cu_seqlens_q"].device if device is None else device
+    ends = torch.tensor(logical, dtype=torch.int32, device=device)
+    padded_ends = None
+    if has_gaps or context_parallel > 1:
+        padded_ends = torch.tensor(physical, dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded_ends,
+        cu_seqlens_kv_padded=padded_ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
+    """The batch with its tensors on `device`, and a `compact` one with the int64 values that models expect.
+
+    Example:
+        >>> to_device({"tokens": torch.zeros(1, 8, dtype=torch.int32)}, torch.device("cpu"))["tokens"].dtype
+        torch.int64
+    """
+    return widen(
+        {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+    )
+
+
+def loss_function(loss_mask: Tensor, output: Tensor) -> Loss:
+    """The loss of the trained tokens, summed: Megatron-Core divides by their number over the whole global batch.
+
+    Args:
+        loss_mask: [1, T], 1 where the prediction counts.
+        output: [1, T], the loss at each position, from a model built with `calculate_per_token_loss=True`.
+
+    Returns:
+        the sum, the number of trained tokens, and both as `{"lm loss": tensor([sum, number])}` for the log, as
+        Megatron-LM reports them: sum these over micro batches and data-parallel ranks, then divide.
+
+    Example:
+        >>> total, num_tokens, _ = loss_function(torch.tensor([[0, 1, 1]]), torch.tensor([[9.0, 2.0, 4.0]]))
+        >>> total.item(), num_tokens.item()
+        (6.0, 2)
+    """
+    losses = output.flatten().float()
+    mask = loss_mask.flatten()
+    total = torch.sum(losses * mask)
+    num_tokens = mask.sum().to(torch.int)
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator[Mapping[str, Any]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], Loss]]:
+    """Run the model on the next batch: the `forward_step_func` of `get_forward_backward_func`.
+
+    Args:
+        data_iterator: batches of one packed row each, or of several rows with a dense `attention_mask`.
+        model: a GPT model of Megatron-Core, bare or wrapped for data parallelism.
+
+    Returns:
+        the model's output, and what makes a loss of the last stage's.
+
+    Example:
+        >>> step = get_forward_backward_func()  # doctest: +SKIP
+        >>> step(forward_step_func=forward_step, data_iterator=iter(loader), model=[model], ...)  # doctest: +SKIP
+    """
+    from megatron.core import parallel_state
+
+    batch = next(data_iterator)
+    device = next(model.parameters()).device
+    own = to_device({key: batch[key] for key in _MODEL_KEYS}, device)
+    dense_mask, boundaries = batch.get("attention_mask"), None
+    if dense_mask is not None and dense_mask.dim() == 4:
+        dense_mask = dense_mask.to(device, non_blocking=True)
+    else:  # also in a pipeline's middle stages, which need neither tokens nor labels
+        dense_mask = None
+        context_parallel = parallel_state.get_context_parallel_world_size()
+        boundaries = packed_seq_params(batch, device=device, context_parallel=context_parallel)
+        if context_parallel > 1:
+            own = _of_this_context_rank(own, boundaries)
+    output = model(
+        own["tokens"],
+        own["position_ids"],
+        dense_mask,
+        labels=own["labels"],
+        packed_seq_params=boundaries,
+    )
+    return output, partial(loss_function, own["loss_mask"])
+
+
+def _num_positions(batch: Mapping[str, Any]) -> int:
+    """Of the only row that there may be."""
+    if "cu_seqlens_q" not in batch:
+        raise InvalidInputError(
+            "the batch has no cu_seqlens_q, so its sequences have no boundaries; make it with the contract 'mcore'"
+        )
+    num_rows, num_positions = batch["tokens"].shape
+    if num_rows != 1:
+        raise InvalidInputError(
+            f"the batch has {num_rows} packed rows, and Megatron-Core takes one; set the micro batch size to 1 and "
+            "pack longer rows instead"
+        )
+    return int(num_positions)
+
+
+def _refuse_uneven(lengths: list[int], multiple: int) -> None:
+    uneven = next((length for length in lengths if length % multiple), None)
+    if uneven is not None:
+        raise InvalidInputError(
+            f"a sequence of {uneven} positions cannot be split for context parallelism into {multiple} equal pieces; "
+            f"prepare the data with pad_seq_to_mult={multiple} and collate it with the same number"
+        )
+
+
+def _of_this_context_rank(batch: Batch, boundaries: PackedSeqParams) -> Batch:
+    """This rank's pieces of each sequence; Transformer Engine says which."""
+    from megatron.core.utils import get_thd_batch_on_this_cp_rank
+
+    longest = torch.tensor([boundaries.max_seqlen_q])
+    ends = (boundaries.cu_seqlens_q, boundaries.cu_seqlens_q_padded)
+    sliced: Batch = get_thd_batch_on_this_cp_rank(batch, *ends, longest)[0]
+    return sliced

@@ -1,0 +1,143 @@
+"""A GPT model of Megatron-Core from plain arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_packed_sft.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_packed_sft.megatron.backend import Backend
+
+
+def build_gpt_model(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    vocab_size: int,
+    max_sequence_length: int,
+    backend: Backend,
+    num_query_groups: int | None = None,
+    ffn_hidden_size: int | None = None,
+    normalization: str = "RMSNorm",
+    swiglu: bool = True,
+    qk_layernorm: bool = False,
+    add_bias_linear: bool = False,
+    tie_embeddings: bool = False,
+    rotary_base: int = 10000,
+    rotary_percent: float = 1.0,
+    dtype: torch.dtype | None = None,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    make_vocab_size_divisible_by: int = 128,
+    calculate_per_token_loss: bool = True,
+    **transformer_config: Any,
+) -> GPTModel:
+    """Build this rank's part of a GPT model with rotary positions; `start_distributed` comes first.
+
+    Args:
+        num_layers: of the whole model, over all pipeline stages.
+        hidden_size: width.
+        num_attention_heads: of the whole model.
+        vocab_size: of the tokenizer; see `make_vocab_size_divisible_by`.
+        max_sequence_length: positions of a row.
+        backend: from `choose_backend`.
+        num_query_groups: heads of keys and values, when there are fewer than heads of queries.
+        ffn_hidden_size: width of the MLP; by default four times `hidden_size`.
+        normalization: `RMSNorm` or `LayerNorm`.
+        swiglu: a gated MLP with SiLU; else GELU.
+        qk_layernorm: normalize queries and keys.
+        add_bias_linear: whether linear layers have biases.
+        tie_embeddings: input and output share one embedding.
+        rotary_base, rotary_percent: of the rotary positions.
+        dtype: of the weights; by default the backend's.
+        pre_process, post_process: whether this part has the embedding and the output layer; by default the first and
+            the last pipeline stage do.
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the tensor-parallel size.
+        calculate_per_token_loss: gradients are averaged over the trained tokens of the global batch, not over rows.
+        transformer_config: further fields of Megatron-Core's `TransformerConfig`, such as `hidden_dropout`; a pipeline
+            whose rows differ in length needs `variable_seq_lengths=True`.
+
+    Example:
+        >>> model = build_gpt_model(  # doctest: +SKIP
+        ...     num_layers=4, hidden_size=256, num_attention_heads=8, num_query_groups=2, vocab_size=32000,
+        ...     max_sequence_length=4096, backend=choose_backend(),
+        ... )
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = backend.default_dtype if dtype is None else dtype
+    on_cpu = backend.device_type == "cpu"
+    if on_cpu and dtype not in (torch.float32, torch.float64):
+        raise InvalidInputError(f"Megatron's optimizer does not take {dtype} on CPU; use torch.float32")
+    if num_query_groups is not None and (num_query_groups < 1 or num_attention_heads % num_query_groups):
+        raise InvalidInputError(
+            f"num_attention_heads {num_attention_heads} cannot be split into num_query_groups {num_query_groups}; "
+            "use a divisor"
+        )
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    fields = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "num_query_groups": num_query_groups,
+        "ffn_hidden_size": ffn_hidden_size,
+        "normalization": normalization,
+        "gated_linear_unit": swiglu,
+        "activation_func": torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
+        "qk_layernorm": qk_layernorm,
+        "add_bias_linear": add_bias_linear,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "use_cpu_initialization": on_cpu,
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable_seq_lengths, even without experts
+        "cuda_graph_scope": [],  # its default says the same, and warns that it is deprecated
+        "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    try:
+        config = TransformerConfig(**{**fields, **transformer_config})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"Megatron-Core refuses this model: {error}; change the model's arguments") from None
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config, normalization=normalization, qk_layernorm=qk_layernorm),
+        vocab_size=padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tensor_parallel),
+        max_sequence_length=max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,
+        post_process=parallel_state.is_pipeline_last_stage() if post_process is None else post_process,
+        share_embeddings_and_output_weights=tie_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+    )
+    return model.to(backend.device, dtype)  # torch's norms do not know of params_dtype
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
+    """The vocabulary with the rows that make it divisible over tensor-parallel ranks.
+
+    Example:
+        >>> padded_vocab_size(32001, tensor_parallel=2)
+        32256
+    """
+    if min(vocab_size, divisible_by, tensor_parallel) < 1:
+        raise InvalidInputError(
+            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {divisible_by} and the tensor-parallel size "
+            f"{tensor_parallel} must be at least 1"
+        )
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple

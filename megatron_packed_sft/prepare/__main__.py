@@ -1,0 +1,8 @@
+"""`python -m megatron_packed_sft.prepare` is `packed-sft prepare`."""
+
+import sys
+
+from megatron_packed_sft.prepare.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

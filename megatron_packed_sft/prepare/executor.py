@@ -1,0 +1,80 @@
+"""Who does the work: this process, or several on this machine. The results are the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol, TypeVar
+
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.storage.process_pool import process_pool
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Executor(Protocol):
+    """Runs one function over many tasks, after a set-up in each process."""
+
+    num_workers: int
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
+    ) -> Iterator[Result]:
+        """Yield results as they come, in any order; take new tasks only as old ones are done."""
+
+
+class LocalExecutor:
+    """Processes of this machine; with one worker, this very process.
+
+    Example:
+        >>> sorted(LocalExecutor(1).run(abs, [-2, 1], int))
+        [1, 2]
+    """
+
+    def __init__(self, num_workers: int | None = None) -> None:
+        if num_workers is not None and num_workers < 1:
+            raise InvalidInputError(f"executor.num_workers is {num_workers}; it must be at least 1")
+        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
+    ) -> Iterator[Result]:
+        """Yield results as they come; at most two tasks per process are waiting, so memory stays bounded."""
+        if self.num_workers == 1:
+            setup(*arguments)
+            yield from map(function, tasks)
+            return
+        with process_pool(self.num_workers, setup, *arguments) as pool:
+            waiting: set[Future[Result]] = set()
+            try:
+                for task in tasks:
+                    waiting.add(pool.submit(function, task))
+                    if len(waiting) >= 2 * self.num_workers:
+                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                        yield from (future.result() for future in done)
+                while waiting:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            except BrokenProcessPool:
+                raise PackedSFTError(
+                    "a worker process died (killed, or out of memory); run the same command again to go on where it "
+                    "stopped, with fewer executor.num_workers if memory was short"
+                ) from None
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def create_executor(kind: str, num_workers: int | None) -> Executor:
+    """The executor of a configuration.
+
+    Example:
+        >>> create_executor("local", 2).num_workers
+        2
+    """
+    if kind != "local":
+        raise InvalidInputError(f"executor.kind is {kind!r}; choose local")
+    return LocalExecutor(num_workers)

@@ -1,0 +1,174 @@
+"""Plans and token stores to what training reads: shards or legacy files, published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
+from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
+from megatron_packed_sft.storage import json_document
+from megatron_packed_sft.storage.atomic import Staging, write_file
+from megatron_packed_sft.storage.checksum import checksum
+from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
+from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1, create_shard_writer
+from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
+from megatron_packed_sft.tokens.store import TokenStore
+
+MADE_BY = "packed-sft prepare"
+LEGACY_NOTE = "prepare.json"  # what dataset.json is to shards
+_BYTES_PER_TOKEN = 5  # int32 id and a byte of mask
+
+
+@dataclass(frozen=True)
+class PublishRequest:
+    """What to publish, and where."""
+
+    output: Path
+    packed_storage: str  # canonical name
+    shard_bytes: int
+    pad_id: int
+    provenance: Mapping[str, Any]
+    card: str
+    num_workers: int
+    progress: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal when the same bytes would be published."""
+        return fingerprint_of(
+            {
+                "stage": "publish",
+                "packed_storage": self.packed_storage,
+                "shard_bytes": self.shard_bytes,
+                "pad_id": self.pad_id,
+                "provenance": dict(self.provenance),
+                "card": self.card,
+            }
+        )
+
+
+def publish(
+    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], work: WorkDirectory
+) -> bool:
+    """Bring the output in line with plans and stores; True when it was so already.
+
+    What an earlier preparation published there is replaced in one step; anything else is left alone, with an error.
+    """
+    noted = work.receipt("publish", request.fingerprint)
+    if noted is not None and noted["published"] == _published(request):
+        return True
+    replace = _may_replace(request.output)
+    write = _write_shards if request.packed_storage == MEMMAP_V1 else _write_legacy
+    write(request, plans, stores, replace)
+    work.write_receipt("publish", request.fingerprint, {"published": _published(request)})
+    return False
+
+
+def num_shards(plan: PackPlan, shard_bytes: int) -> int:
+    """How many shards of about this size hold a plan.
+
+    Example:
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> num_shards(pack([4, 4, 4], pack_size=4), shard_bytes=40)
+        2
+    """
+    return min(math.ceil(plan.num_bins * row_bytes(plan) / shard_bytes), plan.num_bins)
+
+
+def row_bytes(plan: PackPlan) -> int:
+    """What a bin takes on disk, all but."""
+    return max(plan.pack_size, stored_width(plan)) * _BYTES_PER_TOKEN
+
+
+def _write_shards(
+    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], replace: bool
+) -> None:
+    with DatasetWriter(request.output, overwrite=replace) as dataset:
+        for split, plan in plans.items():
+            paths = [dataset.shard_path(split, number) for number in range(num_shards(plan, request.shard_bytes))]
+            materialize_shards(
+                plan,
+                stores[split],
+                paths,
+                num_workers=request.num_workers,
+                pad_id=request.pad_id,
+                progress=request.progress,
+            )
+        dataset.finalize(provenance=request.provenance, card=request.card)
+
+
+def _write_legacy(
+    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], replace: bool
+) -> None:
+    with Staging(request.output, overwrite=replace) as staging:
+        sizes: dict[str, int] = {}
+        for split, plan in plans.items():
+            width = max(plan.pack_size, stored_width(plan))
+            file = staging.path / f"{split}.npy"
+            with create_shard_writer(
+                LEGACY,
+                file,
+                num_bins=plan.num_bins,
+                pack_size=width,
+                vocab_size=stores[split].manifest.vocab_size,
+                pad_id=request.pad_id,
+            ) as writer:
+                materialize(plan, stores[split], writer, width=width, pad_id=request.pad_id, progress=request.progress)
+                writer.finalize()
+            metadata = json.dumps([_pack_metadata(plan)], indent=2) + "\n"
+            write_file(staging.path / f"{split}_metadata.json", metadata.encode())
+            sizes[file.name] = file.stat().st_size
+        write_file(staging.path / "README.md", request.card.encode())
+        note = {"provenance": dict(request.provenance), "sizes": sizes}
+        write_file(staging.path / LEGACY_NOTE, json_document.render(note))
+        staging.publish()
+
+
+def _pack_metadata(plan: PackPlan) -> dict[str, Any]:
+    """What Megatron-Bridge keeps beside a packed file, for `pack_metadata_file_path`."""
+    stats = plan.stats()
+    return {
+        "dataset_max_seqlen": stats.longest_unit,
+        "max_samples_per_bin": stats.max_units_per_bin,
+        "packing_factor": round(stats.mean_units_per_bin, 2),
+        "packing_efficiency": round(100 * stats.utilization, 2),
+        "pack_size": plan.pack_size,
+        "min_packed_seqlen": int(plan.bin_tokens.min()),
+    }
+
+
+def _published(request: PublishRequest) -> str | None:
+    """The fingerprint of what lies at the output, checked as far as opening goes; None when it is not whole."""
+    try:
+        if request.packed_storage == MEMMAP_V1:
+            dataset = open_dataset(request.output)
+            for split in dataset.splits:
+                dataset.open_shards(split)
+            return dataset.fingerprint
+        note = (request.output / LEGACY_NOTE).read_bytes()
+        sizes = json_document.parse(note, LEGACY_NOTE)["sizes"]
+        whole = all((request.output / name).stat().st_size == size for name, size in sizes.items())
+        return checksum(note) if whole else None
+    except (PackedSFTError, OSError, KeyError):
+        return None
+
+
+def _may_replace(output: Path) -> bool:
+    """Whether an earlier preparation published there; anything else must not be touched."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return False
+    for name in (DATASET, LEGACY_NOTE):
+        try:
+            document = json.loads((output / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        provenance = document.get("provenance") if isinstance(document, dict) else None
+        if isinstance(provenance, dict) and provenance.get("made_by") == MADE_BY:
+            return True
+    raise TargetExistsError(f"{output} exists and was not made by {MADE_BY}; remove it or choose another output")

@@ -1,0 +1,112 @@
+"""The inputs of a preparation: named sources, their files found and fingerprinted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from posixpath import basename
+from typing import Any
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.splits import SPLITS
+from megatron_packed_sft.records.files import InputFile, find_files
+from megatron_packed_sft.records.units import Unit, scan_units
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_SMALLEST_UNIT, _LARGEST_UNIT, _UNITS_PER_FILE = 256 << 10, 32 << 20, 64
+_TYPICAL_COMPRESSION = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named source of rows.
+
+    Args:
+        name: in statistics and provenance.
+        paths: files, globs, URLs, or directories saved by Hugging Face `datasets`.
+        schema: a name that `records.schemas` knows, or auto.
+        mapping: dotted keys, for schema `mapping`.
+        weight: how often its training rows are packed.
+        split: where all of its rows go, or None to go by content.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    schema: str = "auto"
+    mapping: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    split: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInputError(f"sources.{self.name}: a source's name is letters, digits, '_', '.' and '-'")
+        if not self.paths:
+            raise InvalidInputError(f"sources.{self.name}.path names no file; give a path, a glob or a list")
+        if not 0 < self.weight <= 1000:
+            raise InvalidInputError(f"sources.{self.name}.weight is {self.weight}; it must be above 0 and at most 1000")
+        if self.split is not None and self.split not in SPLITS:
+            raise InvalidInputError(f"sources.{self.name}.split is {self.split!r}; choose one of {', '.join(SPLITS)}")
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """A source and the files it stands for."""
+
+    source: Source
+    files: tuple[InputFile, ...]
+
+    def units(self) -> Iterator[tuple[Unit, int]]:
+        """Its work, cut independently of how many processes there are; with each unit's share of its file's bytes."""
+        for file in self.files:
+            yield from _with_shares(file, scan_units(file, unit_bytes(file)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides its rows; files by name and content, so that the result does not depend on where they lie."""
+        return {
+            "schema": self.source.schema,
+            "mapping": dict(self.source.mapping),
+            "weight": self.source.weight,
+            "split": self.source.split,
+            "files": [
+                {"name": basename(file.path), "size": file.size, "checksum": file.checksum} for file in self.files
+            ],
+        }
+
+
+def unit_bytes(file: InputFile) -> int:
+    """How much of a file is one unit: small enough to share among many processes, large enough to be worth a part."""
+    return min(max(file.size // _UNITS_PER_FILE, _SMALLEST_UNIT), _LARGEST_UNIT)
+
+
+def _with_shares(file: InputFile, units: Iterator[Unit]) -> Iterator[tuple[Unit, int]]:
+    """Share a file's stored bytes among its units, for progress: exact in all, a guess for each compressed one."""
+    left = file.size
+    current = next(units, None)
+    while current is not None:
+        following = next(units, None)
+        size = len(current.payload) if current.payload is not None else current.stop - current.start
+        share = left if following is None else min(left, size // (_TYPICAL_COMPRESSION if file.compression else 1))
+        left -= share
+        yield current, share
+        current = following
+
+
+def scan(sources: Sequence[Source]) -> list[ScannedSource]:
+    """Find and fingerprint the files of all sources; a file in two sources is an error."""
+    scanned = [ScannedSource(source, tuple(find_files(source.paths))) for source in sources]
+    owners: dict[str, str] = {}
+    for one in scanned:
+        for file in one.files:
+            other = owners.setdefault(file.path, one.source.name)
+            if other != one.source.name:
+                raise InvalidInputError(
+                    f"{file.path} belongs to the sources {other} and {one.source.name}; name it in one of them "
+                    "(weight repeats its rows)"
+                )
+    return scanned

@@ -1,0 +1,184 @@
+"""A preparation's report as text: the summary on the terminal, and the dataset card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_packed_sft.prepare.report import PrepareReport
+from megatron_packed_sft.storage.writers import MEMMAP_V1
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Lines of a table: first column to the left, the others to the right.
+
+    Example:
+        >>> table(["split", "bins"], [["train", 1234]])
+        ['split   bins', 'train  1,234']
+    """
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "file"), counted(2000, "file")
+        ('1 file', '2,000 files')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def summary(report: PrepareReport) -> str:
+    """What was done, what became of every row, and how to use the result."""
+    total = report.total
+    lines = [f"{stage:<8} {what}" for stage, what in report.stages]
+    lines += ["", *_accounting(report), "", *_source_table(report), "", *_split_table(report)]
+    if report.looked_at < 1:
+        share = f"{100 * report.looked_at:.1f} %"
+        lines += [
+            "",
+            f"These are counts over {share} of the input; multiply by {1 / report.looked_at:.1f} for all of it.",
+        ]
+    notes = _notes(report)
+    if notes:
+        lines += ["", *notes]
+    if total.num_rows and not report.stages[-1][0].startswith("dry"):
+        lines += ["", *how_to_use(report)]
+    return "\n".join(lines)
+
+
+def how_to_use(report: PrepareReport) -> list[str]:
+    """The lines for a recipe, and the call that opens the data."""
+    pack_size = next(iter(report.splits.values())).plan.pack_size
+    path = str(report.output) if report.packed_storage == MEMMAP_V1 else str(report.output / "train.npy")
+    return [
+        "Train on it:",
+        f"  torchrun --nproc-per-node 2 recipes/sft.py packed_storage={_short(report)} data.path={path}",
+        "In a recipe:",
+        f"  packed_storage: {_short(report)}",
+        "  data:",
+        f"    path: {path}",
+        "In Python:",
+        "  from megatron_packed_sft import create_sft_dataset",
+        f'  dataset = create_sft_dataset("{path}", tokenizer, seq_length={pack_size})',
+    ]
+
+
+def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
+    """The README.md of the published directory. Depends on the data and the settings alone, not on where they lie."""
+    settings = provenance["settings"]
+    tokenizer, template = provenance["tokenizer"], provenance["chat_template"]
+    facts = "dataset.json" if report.packed_storage == MEMMAP_V1 else "prepare.json"
+    sources = [
+        f"- **{name}** (schema {source['schema']}, weight {source['weight']:g}): "
+        + ", ".join(f"`{file['name']}` ({file['size']:,} bytes, {file['checksum']})" for file in source["files"])
+        for name, source in provenance["sources"].items()
+    ]
+    return "\n".join(
+        [
+            "# Packed SFT data",
+            "",
+            f"Made by `packed-sft prepare`, storage `{report.packed_storage}`. {facts} holds the same facts for",
+            "programs. `packed-sft validate` checks the files.",
+            "",
+            "## Made from",
+            "",
+            *sources,
+            f"- Tokenizer `{tokenizer['name']}`, {tokenizer['fingerprint']}",
+            f"- Chat template `{template['name']}`, {template['fingerprint']}",
+            "",
+            "## What is in it",
+            "",
+            "```",
+            *_split_table(report),
+            "",
+            *_accounting(report),
+            "",
+            *_source_table(report),
+            "```",
+            "",
+            "## Settings",
+            "",
+            "```",
+            *(f"{key}: {value}" for group, values in settings.items() for key, value in _flat(group, values)),
+            "```",
+            "",
+        ]
+    )
+
+
+def _short(report: PrepareReport) -> str:
+    return "memmap_v1" if report.packed_storage == MEMMAP_V1 else "legacy"
+
+
+def _accounting(report: PrepareReport) -> list[str]:
+    total = report.total
+    rows: list[tuple[str, int]] = [("rows read", total.num_rows)]
+    if total.num_repeated:
+        rows.append(("repeated by weight", total.num_repeated))
+    rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped().items())]
+    rows.append(("packed", report.num_packed))
+    return table(["", "rows"], rows)
+
+
+def _source_table(report: PrepareReport) -> list[str]:
+    rows = []
+    for name, counts in report.sources.items():
+        tokens = sum(split.num_tokens for split in counts.splits.values())
+        trained = sum(split.num_trained_tokens for split in counts.splits.values())
+        rows.append(
+            [name, counts.num_rows, counts.num_dropped, counts.num_sequences, tokens, _percent(trained, tokens)]
+        )
+    return table(["source", "rows", "dropped", "sequences", "tokens", "trained"], rows)
+
+
+def _split_table(report: PrepareReport) -> list[str]:
+    rows = []
+    for name, split in report.splits.items():
+        stats, counts = split.plan.stats(), split.counts
+        rows.append(
+            [
+                name,
+                counts.num_sequences,
+                counts.num_tokens,
+                _percent(counts.num_trained_tokens, counts.num_tokens),
+                split.plan.num_bins,
+                split.plan.pack_size,
+                f"{100 * stats.utilization:.2f} %",
+                split.num_shards,
+                f"{split.num_bytes / 1e6:,.1f} MB",
+            ]
+        )
+    return table(["split", "sequences", "tokens", "trained", "bins", "pack size", "full", "files", "on disk"], rows)
+
+
+def _notes(report: PrepareReport) -> list[str]:
+    total = report.total
+    notes = []
+    for reason, shown in sorted(total.examples.items()):
+        notes.append(f"dropped as {reason}, such as: {shown[0]}")
+    if total.num_cut_rows:
+        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} rows, {total.num_cut_tokens:,} tokens")
+    if total.num_straddling:
+        notes.append(
+            f"{total.num_straddling:,} tokens hold characters of a trained turn and of its header; they are trained "
+            "(docs/masks.md)"
+        )
+    return notes
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [entry for key, inner in value.items() for entry in _flat(f"{prefix}.{key}", inner)]
+    return [(prefix, value)]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,38 @@
+"""Worker processes that never outlive the process that started them, not even when it is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
+from typing import Any
+
+
+def process_pool(num_workers: int, initializer: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """A pool of spawned processes; each runs `initializer(*arguments)` once.
+
+    Spawned, because the caller may have threads (a progress bar has one), which a fork would cut off. A worker of
+    Python's own pool waits for ever when its parent is killed: it holds both ends of the queue that it reads from.
+
+    Example:
+        >>> with process_pool(2, int) as pool:  # doctest: +SKIP
+        ...     pool.submit(len, "four").result()
+        4
+    """
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(num_workers, context, _start_worker, (initializer, arguments))
+
+
+def _start_worker(initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    initializer(*arguments)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

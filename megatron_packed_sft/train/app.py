@@ -1,0 +1,194 @@
+"""`packed-sft train` and recipes/sft.py: from a configuration to a trained model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_packed_sft.config.application import as_yaml, run_application
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.atomic import os_errors, replace_file
+from megatron_packed_sft.train.batch import StepPlan, data_parallel_size, plan_steps
+from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
+from megatron_packed_sft.train.failures import first_rank_speaks, lost_ranks_explained, num_ranks, own_rank
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.megatron.backend import Backend
+    from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
+    from megatron_packed_sft.train.data import TrainingData
+
+_DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
+
+Start it with torchrun for several processes. It uses NCCL and Transformer Engine where CUDA is, else gloo and the CPU.
+Run the same command again to go on from the newest checkpoint."""
+
+_EXAMPLES = """  packed-sft train data.path=my_dataset
+  torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
+  torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
+  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
+
+
+class Resumption(NamedTuple):
+    """The checkpoint to go on from, and its state."""
+
+    checkpoint: Path
+    state: TrainingState
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the training application and return its exit code.
+
+    Example:
+        >>> main(["data.path=my_dataset", "train.steps=20"])  # doctest: +SKIP
+        0
+    """
+    return run_application(
+        train,
+        name="train",
+        schema=TrainConfig,
+        description=_DESCRIPTION,
+        examples=_EXAMPLES,
+        look_alikes=LOOK_ALIKES,
+        argv=argv,
+    )
+
+
+def train(config: TrainConfig) -> None:
+    """Train as the configuration says.
+
+    Example:
+        >>> train(config)  # doctest: +SKIP
+    """
+    with first_rank_speaks():
+        _train(config)
+
+
+def _train(config: TrainConfig) -> None:
+    # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
+    from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint
+    from megatron_packed_sft.train.data import open_data
+    from megatron_packed_sft.train.parts import check_settings
+
+    check_settings(config.optimizer)
+    for key, value in {"train.log_every": config.train.log_every, "validation.steps": config.validation.steps}.items():
+        if value is not None and value < 1:
+            raise InvalidInputError(f"{key} is {value}; it must be at least 1")
+    data = open_data(config)
+    figures = data.dataset.source.figures
+    plan = plan_steps(
+        config.train,
+        num_bins=len(data.dataset),
+        num_sequences=figures.num_sequences,
+        data_parallel_size=data_parallel_size(num_ranks(), config.parallel),
+    )
+    output = Path(config.output).absolute()
+    checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
+    resumption = None
+    checkpoint = find_checkpoint(config.resume, checkpoints)
+    if checkpoint is not None:
+        resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
+        _refuse_other_run(resumption, config, data)
+    if own_rank() == 0:
+        with os_errors("create", output):
+            output.mkdir(parents=True, exist_ok=True)
+        replace_file(output / "config.yaml", as_yaml(config).encode())
+
+    _silence_known_warnings()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's advice for tensor parallelism
+    from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
+
+    backend = choose_backend()
+    with lost_ranks_explained():
+        start_distributed(
+            backend,
+            tensor_parallel=config.parallel.tensor,
+            pipeline_parallel=config.parallel.pipeline,
+            seed=config.seed,
+        )
+        _run(config, data, plan, checkpoints, resumption, backend)
+        stop_distributed()
+
+
+def _run(
+    config: TrainConfig,
+    data: TrainingData,
+    plan: StepPlan,
+    checkpoints: CheckpointDirectory,
+    resumption: Resumption | None,
+    backend: Backend,
+) -> None:
+    import torch
+
+    from megatron_packed_sft.train.loop import Trainer
+    from megatron_packed_sft.train.metrics import MetricsFile
+    from megatron_packed_sft.train.parts import build_parts
+    from megatron_packed_sft.train.report import ConsoleReporter, Reporter
+
+    chosen = [resumption]  # rank 0 decides: on a shared file system the others may see an older listing
+    torch.distributed.broadcast_object_list(chosen, src=0)
+    [resumption] = chosen
+    parts = build_parts(
+        config.model,
+        config.optimizer,
+        backend=backend,
+        vocab_size=data.vocab_size,
+        sequence_length=data.sequence_length,
+        num_steps=plan.num_steps,
+        samples_per_step=plan.bins_per_step,
+    )
+    trainer = Trainer(config, data, plan, parts, checkpoints, backend.device)
+    if resumption is not None:
+        trainer.resume(resumption.checkpoint, resumption.state)
+    reporter = Reporter()
+    if own_rank() == 0:
+        metrics = MetricsFile(config.output, first_step=trainer.step)
+        reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=plan.num_steps)
+    for line in _opening_lines(data, plan, backend, resumption):
+        reporter.say(line)
+    try:
+        reporter.summarize(trainer.run(reporter))
+    finally:
+        reporter.close()
+
+
+def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData) -> None:
+    """Refuse to go on with another model or other data, in the words of the configuration."""
+    from megatron_packed_sft.train.checkpoint import model_shape, refuse_other_model
+    from megatron_packed_sft.train.data import training_loader
+
+    checkpoint, state = resumption
+    refuse_other_model(checkpoint, state.model, model_shape(config.model, data.vocab_size))
+    try:
+        training_loader(data, config).load_state_dict(dict(state.data))
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"cannot resume from {checkpoint}: {error}; in this recipe the key is data.allow_mismatch"
+        ) from None
+
+
+def _silence_known_warnings() -> None:
+    """What Megatron-Core tells every process about Apex, and about its own use of torch: nothing a user can act on."""
+    for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message, category=UserWarning)
+    for message in ("`load_state_dict` is deprecated", "Please use DTensor"):
+        warnings.filterwarnings("ignore", message, category=FutureWarning)
+
+
+def _opening_lines(
+    data: TrainingData, plan: StepPlan, backend: Backend, resumption: Resumption | None
+) -> Iterator[str]:
+    source = data.dataset.source
+    yield f"data: {source.description}, {len(data.dataset):,} rows of up to {source.figures.pack_size:,} tokens"
+    for name, dataset in data.validation.items():
+        yield f"validation: {name}, {len(dataset):,} rows"
+    yield (
+        f"steps: {plan.num_steps:,} of {plan.bins_per_step} rows, {plan.num_microbatches} forward passes each on "
+        f"{num_ranks()} rank{'' if num_ranks() == 1 else 's'} ({backend.device_type}, {backend.distributed_backend})"
+    )
+    for warning in plan.warnings:
+        yield f"warning: {warning}"
+    if resumption is not None:
+        yield f"resumed from {resumption.checkpoint}"

@@ -1,0 +1,242 @@
+"""The recipe's data: packed rows opened and checked, and the loaders that train and validate on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_packed_sft.data.contracts import Batch
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.loader import PackedLoader
+from megatron_packed_sft.data.order import SampleOrder
+from megatron_packed_sft.data.sources import JoinedSource, RowSource, ShardSource
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.manifest import ShardManifest
+from megatron_packed_sft.tokens.store import open_token_store
+from megatron_packed_sft.train.config import DataConfig, TrainConfig
+
+_ROW_MULTIPLE = 16  # what rows are padded to
+_OWN_SPLIT = "validation"  # what the metrics call the dataset's own validation split
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What the run reads.
+
+    Args:
+        dataset: what is trained on.
+        validation: name -> what is validated on.
+        sequence_length: positions that rows may have.
+        vocab_size: all ids are below it.
+    """
+
+    dataset: PackedDataset
+    validation: Mapping[str, PackedDataset]
+    sequence_length: int
+    vocab_size: int
+
+
+def open_data(config: TrainConfig) -> TrainingData:
+    """Open all data of a run and refuse what cannot be trained on.
+
+    Example:
+        >>> open_data(config).sequence_length  # doctest: +SKIP
+        4096
+    """
+    data = config.data
+    tokenizer = None if data.tokenizer is None else _load_tokenizer(data.tokenizer)
+    token_ids: Any = (data.eos_id or 0) if tokenizer is None else tokenizer
+    found = create_sft_dataset(
+        data.path,
+        token_ids,
+        split=data.split,
+        packed_storage=config.packed_storage if data.plan is None else "auto",
+        plan=data.plan,
+        weights=data.weights,
+        seed=config.seed,
+        allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
+    )
+    held_out = {
+        name: create_sft_dataset(
+            path,
+            token_ids,
+            split=config.validation.split,
+            allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
+        )
+        for name, path in _validation_paths(config).items()
+    }
+    manifests = [manifest for one in (found, *held_out.values()) for manifest in _manifests(one.source)]
+    if tokenizer is None and data.eos_id is None:
+        token_ids = next((manifest.pad_id for manifest in manifests if manifest.pad_id is not None), 0)
+    length = _sequence_length(data, [found.source, *(one.source for one in held_out.values())])
+
+    def sized(opened: PackedDataset) -> PackedDataset:
+        blend = opened.sampling_order
+        return PackedDataset(
+            opened.source,
+            token_ids,
+            max_seq_length=length,
+            order=blend,
+            max_num_samples=None if blend is None else len(opened),
+            pad_seq_length_to_mult=_ROW_MULTIPLE,
+            pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
+            allow_tokenizer_mismatch=True,  # checked when it was opened
+        )
+
+    return TrainingData(
+        dataset=sized(found),
+        validation={name: sized(one) for name, one in held_out.items()},
+        sequence_length=length,
+        vocab_size=_vocab_size(
+            config.model.vocab_size,
+            [
+                *(manifest.vocab_size for manifest in manifests),
+                None if tokenizer is None else tokenizer.vocab_size,
+                None if data.plan is None else open_token_store(data.path).manifest.vocab_size,
+            ],
+            found.source.description,
+        ),
+    )
+
+
+def training_loader(
+    data: TrainingData,
+    config: TrainConfig,
+    *,
+    global_batch_size: int | None = None,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+) -> PackedLoader:
+    """The endless stream of training batches; its state goes into checkpoints.
+
+    Args:
+        data: what `open_data` returned.
+        config: gives the seed and what may differ on resume.
+        global_batch_size: packed rows per step.
+        data_parallel_rank: which of them are ours.
+        data_parallel_size: number of ranks that share them.
+
+    Example:
+        >>> next(iter(training_loader(data, config, global_batch_size=8)))["tokens"]  # doctest: +SKIP
+    """
+    dataset = data.dataset
+    order = None
+    if dataset.sampling_order is None:
+        # Without the fingerprint as a key: the same rows come in the same order from any storage. The state carries
+        # the dataset's fingerprint all the same.
+        order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
+    elif not config.data.shuffle:
+        raise InvalidInputError("data.shuffle=false does not go with data.weights; leave one of them out")
+    return PackedLoader(
+        dataset,
+        prefetch=config.data.prefetch,
+        global_batch_size=global_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        num_epochs=None,
+        order=order,
+        allow_mismatch=tuple(config.data.allow_mismatch),
+    )
+
+
+def validation_loader(
+    dataset: PackedDataset, config: TrainConfig, *, data_parallel_rank: int = 0, data_parallel_size: int = 1
+) -> PackedLoader:
+    """One pass over a dataset in stored order; the last batch is filled up with rows that have no loss.
+
+    Example:
+        >>> len(validation_loader(data.validation["validation"], config))  # doctest: +SKIP
+        12
+    """
+    return PackedLoader(
+        dataset,
+        prefetch=config.data.prefetch,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        drop_last=False,
+    )
+
+
+class CountedBatches(Iterator[Batch]):
+    """Batches on their way to the model, and how much went through since the last `take_counts`.
+
+    Example:
+        >>> batches = CountedBatches(iter([{"tokens": torch.zeros(1, 16), "token_count": [13]}]))  # doctest: +SKIP
+        >>> _ = next(batches); batches.take_counts()  # doctest: +SKIP
+        (13, 16)
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._num_tokens = 0
+        self._num_positions = 0
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._num_tokens += sum(batch["token_count"])
+        self._num_positions += batch["tokens"].numel()
+        return batch
+
+    def take_counts(self) -> tuple[int, int]:
+        """(tokens, positions) since the last call; positions without a token are padding."""
+        counts = self._num_tokens, self._num_positions
+        self._num_tokens = self._num_positions = 0
+        return counts
+
+
+def _load_tokenizer(path: str) -> Any:
+    from megatron_packed_sft.encode.load import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _validation_paths(config: TrainConfig) -> dict[str, str]:
+    paths = {path: path for path in config.validation.paths}
+    own = config.data.path
+    if isinstance(own, str) and (Path(own) / DATASET).exists() and config.validation.split in open_dataset(own).splits:
+        paths[_OWN_SPLIT] = own
+    return paths
+
+
+def _sequence_length(data: DataConfig, sources: list[RowSource]) -> int:
+    longest = max(sources, key=lambda source: source.figures.pack_size)
+    pack_size = longest.figures.pack_size
+    if data.sequence_length is None:
+        # Rows are padded to a multiple of 16, or to less where this is the limit. Legacy files call their longest row
+        # the pack size; rounded up, their batches have the same shapes as those of shards, and the same losses.
+        return -(-pack_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    if data.sequence_length < pack_size:
+        raise InvalidInputError(
+            f"data.sequence_length is {data.sequence_length}, but rows of {longest.description} have up to "
+            f"{pack_size} tokens; leave the key out to take {pack_size}, or pack the data again for "
+            f"{data.sequence_length}"
+        )
+    return data.sequence_length
+
+
+def _manifests(source: RowSource) -> list[ShardManifest]:
+    if isinstance(source, JoinedSource):
+        return [manifest for part in source.sources for manifest in _manifests(part)]
+    if not isinstance(source, ShardSource):
+        return []
+    # Shards of one tokenizer agree on the vocabulary; without one, each recorded the ids that it happened to see.
+    num_needed = 1 if source.figures.tokenizer else len(source.references)
+    return [source.shard(number).manifest for number in range(num_needed)]
+
+
+def _vocab_size(asked: int | None, recorded: list[int | None], description: str) -> int:
+    known = [size for size in recorded if size is not None]
+    if asked is None and not known:
+        raise InvalidInputError(
+            f"{description} does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer"
+        )
+    if asked is not None and known and asked < max(known):
+        raise InvalidInputError(
+            f"model.vocab_size is {asked}, but the data has ids up to {max(known) - 1}; leave the key out to take "
+            f"{max(known)}"
+        )
+    return asked if asked is not None else max(known)

@@ -1,0 +1,183 @@
+"""The loop: steps, records, checkpoints and validations, until the last step or until somebody asks to stop.
+
+loader ─▶ micro batches ─▶ pipeline schedule ─▶ gradients ─▶ optimizer, scheduler     one step
+                                └─ losses ─▶ meter ─▶ record ─▶ reporter              every log_every steps
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron_packed_sft.data.contracts import Batch
+from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.megatron.forward_step import forward_step
+from megatron_packed_sft.train.batch import StepPlan
+from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, model_shape
+from megatron_packed_sft.train.config import TrainConfig
+from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
+from megatron_packed_sft.train.metrics import StepMeter, step_record
+from megatron_packed_sft.train.parts import TrainingParts
+from megatron_packed_sft.train.report import Reporter
+from megatron_packed_sft.train.signals import StopRequest
+
+_LOSS = "lm loss"  # what `forward_step` calls its report
+
+
+class Trainer:
+    """A run in progress.
+
+    Args:
+        config: the run's configuration.
+        data: what `open_data` returned.
+        plan: what a step is, and how many there are.
+        parts: model, optimizer and scheduler.
+        checkpoints: where checkpoints go.
+        device: where this rank computes.
+
+    Example:
+        >>> Trainer(config, data, plan, parts, checkpoints, device).run(Reporter())  # doctest: +SKIP
+        'finished'
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: TrainingData,
+        plan: StepPlan,
+        parts: TrainingParts,
+        checkpoints: CheckpointDirectory,
+        device: torch.device,
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._config = config
+        self._data = data
+        self._plan = plan
+        self._parts = parts
+        self._checkpoints = checkpoints
+        self._device = device
+        # The last stage has the losses, and tensor-parallel ranks have the same ones: one of them counts.
+        is_last_stage = parallel_state.is_pipeline_last_stage()
+        self._is_counted = is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._ranks = {
+            "data_parallel_rank": parallel_state.get_data_parallel_rank(),
+            "data_parallel_size": parallel_state.get_data_parallel_world_size(),
+        }
+        self._loader = training_loader(data, config, global_batch_size=plan.bins_per_step, **self._ranks)
+        self._forward_backward: Callable[..., list[dict[str, torch.Tensor]]] = get_forward_backward_func()
+        self.step = 0
+
+    def resume(self, checkpoint: Path, state: TrainingState) -> None:
+        """Go on where a checkpoint was saved; a collective call."""
+        self._loader.load_state_dict(dict(state.data))
+        self._parts.load(checkpoint, state.scheduler)
+        self.step = state.step
+
+    def run(self, reporter: Reporter) -> Literal["finished", "stopped"]:
+        """Train to the last step; on SIGTERM save and stop early."""
+        config = self._config
+        meter = self._meter()
+        batches = CountedBatches(iter(self._loader))
+        with StopRequest() as stop:
+            if self.step == 0 and config.validation.at_start:
+                self._validate(reporter)
+            while self.step < self._plan.num_steps:
+                learning_rate, grad_norm = self._train_step(batches, meter)
+                is_last = self.step == self._plan.num_steps
+                is_stopping = stop.was_made_anywhere(self._device)
+                if is_last or is_stopping or _is_due(self.step, config.train.log_every):
+                    self._record(meter, learning_rate, grad_norm, reporter)
+                if is_last or is_stopping or _is_due(self.step, config.checkpoint.every):
+                    self._save(reporter)
+                if is_stopping and not is_last:
+                    return "stopped"
+                if is_last or _is_due(self.step, config.validation.every):
+                    self._validate(reporter)
+        return "finished"
+
+    def _train_step(self, batches: CountedBatches, meter: StepMeter) -> tuple[float, float]:
+        """One optimizer step; returns the learning rate it was done with, and the gradients' norm."""
+        start, waited_before = time.perf_counter(), self._loader.wait_seconds
+        model, optimizer, scheduler = self._parts.model, self._parts.optimizer, self._parts.scheduler
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        meter.add_losses(self._pass(batches, self._plan.num_microbatches, forward_only=False))
+        learning_rate: float = optimizer.param_groups[0]["lr"]  # all groups follow the same schedule
+        _, norm, _ = optimizer.step()
+        grad_norm = math.nan if norm is None else float(norm)  # None: clipping is off, so nobody has measured it
+        self.step += 1
+        if norm is not None and not math.isfinite(grad_norm):
+            raise PackedSFTError(
+                f"the gradients of step {self.step} are not finite (norm {grad_norm}); resume from the last "
+                "checkpoint with a lower optimizer.learning_rate, and look at the rows of that step"
+            )
+        scheduler.step(increment=self._plan.bins_per_step)
+        num_tokens, num_positions = batches.take_counts()
+        meter.add_step(
+            num_tokens=num_tokens,
+            num_positions=num_positions,
+            seconds=time.perf_counter() - start,
+            data_seconds=self._loader.wait_seconds - waited_before,
+        )
+        return learning_rate, grad_norm
+
+    def _pass(self, batches: Iterator[Batch], num_microbatches: int, *, forward_only: bool) -> list[torch.Tensor]:
+        """Run the pipeline schedule over micro batches; (loss sum, trained tokens) of each, on the last stage."""
+        reports = self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[self._parts.model],
+            num_microbatches=num_microbatches,
+            seq_length=self._data.sequence_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return [report[_LOSS] for report in reports]
+
+    def _record(self, meter: StepMeter, learning_rate: float, grad_norm: float, reporter: Reporter) -> None:
+        totals = meter.take()
+        record = step_record(
+            totals,
+            step=self.step,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            consumed_samples=self._loader.consumed_samples,
+            num_samples=len(self._data.dataset),
+        )
+        reporter.on_steps(record, totals)
+
+    def _save(self, reporter: Reporter) -> None:
+        state = TrainingState(
+            step=self.step,
+            data=self._loader.state_dict(),
+            scheduler=self._parts.scheduler.state_dict(),
+            model=model_shape(self._config.model, self._data.vocab_size),
+        )
+        reporter.on_checkpoint(self._checkpoints.save(self._parts.sharded_state(), state))
+
+    def _validate(self, reporter: Reporter) -> None:
+        self._parts.model.eval()
+        for name, dataset in self._data.validation.items():
+            loader = validation_loader(dataset, self._config, **self._ranks)
+            num_microbatches = len(loader)
+            if self._config.validation.steps is not None:
+                num_microbatches = min(num_microbatches, self._config.validation.steps * self._plan.num_microbatches)
+            meter = self._meter()
+            meter.add_losses(self._pass(iter(loader), num_microbatches, forward_only=True))
+            totals = meter.take()
+            reporter.on_validation(name, self.step, totals.loss, totals.num_trained)
+        self._parts.model.train()
+
+    def _meter(self) -> StepMeter:
+        return StepMeter(self._device, is_counted=self._is_counted)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,245 @@
+"""The numbers people watch: added up over micro batches and ranks, and kept as one JSON object per line.
+
+rank 0   loss sum, trained tokens, tokens, positions ─┐
+rank 1   loss sum, trained tokens, tokens, positions ─┴─ all-reduce ─▶ loss = sum / count, exactly ─▶ metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatron_packed_sft.storage.atomic import os_errors, replace_file
+
+METRICS: Final = "metrics.jsonl"
+TENSORBOARD: Final = "tensorboard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What is said of the steps since the record before.
+
+    Args:
+        step: the last of these steps, counted from 1.
+        loss: mean over the trained tokens of all ranks.
+        learning_rate, grad_norm: of the last step.
+        tokens_per_second, trained_tokens_per_second: over all ranks.
+        padding_share: positions without a token.
+        data_share: part of the time that the slowest rank waited for batches.
+        step_seconds: mean.
+        epoch: passes over the data so far.
+        consumed_samples: packed rows so far.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float
+    trained_tokens_per_second: float
+    padding_share: float
+    data_share: float
+    step_seconds: float
+    epoch: float
+    consumed_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over some steps and all ranks."""
+
+    num_steps: int
+    loss_sum: float
+    num_trained: int
+    num_tokens: int
+    num_positions: int
+    seconds: float
+    data_seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Per trained token; NaN when there was none."""
+        return self.loss_sum / self.num_trained if self.num_trained else float("nan")
+
+
+class StepMeter:
+    """Adds up what steps report, on the device and without waiting for it, until `take` brings all ranks together.
+
+    Args:
+        device: where the losses are.
+        is_counted: whether what this rank reports goes into the sums; ranks that do the same work must not all be.
+
+    Example:
+        >>> meter = StepMeter(torch.device("cpu"), is_counted=True)
+        >>> meter.add_losses([torch.tensor([6.0, 3.0])])
+        >>> meter.take().loss  # doctest: +SKIP
+        2.0
+    """
+
+    def __init__(self, device: torch.device, *, is_counted: bool) -> None:
+        self._device = device
+        self._is_counted = is_counted
+        self._restart()
+
+    def _restart(self) -> None:
+        self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._counts = [0, 0]
+        self._num_steps = 0
+        self._seconds = [0.0, 0.0]
+
+    def add_losses(self, losses: list[torch.Tensor]) -> None:
+        """Add (loss sum, trained tokens) of micro batches."""
+        if self._is_counted:
+            for loss in losses:
+                self._loss += loss.detach().to(torch.float64)
+
+    def add_step(self, *, num_tokens: int, num_positions: int, seconds: float, data_seconds: float) -> None:
+        """Add what a step read, how long it took, and how long of that it waited for data."""
+        self._num_steps += 1
+        self._seconds[0] += seconds
+        self._seconds[1] += data_seconds
+        if self._is_counted:
+            self._counts[0] += num_tokens
+            self._counts[1] += num_positions
+
+    def take(self) -> Totals:
+        """The sums over all ranks since the last call; a collective call."""
+        sums = torch.cat([self._loss, torch.tensor(self._counts, dtype=torch.float64, device=self._device)])
+        torch.distributed.all_reduce(sums)
+        slowest = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
+        loss_sum, num_trained, num_tokens, num_positions = sums.tolist()
+        seconds, data_seconds = slowest.tolist()
+        totals = Totals(
+            num_steps=self._num_steps,
+            loss_sum=loss_sum,
+            num_trained=round(num_trained),
+            num_tokens=round(num_tokens),
+            num_positions=round(num_positions),
+            seconds=seconds,
+            data_seconds=data_seconds,
+        )
+        self._restart()
+        return totals
+
+
+def step_record(
+    totals: Totals, *, step: int, learning_rate: float, grad_norm: float, consumed_samples: int, num_samples: int
+) -> StepRecord:
+    """Make a record of sums.
+
+    Example:
+        >>> totals = Totals(num_steps=1, loss_sum=6.0, num_trained=3, num_tokens=8, num_positions=16, seconds=2.0,
+        ...                 data_seconds=0.1)
+        >>> record = step_record(totals, step=1, learning_rate=1e-4, grad_norm=1.0, consumed_samples=4, num_samples=8)
+        >>> record.loss, record.padding_share, record.tokens_per_second, record.epoch
+        (2.0, 0.5, 4.0, 0.5)
+    """
+    return StepRecord(
+        step=step,
+        loss=totals.loss,
+        learning_rate=learning_rate,
+        grad_norm=grad_norm,
+        tokens_per_second=totals.num_tokens / totals.seconds,
+        trained_tokens_per_second=totals.num_trained / totals.seconds,
+        padding_share=1 - totals.num_tokens / totals.num_positions,
+        data_share=totals.data_seconds / totals.seconds,
+        step_seconds=totals.seconds / totals.num_steps,
+        epoch=consumed_samples / num_samples,
+        consumed_samples=consumed_samples,
+    )
+
+
+class MetricsFile:
+    """metrics.jsonl of a run, and TensorBoard's files when that is installed.
+
+    Args:
+        directory: the run's.
+        first_step: records after this step are of a run that was cut off, and go; 0 starts a new file.
+
+    Example:
+        >>> with MetricsFile("runs/sft", first_step=20) as metrics:  # doctest: +SKIP
+        ...     metrics.write_step(record)
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, first_step: int) -> None:
+        self.path = Path(directory) / METRICS
+        kept = [line for line in self._lines() if _step_of(line) <= first_step] if first_step else []
+        replace_file(self.path, b"".join(kept))
+        with os_errors("open", self.path):
+            self._file = open(self.path, "ab")  # noqa: SIM115  # closed by close()
+        self._tensorboard = _tensorboard_writer(Path(directory) / TENSORBOARD, first_step)
+
+    def write_step(self, record: StepRecord) -> None:
+        """Write a record of steps."""
+        self._write("step", asdict(record))
+
+    def write_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
+        """Write a validation loss."""
+        self._write("validation", {"step": step, "name": name, "loss": loss, "num_trained": num_trained}, f"_{name}")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _write(self, event: str, values: Mapping[str, Any], suffix: str = "") -> None:
+        # JSON has no NaN: the loss of a batch without trained tokens is null.
+        plain = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        with os_errors("write", self.path):
+            # One line in one call, so that a reader never sees half of it.
+            self._file.write(json.dumps({"event": event, **plain}).encode() + b"\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._tensorboard.add_scalar(f"{event}{suffix}/{name}", value, values["step"])
+
+    def _lines(self) -> list[bytes]:
+        if not self.path.exists():
+            return []
+        with os_errors("read", self.path):
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        return [line for line in lines if line.endswith(b"\n")]  # a killed run may leave half a line
+
+
+def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl.
+
+    Example:
+        >>> [record["loss"] for record in read_metrics("runs/sft/metrics.jsonl")]  # doctest: +SKIP
+    """
+    with os_errors("read", path), open(path, "rb") as file:
+        records = [json.loads(line) for line in file]
+    return [record for record in records if record["event"] == event]
+
+
+def _step_of(line: bytes) -> int:
+    return int(json.loads(line)["step"])
+
+
+def _tensorboard_writer(directory: Path, first_step: int) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    make: Callable[..., Any] = SummaryWriter  # it has no type annotations
+    return make(str(directory), purge_step=first_step + 1)

@@ -1,0 +1,159 @@
+"""Hydra applications: typed configuration in, exit code out, one sentence for every mistake."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_packed_sft.config import application
+from megatron_packed_sft.config.application import as_yaml, run_application
+from megatron_packed_sft.errors import InvalidInputError, ShardError
+
+
+@dataclass
+class Inner:
+    pack_size: int = 4096
+
+
+@dataclass
+class Settings:
+    output: str = "???"
+    packing: Inner = field(default_factory=Inner)
+    packed_storage: str = "none"
+    extra: dict[str, Any] = field(default_factory=dict)
+    quiet: bool = False
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "conf"
+    (directory / "storage").mkdir(parents=True)
+    for name in ("memmap_v1", "legacy"):
+        (directory / "storage" / f"{name}.yaml").write_text(f"# @package _global_\npacked_storage: {name}\n")
+    (directory / "sample.yaml").write_text(
+        textwrap.dedent(
+            """
+            defaults: [sample_schema, {storage: memmap_v1}, _self_, {override hydra/job_logging: none},
+                       {override hydra/hydra_logging: none}]
+            hydra: {output_subdir: null, run: {dir: .}}
+            """
+        )
+    )
+    monkeypatch.setattr(application, "config_directory", lambda: directory)
+    monkeypatch.chdir(tmp_path)
+    return directory
+
+
+def run(*arguments: str, task: Any = None) -> tuple[int, list[Settings]]:
+    seen: list[Settings] = []
+    code = run_application(
+        task or seen.append,
+        name="sample",
+        schema=Settings,
+        description="Does nothing.",
+        examples="  packed-sft sample output=x",
+        flags={"--quiet": "quiet=true"},
+        look_alikes={"packing_length": "packing.pack_size"},
+        argv=arguments,
+    )
+    return code, seen
+
+
+def test_the_task_gets_an_instance_of_the_schema(conf: Path) -> None:
+    code, [settings] = run("output=x", "packing.pack_size=8", "storage=legacy", "--quiet")
+    assert code == 0
+    assert settings == Settings("x", Inner(8), "legacy", {}, quiet=True)
+
+
+def test_the_working_directory_stays_clean(conf: Path) -> None:
+    run("output=x")
+    assert os.listdir(conf.parent) == ["conf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "output has no value; give it on the command line, output=..."),
+        (["output=x", "packing.pack_sze=3"], "packing.pack_sze is not a key; did you mean packing.pack_size?"),
+        (["output=x", "pack_size=3"], "pack_size is not a key; did you mean packing.pack_size?"),
+        (["output=x", "packing_length=3"], "packing_length is not a key; use packing.pack_size"),
+        (["output=x", "+packing_length=3"], "packing_length is not a key; use packing.pack_size"),
+        (["output=x", "zzz=3"], "zzz is not a key; --help lists them all"),
+        (
+            ["output=x", "packing.pack_size=many"],
+            "packing.pack_size: Value 'many' of type 'str' could not be converted",
+        ),
+        (["output=x", "packing.pack_size=1.5"], "packing.pack_size: Value '1.5' of type 'float'"),
+        (["output=x", "storage=other"], "Available options in 'storage': legacy memmap_v1"),
+        (["output=x", "+extra._target_=os.system"], "extra._target_ is 'os.system'; it must begin with"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_keys_path(
+    conf: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    code, seen = run(*arguments)
+    output = capfd.readouterr()
+    assert (code, seen, output.out) == (2, [], "")
+    assert sentence in output.err
+    assert output.err.startswith("packed-sft sample: error: ")
+    assert output.err.count("\n") == 1
+
+
+def test_our_own_targets_are_allowed(conf: Path) -> None:
+    code, [settings] = run("output=x", "+extra._target_=megatron_packed_sft.storage.validate.validate")
+    assert code == 0
+    assert settings.extra == {"_target_": "megatron_packed_sft.storage.validate.validate"}
+
+
+def test_targets_are_found_inside_lists(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("output=x", "+extra.steps=[{_target_: subprocess.run}]")[0] == 2
+    assert "extra.steps.0._target_ is 'subprocess.run'" in capfd.readouterr().err
+
+
+def test_every_combination_of_a_multirun_is_run(conf: Path) -> None:
+    code, seen = run("output=x", "packing.pack_size=8,16", "--multirun")
+    assert code == 0
+    assert [settings.packing.pack_size for settings in seen] == [8, 16]
+
+
+def test_cfg_job_prints_the_configuration_and_does_not_run(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, seen = run("output=x", "packing.pack_size=8", "--cfg", "job")
+    assert (code, seen) == (0, [])
+    assert "pack_size: 8" in capfd.readouterr().out
+
+
+def test_help_shows_examples_flags_groups_and_defaults(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == (0, [])
+    shown = capfd.readouterr().out
+    for wanted in ("Does nothing.", "packed-sft sample output=x", "--quiet", "storage", "pack_size: 4096"):
+        assert wanted in shown
+
+
+@pytest.mark.parametrize(("error", "code"), [(InvalidInputError("wrong row"), 2), (ShardError("broken"), 1)])
+def test_our_errors_are_one_sentence_and_others_are_not_hidden(
+    conf: Path, capfd: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    def fail(_: Settings) -> None:
+        raise error
+
+    assert run("output=x", task=fail)[0] == code
+    assert capfd.readouterr().err == f"packed-sft sample: error: {error}\n"
+
+    def stumble(_: Settings) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("output=x", task=stumble)
+
+
+def test_the_exit_code_of_the_task_is_handed_on(conf: Path) -> None:
+    assert run("output=x", task=lambda _: 3)[0] == 3
+
+
+def test_yaml_of_a_configuration_gives_it_again(conf: Path) -> None:
+    assert "pack_size: 16" in as_yaml(Settings("x", Inner(16)))

@@ -1,0 +1,130 @@
+"""The dataset provider in Megatron-Bridge 0.6.2: its allow-list, overrides, dispatch, loaders and samplers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.megatron import bridge
+from tests.megatron.bridge_releases import (
+    GLOBAL_BATCH,
+    NUM_STEPS,
+    TARGET,
+    assert_same_batch,
+    expected_rows,
+    group_of_one,
+    installed,
+    iterators_of,
+    load,
+    switched,
+)
+from tests.megatron.test_bridge import EOS, PACK_SIZE, write_dataset
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    with installed("0.6.2"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "dataset", train=10, validation=4)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    with group_of_one(tmp_path) as group:
+        yield group
+
+
+@dataclasses.dataclass
+class Recipe:
+    """As much of a recipe of 0.6.2 as overrides and loaders look at."""
+
+    dataset: Any
+    model: Any
+    train: Any
+    validation: Any
+
+
+def make_recipe() -> Recipe:
+    """Its dataset is any dataclass: the overrides replace it."""
+    fields = {"seq_length": PACK_SIZE, "seed": 77, "num_workers": 0, "persistent_workers": False, "pin_memory": False}
+    dataset = dataclasses.make_dataclass("RecipeDataset", fields)(**fields)
+    train = SimpleNamespace(
+        train_samples=None, train_iters=NUM_STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=1,
+        num_epochs=None, exit_signal=None, exit_signal_handler_for_dataloader=False,
+    )  # fmt: skip
+    validation = SimpleNamespace(
+        eval_interval=5, eval_iters=1, skip_train=False, eval_global_batch_size=None, eval_micro_batch_size=None
+    )
+    return Recipe(dataset, None, train, validation)
+
+
+def make_provider(path: Path, tmp_path: Path, **overrides: Any) -> Any:
+    """The dataset of the recipe once it is switched, the rest of it being left alone."""
+    recipe = dataclasses.make_dataclass("Recipe", ["dataset"])(make_recipe().dataset)
+    return switched(recipe, path, tmp_path, [f"+dataset.{key}={value}" for key, value in overrides.items()]).dataset
+
+
+def test_refuses_the_target_until_it_is_allowed() -> None:
+    instantiation = load("utils.instantiate_utils")
+    config = {"_target_": TARGET, "path": "my_dataset", "seq_length": PACK_SIZE}
+    with pytest.raises(instantiation.InstantiationException, match="not in the allowlist"):
+        instantiation.instantiate(config)
+    bridge.allow_as_target()
+    provider = instantiation.instantiate(config)
+    assert type(provider) is bridge.PackedSFTDatasetProvider
+    assert isinstance(provider, load("data.base").DatasetProvider)
+    with pytest.raises(instantiation.InstantiationException, match="not in the allowlist"):
+        instantiation.instantiate({"_target_": "megatron_packed_sft_of_somebody_else.Provider"})
+
+
+def test_sees_that_data_is_packed_and_how(path: Path) -> None:
+    provider = bridge.PackedSFTDatasetProvider(path=str(path), seq_length=PACK_SIZE)
+    provider.pad_cu_seqlens = True  # recipes in Python set fields later
+    specs = provider.offline_packing_specs
+    assert provider.enable_offline_packing
+    assert isinstance(specs, load("data.packing.config").PackedSequenceSpecs)
+    assert (specs.packed_sequence_size, specs.pad_cu_seqlens) == (PACK_SIZE, True)
+
+
+def test_trains_on_our_samples_in_our_order(
+    path: Path, tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge.allow_as_target()
+    recipe = make_recipe()
+    recipe.dataset = make_provider(path, tmp_path)
+    assert recipe.dataset.dataloader_type == "single"
+    train, validation, _ = iterators_of(recipe, alone, GLOBAL_BATCH, monkeypatch)  # resumed after one step
+    samples = expected_rows(path, "0.6.2")
+    for index in range(GLOBAL_BATCH, NUM_STEPS * GLOBAL_BATCH):
+        assert_same_batch(next(train), samples.fetch_batch([index]))
+    assert_same_batch(next(validation), expected_rows(path, "0.6.2", "validation", 2 * GLOBAL_BATCH).fetch_batch([0]))
+
+
+def test_global_batches_work_too_and_their_second_shuffle_is_told(
+    path: Path, tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge.allow_as_target()
+    recipe = make_recipe()
+    recipe.dataset = make_provider(path, tmp_path, dataloader_type="batch", pad_to_max_length=True)
+    with caplog.at_level(logging.WARNING, logger=bridge.__name__):
+        train, _, _ = iterators_of(recipe, alone, 0, monkeypatch)
+    assert "dataloader_type=single" in caplog.text
+    seen = []
+    for _ in range(NUM_STEPS):
+        micro_batches, length = load("data.batch_utils").prepare_finetuning_batch(train, GLOBAL_BATCH, PACK_SIZE)
+        assert length == PACK_SIZE
+        seen += [row["tokens"].numpy().tobytes() for row in micro_batches]
+    samples = create_sft_dataset(path, EOS, PACK_SIZE, pad_to_max_length=True, contract="bridge_0_6")
+    each_row = [samples.fetch_batch([row])["tokens"].numpy().tobytes() for row in range(len(samples))]
+    assert sorted(seen) == sorted(2 * each_row)  # 20 samples are two epochs of 10 rows, in whatever order

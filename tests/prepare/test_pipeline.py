@@ -1,0 +1,261 @@
+"""`packed-sft prepare` from files to published shards: every row accounted for, the same bytes every time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_packed_sft import create_sft_dataset, open_dataset, open_token_store, validate
+from megatron_packed_sft.encode.load import load_tokenizer
+from tests.packed_bins import files_of
+from tests.prepare.preparing import chat, prepare, write_rows
+
+TEMPLATE = "template=chatml"
+SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
+
+
+def test_every_row_of_every_format_is_packed_or_counted(chats: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    done = prepare(
+        f"input={chats}/*", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL,
+        "split.validation_fraction=0.2",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert validate(output).ok
+    dataset = open_dataset(output)
+    source = dataset.provenance["sources"]["input"]
+    packed = sum(
+        one["num_sequences"] - sum(one["accounting"]["dropped_sequences"].values())
+        for one in dataset.provenance["splits"].values()
+    )
+    planned = sum(sum(one["accounting"]["dropped_sequences"].values()) for one in dataset.provenance["splits"].values())
+    assert source["num_rows"] == 200 == packed + planned + sum(source["dropped"].values())
+    assert packed > 150
+    assert set(dataset.splits) == {"train", "validation"}
+    assert sum(figures["num_sequences"] for figures in dataset.figures.values()) == packed
+    for split, store in (("train", "train"), ("validation", "validation")):
+        assert open_token_store(f"{output}.work/tokens/{store}").num_tokens == dataset.figures[split][
+            "num_tokens"
+        ] + sum(dataset.provenance["splits"][split]["accounting"]["dropped_tokens"].values())
+
+
+def test_what_is_trained_is_the_answers_and_their_ends(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    assert prepare(f"input={few}", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL).code == 0
+    tokenizer = load_tokenizer(tokenizer_path)
+    dataset = create_sft_dataset(output, tokenizer, seq_length=1024)
+    texts = set()
+    for index in range(len(dataset)):
+        row = dataset[index]
+        ids, mask, bounds = (np.asarray(row[key]) for key in ("input_ids", "loss_mask", "seq_boundaries"))
+        for start, stop in itertools.pairwise(bounds):
+            targets = ids[start + 1 : stop][mask[start : stop - 1] == 1]
+            texts.add(tokenizer.decode(targets.tolist()))
+    assert texts == {f"It is {number}.<|im_end|>" for number in range(40)}
+
+
+@pytest.mark.parametrize("storage", ["memmap_v1", "legacy"])
+def test_any_number_of_workers_gives_the_same_bytes(
+    chats: Path, tokenizer_path: str, tmp_path: Path, storage: str
+) -> None:
+    contents = []
+    for num_workers in (1, 2) if storage == "legacy" else (1, 2, 7):
+        output = tmp_path / f"with_{num_workers}"
+        done = prepare(
+            f"input={chats}/*", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, f"storage={storage}",
+            "packing.pack_size=1024", f"executor.num_workers={num_workers}", "split.validation_fraction=0.1",
+            "shard_megabytes=1", "deduplicate=true",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        contents.append(files_of(output))
+    assert all(content == contents[0] for content in contents)
+    assert len(contents[0]) > 4
+
+
+def test_legacy_and_shards_hold_the_same_rows(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    for storage in ("memmap_v1", "legacy"):
+        arguments = (f"output={tmp_path / storage}", f"work_dir={tmp_path / 'work'}", f"storage={storage}")
+        done = prepare(f"input={few}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, *arguments)
+        assert done.code == 0, done.err
+    shards = create_sft_dataset(tmp_path / "memmap_v1", 2, seq_length=1024)
+    legacy = create_sft_dataset(tmp_path / "legacy" / "train.npy", 2, seq_length=1024, packed_storage="legacy")
+    assert len(shards) == len(legacy)
+    for index in range(len(shards)):
+        for key, value in shards[index].items():
+            assert np.array_equal(value, legacy[index][key])
+    metadata = json.loads((tmp_path / "legacy" / "train_metadata.json").read_text())
+    assert metadata[0]["pack_size"] == 1024
+
+
+def test_a_rerun_redoes_nothing_and_says_so(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    first = prepare(*arguments)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
+    again = prepare(*arguments)
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
+    assert before == after
+    assert "1 unit: 0 reused, 1 encoded" in first.out
+    assert "1 unit: 1 reused, 0 encoded" in again.out
+    assert "train: reused" in again.out
+    assert "left as it is" in again.out
+
+
+def test_another_pack_size_tokenizes_nothing_again(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE)
+    assert prepare(*arguments, *SMALL).code == 0
+    again = prepare(*arguments, "packing.pack_size=512", "executor.num_workers=1")
+    assert "1 reused, 0 encoded" in again.out
+    assert "train: made" in again.out
+    assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 512
+    assert validate(tmp_path / "data").ok
+
+
+@pytest.mark.parametrize(
+    "changed", ["encode.train_on_eot=false", "template=plain", "split.seed=7", "encode.max_len=20"]
+)
+def test_other_settings_encode_again(few: Path, tokenizer_path: str, tmp_path: Path, changed: str) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    assert prepare(*arguments).code == 0
+    assert "0 reused, 1 encoded" in prepare(*arguments, changed).out
+
+
+def test_changed_input_encodes_again_and_force_redoes_everything(
+    few: Path, tokenizer_path: str, tmp_path: Path
+) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    prepare(*arguments)
+    assert "0 reused, 1 encoded" in prepare(*arguments, "--force").out
+    few.write_text(few.read_text().replace("It is 7.", "It was 7."))
+    assert "0 reused, 1 encoded" in prepare(*arguments).out
+
+
+def test_damaged_parts_and_shards_are_made_again(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    arguments = (f"input={few}", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    prepare(*arguments)
+    whole = files_of(output)
+    part = tmp_path / "data.work" / "tokens" / "train" / "part_000000" / "ids.npy"
+    part.write_bytes(part.read_bytes()[:-2])
+    assert "0 reused, 1 encoded" in prepare(*arguments).out
+    shard = output / "train" / "shard_000000" / "input_ids.npy"
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert "1 reused, 0 encoded" in prepare(*arguments).out
+    assert files_of(output) == whole
+
+
+def test_a_dry_run_counts_and_writes_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    before = sorted(tmp_path.rglob("*"))
+    dry = prepare(*arguments, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "nothing was written" in dry.out
+    real = prepare(*arguments)
+    tables = [text[text.index("rows read") :].strip().split("\n\n")[:3] for text in (dry.out, real.out)]
+    assert tables[0] == tables[1]
+
+
+def test_a_limit_takes_the_first_rows_of_each_source(tokenizer_path: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(30)])
+    done = prepare(
+        f"+sources={{a: {{path: {tmp_path}/a.jsonl}}, b: {{path: {tmp_path}/b.jsonl}}}}",
+        f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "limit=5",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    provenance = open_dataset(tmp_path / "data").provenance
+    assert [source["num_rows"] for source in provenance["sources"].values()] == [5, 5]
+
+
+def test_sources_have_weights_splits_and_statistics(tokenizer_path: str, tmp_path: Path) -> None:
+    for name in ("twice", "half", "held"):
+        write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(100)])
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        f"""
+defaults: [prepare, _self_]
+output: {tmp_path}/data
+tokenizer: {{path: {tokenizer_path}}}
+sources:
+  twice: {{path: {tmp_path}/twice.jsonl, weight: 2}}
+  half: {{path: [{tmp_path}/half.jsonl], weight: 0.5}}
+  held: {{path: {tmp_path}/held.jsonl, split: validation, weight: 3}}
+"""
+    )
+    done = prepare("--config-dir", str(tmp_path), "--config-name", "mine", TEMPLATE, *SMALL)
+    assert done.code == 0, done.err
+    provenance = open_dataset(tmp_path / "data").provenance
+    sources = provenance["sources"]
+    assert sources["twice"]["splits"]["train"]["num_sequences"] == 200
+    assert sources["twice"]["num_repeated"] == 100
+    kept = sources["half"]["splits"]["train"]["num_sequences"]
+    assert 30 < kept < 70
+    assert sources["half"]["dropped"] == {"sampled_out": 100 - kept}
+    assert sources["held"]["splits"] == {"validation": sources["held"]["splits"]["validation"]}
+    assert sources["held"]["splits"]["validation"]["num_sequences"] == 100
+
+
+def test_splits_stay_when_rows_are_added_or_moved(tokenizer_path: str, tmp_path: Path) -> None:
+    rows = [chat(f"Row {number}?", f"Yes, {number}.") for number in range(100)]
+    held_out = []
+    for name, given in (("one", rows), ("two", [chat("New?", "New."), *reversed(rows)])):
+        write_rows(tmp_path / f"{name}.jsonl", given)
+        done = prepare(
+            f"input={tmp_path}/{name}.jsonl", f"output={tmp_path}/{name}", f"tokenizer.path={tokenizer_path}", TEMPLATE,
+            *SMALL, "split.validation_fraction=0.3",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        store = open_token_store(tmp_path / f"{name}.work/tokens/validation")
+        held_out.append({tuple(store[index][0].tolist()) for index in range(len(store))})
+    assert 15 < len(held_out[0]) < 45
+    assert held_out[0] <= held_out[1]
+    assert len(held_out[1] - held_out[0]) <= 1
+
+
+def test_duplicates_are_dropped_once_asked_and_counted(tokenizer_path: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [chat("One?", "1"), chat("Two?", "2"), chat("One?", "1")])
+    write_rows(tmp_path / "b.jsonl", [{"instruction": "Two?", "output": "2"}, chat("Three?", "3")])
+    arguments = (f"input=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    assert prepare(*arguments, f"output={tmp_path}/all").code == 0
+    done = prepare(*arguments, f"output={tmp_path}/unique", "deduplicate=true")
+    assert "dropped: duplicate" in done.out
+    sources = [open_dataset(tmp_path / name).provenance["sources"]["input"] for name in ("all", "unique")]
+    assert sources[0]["dropped"] == {}
+    assert sources[1]["dropped"] == {"duplicate": 2}
+
+
+def test_the_summary_tells_how_to_use_the_data(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    shown = prepare(f"input={few}", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL).out
+    assert f"packed_storage=memmap_v1 data.path={output}" in shown
+    assert f'create_sft_dataset("{output}", tokenizer, seq_length=1024)' in shown
+    card = (output / "README.md").read_text()
+    assert "few.jsonl" in card
+    assert "packing.pack_size: 1024" in card
+    assert str(tmp_path) not in card
+
+
+def test_quiet_prints_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    arguments = (f"input={few}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    assert prepare(*arguments, "--quiet") == (0, "", "")
+
+
+def test_a_multirun_packs_several_sizes_from_one_token_store(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    done = prepare(
+        f"input={few}", f"output={tmp_path}/data_${{packing.pack_size}}", f"work_dir={tmp_path}/work", TEMPLATE,
+        f"tokenizer.path={tokenizer_path}", "executor.num_workers=1", "packing.pack_size=256,512",
+        f"hydra.sweep.dir={tmp_path}/sweep", "--multirun",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [open_dataset(tmp_path / f"data_{size}").figures["train"]["pack_size"] for size in (256, 512)] == [256, 512]
+    assert done.out.count("1 reused, 0 encoded") == 1

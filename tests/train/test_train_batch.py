@@ -1,0 +1,47 @@
+"""Batch arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.train.batch import plan_steps
+from megatron_packed_sft.train.config import StepConfig
+
+
+def test_accumulation_follows_from_the_global_batch() -> None:
+    plan = plan_steps(StepConfig(global_batch_size=64), num_bins=1000, num_sequences=1000, data_parallel_size=8)
+    assert (plan.num_microbatches, plan.bins_per_step, plan.num_steps, plan.warnings) == (8, 64, 16, ())
+
+
+def test_epochs_are_rounded_up_and_steps_win_over_them() -> None:
+    settings = StepConfig(epochs=1.5, global_batch_size=4)
+    assert plan_steps(settings, num_bins=10, num_sequences=None, data_parallel_size=1).num_steps == 4
+    settings.steps = 7
+    assert plan_steps(settings, num_bins=10, num_sequences=None, data_parallel_size=1).num_steps == 7
+
+
+def test_counting_packed_rows_warns_how_many_sequences_that_is() -> None:
+    plan = plan_steps(StepConfig(global_batch_size=8), num_bins=100, num_sequences=1200, data_parallel_size=2)
+    [warning] = plan.warnings
+    assert "at 12.0 sequences a row, a step trains on about 96 of them" in warning
+    assert "train.batch_unit=sequences" in warning
+
+
+def test_counting_sequences_takes_the_nearest_number_of_rows() -> None:
+    settings = StepConfig(global_batch_size=96, batch_unit="sequences")
+    plan = plan_steps(settings, num_bins=100, num_sequences=1200, data_parallel_size=2)
+    assert (plan.bins_per_step, plan.num_microbatches, plan.warnings) == (8, 4, ())
+    settings.global_batch_size = 4
+    [warning] = plan_steps(settings, num_bins=100, num_sequences=1200, data_parallel_size=2).warnings
+    assert "a step of 2 rows has about 24" in warning
+
+
+def test_counting_sequences_needs_their_number() -> None:
+    with pytest.raises(InvalidInputError, match=r"did not record it; use train\.batch_unit=bins"):
+        plan_steps(StepConfig(batch_unit="sequences"), num_bins=10, num_sequences=None, data_parallel_size=1)
+
+
+def test_a_step_larger_than_the_data_is_a_warning() -> None:
+    plan = plan_steps(StepConfig(global_batch_size=16), num_bins=10, num_sequences=10, data_parallel_size=1)
+    assert "every step sees some rows more than once" in plan.warnings[0]

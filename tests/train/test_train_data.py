@@ -1,0 +1,127 @@
+"""The recipe's data: the same stream from any storage, blends, tokenizers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_packed_sft import TokenPartWriter, pack, publish_store
+from megatron_packed_sft.encode.load import load_tokenizer
+from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
+from megatron_packed_sft.train.data import CountedBatches, open_data, training_loader, validation_loader
+from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "dataset", 20)
+
+
+def config_of(path: Any, storage: str = "auto", **settings: Any) -> TrainConfig:
+    config = TrainConfig(packed_storage=storage, data=DataConfig(path=path, **settings))
+    config.model.vocab_size = VOCAB_SIZE if storage == "legacy" else None
+    return config
+
+
+def first_batches(config: TrainConfig, count: int = 25) -> list[dict[str, Any]]:
+    return list(itertools.islice(training_loader(open_data(config), config), count))
+
+
+def test_legacy_files_and_shards_give_the_same_batches_over_the_edge_of_an_epoch(dataset: Path, tmp_path: Path) -> None:
+    legacy = write_legacy(dataset, tmp_path / "data.npy")
+    of_shards = first_batches(config_of(str(dataset), "memmap_v1"))
+    of_legacy = first_batches(config_of(str(legacy), "legacy"))
+    for one, other in zip(of_shards, of_legacy, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+        assert torch.equal(one["loss_mask"], other["loss_mask"])
+        assert torch.equal(one["cu_seqlens_q"], other["cu_seqlens_q"])
+
+
+def test_rows_come_shuffled_unless_the_stored_order_is_wanted(dataset: Path) -> None:
+    stored = [batch["tokens"].tolist() for batch in first_batches(config_of(str(dataset), shuffle=False), 20)]
+    shuffled = [batch["tokens"].tolist() for batch in first_batches(config_of(str(dataset)), 20)]
+    assert stored != shuffled
+    assert sorted(stored) == sorted(shuffled)
+
+
+def test_length_and_vocabulary_come_from_the_data_unless_they_are_given(dataset: Path) -> None:
+    data = open_data(config_of(str(dataset)))
+    assert (data.sequence_length, data.vocab_size, list(data.validation)) == (PACK_SIZE, VOCAB_SIZE, ["validation"])
+    assert open_data(config_of(str(dataset), sequence_length=1024)).sequence_length == 1024
+
+
+def test_validation_takes_every_row_once_and_fills_up_with_rows_without_loss(dataset: Path) -> None:
+    config = config_of(str(dataset))
+    config.validation = ValidationConfig(paths=[str(dataset / "validation" / "shard_000000")])
+    data = open_data(config)
+    assert sorted(data.validation) == sorted(["validation", *config.validation.paths])
+    ranks = [
+        list(validation_loader(data.validation["validation"], config, data_parallel_rank=rank, data_parallel_size=2))
+        for rank in range(2)
+    ]
+    assert [len(batches) for batches in ranks] == [4, 4]
+    assert ranks[1][-1]["loss_mask"].sum() == 0
+    whole = sum(int(batch["loss_mask"].sum()) for batches in ranks for batch in batches)
+    alone = validation_loader(data.validation["validation"], config)
+    assert whole == sum(int(batch["loss_mask"].sum()) for batch in alone)
+
+
+def test_a_blend_keeps_its_proportion_and_has_no_stored_order(dataset: Path) -> None:
+    other = dataset / "train" / "shard_000000"
+    config = config_of([str(dataset), str(other)], weights=[3.0, 1.0])
+    loader = training_loader(open_data(config), config)
+    for _ in itertools.islice(loader, 8):
+        pass
+    assert loader.state_dict()["blend"]["counts"] == [6, 2]
+    config.data.shuffle = False
+    with pytest.raises(InvalidInputError, match=r"data\.shuffle=false does not go with data\.weights"):
+        training_loader(open_data(config), config)
+
+
+def test_a_token_store_is_trained_on_through_its_plan(tmp_path: Path) -> None:
+    with TokenPartWriter(tmp_path / "store" / "part_000000", vocab_size=100) as writer:
+        for length in range(5, 25):
+            writer.append(list(range(length)), train=[0, 0] + [1] * (length - 2))
+        writer.finalize()
+    store = publish_store(tmp_path / "store")
+    plan = pack(store.lengths, pack_size=32)
+    plan.save(tmp_path / "plan.npz")
+    config = config_of(str(tmp_path / "store"), "memmap_v1", plan=str(tmp_path / "plan.npz"))
+    data = open_data(config)
+    assert (data.vocab_size, data.sequence_length, len(data.dataset)) == (100, 32, plan.num_bins)
+    batches = first_batches(config, plan.num_bins)
+    assert sum(int(batch["loss_mask"].sum()) for batch in batches) == sum(range(3, 23))
+
+
+def test_pipeline_stages_get_batches_of_one_shape(dataset: Path) -> None:
+    config = config_of(str(dataset))
+    config.parallel = ParallelConfig(pipeline=2)
+    assert {batch["tokens"].shape for batch in first_batches(config)} == {(1, PACK_SIZE)}
+
+
+def test_tokens_and_padding_are_counted_on_their_way(dataset: Path) -> None:
+    batches = first_batches(config_of(str(dataset)), 3)
+    counted = CountedBatches(iter(batches))
+    assert list(counted) == batches
+    expected = (sum(sum(batch["token_count"]) for batch in batches), sum(batch["tokens"].numel() for batch in batches))
+    assert counted.take_counts() == expected
+    assert counted.take_counts() == (0, 0)
+
+
+def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_path: Path) -> None:
+    model = train_sentencepiece(["one two three four"] * 9, tmp_path / "small.model", vocab_size=300)
+    with pytest.raises(InvalidInputError, match="was made with tokenizer 'counting'"):
+        open_data(config_of(str(dataset), tokenizer=str(model)))
+    assert open_data(config_of(str(dataset), tokenizer=str(model), allow_tokenizer_mismatch=True)).vocab_size > 256
+
+    tokenizer = load_tokenizer(model)
+    own = write_dataset(tmp_path / "own", 4, tokenizer=tokenizer.fingerprint)
+    data = open_data(config_of(str(own), tokenizer=str(model)))
+    assert data.vocab_size == tokenizer.vocab_size
+    assert data.dataset.options.eos_id == tokenizer.eos_id

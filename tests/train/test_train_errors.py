@@ -1,0 +1,142 @@
+"""Wrong configurations: one sentence each, before megatron.core is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_packed_sft.config.location import config_directory
+from megatron_packed_sft.train.app import main
+from megatron_packed_sft.train.checkpoint import STATE, TrainingState, model_shape
+from megatron_packed_sft.train.config import ModelConfig
+from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
+
+TINY = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("errors") / "data", 40)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence that a wrong command line gives."""
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("packed-sft train: error: ")
+    assert "megatron.core" not in sys.modules
+    return line.removeprefix("packed-sft train: error: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["packing_length=4096"], "packing_length is not a key; use data.sequence_length"),
+        (["data.pack_size=4096"], "data.pack_size is not a key; use data.sequence_length"),
+        (["train.effective_batch_size=8"], "use train.global_batch_size (gradient accumulation follows from it)"),
+        (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
+        (["parallel.context=2"], "parallel.context is not a key; use parallel.tensor or parallel.pipeline"),
+        (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
+        (["train.steps=many"], "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        (["data.sequence_length=128"], f"data.sequence_length is 128, but rows of ... have up to {PACK_SIZE} tokens"),
+        (["train.micro_batch_size=2"], "train.micro_batch_size is 2, but a packed row ... set it to 1"),
+        (["train.batch_unit=tokens"], "train.batch_unit is 'tokens'; choose from bins, sequences"),
+        (["train.steps=0"], "train.steps is 0; give at least 1"),
+        (["train.epochs=0"], "train.epochs is 0.0; it must be above 0"),
+        (["train.log_every=0"], "train.log_every is 0; it must be at least 1"),
+        (["optimizer.warmup_share=1.5"], "optimizer.warmup_share is 1.5; it is a share of all steps"),
+        (["optimizer.decay_style=steps"], "optimizer.decay_style is 'steps'; choose from cosine"),
+        (["optimizer.precision=int8"], "optimizer.precision is 'int8'; choose from auto"),
+        (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate 1.0 must lie between 0 and"),
+        (["model.vocab_size=100"], f"model.vocab_size is 100, but the data has ids up to {VOCAB_SIZE - 1}"),
+        (["parallel=tensor_2"], "1 processes cannot be divided into parallel.tensor 2"),
+        (["parallel.pipeline=0"], "parallel.pipeline is 0; it must be at least 1"),
+        (["resume=/no/such/step_000100"], "resume=/no/such/step_000100 is not a directory"),
+        (["validation.paths=[/no/such/data]"], "/no/such/data does not exist"),
+        (["data.path=/no/such/data"], "/no/such/data does not exist and matches nothing; check the path"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_sentence(
+    overrides: list[str], sentence: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = error_of(capsys, f"data.path={data}", f"output={tmp_path / 'run'}", *overrides)
+    for part in sentence.split(" ... "):
+        assert part in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_storage_that_is_not_there_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    legacy = write_legacy(data, tmp_path / "data.npy")
+    assert error_of(capsys, f"data.path={legacy}").endswith("but packed_storage asks for 'memmap_v1'")
+    message = error_of(capsys, f"data.path={legacy}", "storage=legacy")
+    assert message.endswith("does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer")
+
+
+def test_a_batch_that_the_ranks_cannot_share_names_its_neighbours(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = error_of(capsys, f"data.path={data}", "train.global_batch_size=6")
+    assert message.startswith("train.global_batch_size=6: ")
+    assert message.endswith("choose 4 or 8")
+
+
+def saved_run(output: Path, **changes: object) -> Path:
+    """A checkpoint as far as it is read before megatron.core is."""
+    data = {
+        "format": "packed_sft_loader_state",
+        "version": 1,
+        "consumed_samples": 8,
+        "fingerprint": "0123",
+        "num_samples": 40,
+        "shuffle": True,
+        "seed": 1234,
+        **changes,
+    }
+    state = TrainingState(step=2, data=data, scheduler={}, model=model_shape(TINY, VOCAB_SIZE))
+    checkpoint = output / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / STATE).write_bytes(state.to_bytes())
+    return checkpoint
+
+
+def test_other_data_than_the_checkpoints_is_refused_with_the_key_that_allows_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = saved_run(tmp_path, seed=7)
+    message = error_of(capsys, f"data.path={data}", f"output={tmp_path}")
+    assert message.startswith(f"cannot resume from {checkpoint}: the state is from another run: fingerprint was '0123'")
+    assert "seed was 7 and is 1234 now" in message
+    assert message.endswith("in this recipe the key is data.allow_mismatch")
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_run(tmp_path)
+    message = error_of(capsys, f"data.path={data}", f"output={tmp_path}", "model.num_layers=3")
+    assert "is of another model: model.num_layers was 2 and is 3 now" in message
+
+
+def test_beginning_anew_never_overwrites_a_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_run(tmp_path)
+    message = error_of(capsys, f"data.path={data}", f"output={tmp_path}", "resume=never")
+    assert "already has checkpoints up to step_000002; choose another output" in message
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "parallel"])
+def test_every_configuration_of_a_group_composes(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = sorted(path.stem for path in (config_directory() / group).glob("*.yaml"))
+    assert len(names) >= 2
+    for name in names:
+        assert main([f"{group}={name}", "--cfg", "job"]) == 0
+        assert f"\n{group}:\n" in capsys.readouterr().out
+
+
+def test_help_shows_examples_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("torchrun --nproc-per-node 2 recipes/sft.py", "global_batch_size: 8", "sequence_length: null"):
+        assert text in printed
