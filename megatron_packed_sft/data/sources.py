@@ -120,7 +120,7 @@ class ShardSource:
                 tokenizer=manifests[0].tokenizer,
                 chat_template_fingerprint=manifests[0].chat_template_fingerprint,
             ),
-            f"{len(shards):,} memmap_v1 shards, {shards[0].path}{' ...' if len(shards) > 1 else ''}",
+            f"{_shards(len(shards))}, {shards[0].path}{' ...' if len(shards) > 1 else ''}",
             dict(enumerate(shards)),
         )
 
@@ -137,7 +137,7 @@ class ShardSource:
                 for entry in entries
             ],
             RowFigures(**{name: figures[name] for name in names if name in figures}),
-            f"split {split!r} of {dataset.path}, {len(entries):,} memmap_v1 shards",
+            f"split {split!r} of {dataset.path}, {_shards(len(entries))}",
         )
 
     @property
@@ -350,3 +350,7 @@ class JoinedSource:
         numbers = np.searchsorted(self._first_row, rows, side="right") - 1
         for number in np.unique(numbers).tolist():
             self.sources[number].advise(rows[numbers == number] - self._first_row[number])
+
+
+def _shards(count: int) -> str:
+    return f"{count:,} memmap_v1 shard{'' if count == 1 else 's'}"

@@ -125,13 +125,16 @@ class ChatMarker:
         text, blocks = _take_out(marked, marks)
         if not self._renderer.marks_are_direct and self._renderer.render(messages, tools) != text:
             raise RowRefusedError(
-                "untraceable_template", f"{self._renderer.name} changes what its generation blocks wrote; mark it later"
+                "untraceable_template",
+                f"{self._renderer.name} changes what its generation blocks wrote; put the marks where it is written",
             )
         roles = [message.get("role", "") for message in messages]
         for_assistants = [choice for role, choice in zip(roles, wanted, strict=True) if role == "assistant"]
         others = [choice and role != "assistant" for role, choice in zip(roles, wanted, strict=True)]
-        looks_like_control = self._escaped is not None and (
-            self._escaped.search(words) is not None or self._tools_look_like_control(tools)
+        looks_like_control = (
+            (self._escaped is not None and self._escaped.search(words) is not None)
+            or self._tools_look_like_control(tools)
+            or any(token in words for token in self.turn_marks.ends)
         )
         if all(for_assistants) and not any(others) and not looks_like_control:
             return MarkedText(text, joined(self._with_end(text, block, None) for block in blocks))

@@ -72,6 +72,16 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
     return _read(Path(name_or_path), names)
 
 
+def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Load a chat template as `load_template` does; None when none is named and the tokenizer has none.
+
+    Text and tokenized rows need no template.
+    """
+    if name_or_path is None and tokenizer.chat_template is None:
+        return None
+    return load_template(name_or_path, tokenizer)
+
+
 def _read(path: Path, names: list[str]) -> ChatTemplate:
     if not path.is_file():
         raise InvalidInputError(f"chat template {path} is no file; name a file, or one of {', '.join(names)}")

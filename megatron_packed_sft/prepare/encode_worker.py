@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.chat import EncodedRows, RowEncoder
 from megatron_packed_sft.encode.chat_options import EncodeOptions
 from megatron_packed_sft.encode.interface import Tokenizer
-from megatron_packed_sft.encode.templates import load_template
+from megatron_packed_sft.encode.templates import load_template_if_any
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.counts import BAD_ROW, DUPLICATE, ERRORS, NOTHING_LEFT, SAMPLED_OUT, Counts
 from megatron_packed_sft.prepare.sources import Source
@@ -79,7 +79,7 @@ class UnitEncoder:
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
         self._tokenizer = settings.tokenizer
-        self._template = load_template(settings.template_name, self._tokenizer)
+        self._template = load_template_if_any(settings.template_name, self._tokenizer)
         # Rows with nothing to train on are refused here, where file and line are known.
         self._encoder = RowEncoder(self._tokenizer, self._template, replace(settings.options, on_empty="drop"))
 
@@ -101,7 +101,7 @@ class UnitEncoder:
             task.number,
             vocab_size=self._tokenizer.vocab_size,
             tokenizer={"name": self._tokenizer.name, "fingerprint": self._tokenizer.fingerprint},
-            chat_template_fingerprint=self._template.fingerprint,
+            chat_template_fingerprint=self._template and self._template.fingerprint,
             overwrite=True,
         )
 

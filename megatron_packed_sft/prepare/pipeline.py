@@ -19,7 +19,7 @@ from typing import Any
 from megatron_packed_sft.encode.chat_options import EncodeOptions
 from megatron_packed_sft.encode.interface import Tokenizer
 from megatron_packed_sft.encode.load import load_tokenizer
-from megatron_packed_sft.encode.templates import load_template
+from megatron_packed_sft.encode.templates import load_template_if_any
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.encode_stage import EncodedSources, EncodeRequest, encode_sources
@@ -120,7 +120,7 @@ class Preparation:
     def _encode_request(
         self, scanned: Sequence[ScannedSource], tokenizer: Tokenizer, tokens: Path | None
     ) -> EncodeRequest:
-        template = load_template(self.template, tokenizer)
+        template = load_template_if_any(self.template, tokenizer)
         return EncodeRequest(
             sources=scanned,
             settings=EncodeSettings(
@@ -133,7 +133,7 @@ class Preparation:
             ),
             description={
                 "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-                "chat_template": {"name": template.name, "fingerprint": template.fingerprint},
+                "chat_template": template and {"name": template.name, "fingerprint": template.fingerprint},
                 "encode": self.options.to_json(),
                 "split": asdict(self.split_rule),
                 "skip_errors": self.skip_errors,

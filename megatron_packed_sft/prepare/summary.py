@@ -88,7 +88,7 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
             "",
             *sources,
             f"- Tokenizer `{tokenizer['name']}`, {tokenizer['fingerprint']}",
-            f"- Chat template `{template['name']}`, {template['fingerprint']}",
+            f"- Chat template `{template['name']}`, {template['fingerprint']}" if template else "- No chat template",
             "",
             "## What is in it",
             "",

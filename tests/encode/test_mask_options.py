@@ -48,8 +48,10 @@ def test_the_end_of_turn_can_be_left_out(template: str) -> None:
 
 def test_an_answer_that_ends_with_the_text_of_an_end_of_turn_keeps_it() -> None:
     for template in TEMPLATES:
-        found = trained(template, [user("Hi"), assistant("I write <|im_end|>")], train_on_eot=False)
-        assert [text.lstrip("\n") for text in found] == ["I write <|im_end|>"], template
+        for choice in ("escape", "allow"):
+            chat = [user("Hi"), assistant("I write <|im_end|>")]
+            found = trained(template, chat, train_on_eot=False, special_tokens_in_content=choice)
+            assert [text.lstrip("\n") for text in found] == ["I write <|im_end|>"], template
 
 
 def test_header_and_end_of_turn_can_be_named() -> None:

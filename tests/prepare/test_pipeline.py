@@ -82,6 +82,27 @@ def test_any_number_of_workers_gives_the_same_bytes(
     assert len(contents[0]) > 4
 
 
+def test_texts_need_no_template_and_chats_say_that_they_do(tokenizer_path: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"text": "All of it."}])
+    arguments = (f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", *SMALL)
+    done = prepare(f"input={rows}", *arguments)
+    assert done.code == 0, done.err
+    assert "No chat template" in (tmp_path / "data" / "README.md").read_text()
+    write_rows(rows, [chat("Yes?", "Yes.")])
+    assert "has no chat template; name a file, or one of chatml" in prepare(f"input={rows}", *arguments).err
+
+
+def test_what_is_stored_is_the_rendered_chat(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    assert prepare(*arguments).code == 0
+    store = open_token_store(tmp_path / "data.work" / "tokens" / "train")
+    decode = load_tokenizer(tokenizer_path).decode
+    assert [decode(store[number][0].tolist()) for number in range(len(store))] == [
+        f"<|im_start|>user\nSay {number}.<|im_end|>\n<|im_start|>assistant\nIt is {number}.<|im_end|>\n"
+        for number in range(40)
+    ]
+
+
 def test_legacy_and_shards_hold_the_same_rows(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
     for storage in ("memmap_v1", "legacy"):
         arguments = (f"output={tmp_path / storage}", f"work_dir={tmp_path / 'work'}", f"storage={storage}")
