@@ -39,14 +39,14 @@ TEMPLATE = (
 PACK_SIZE = 4096
 
 
-def _read(path: Path) -> str:
+def _lines(path: Path) -> list[bytes]:
     data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
 
 
 def gather(data: Path, target: Path, times: int = 1) -> int:
     """One JSONL of role and content, for both sides; returns the number of bytes."""
-    rows = [json.loads(line)["messages"] for name in FILES for line in _read(data / name).splitlines()]
+    rows = [json.loads(line)["messages"] for name in FILES for line in _lines(data / name)]
     with open(target, "w") as out:
         for number in range(times):
             for messages in rows:
@@ -64,6 +64,7 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
+    start = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
 
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +77,6 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
         )
         return {"input_ids": encoded["input_ids"], "assistant_masks": encoded["assistant_masks"]}
 
-    start = time.perf_counter()
     rows = datasets.load_dataset("json", data_files=jsonl, split="train", cache_dir=home)
     done = rows.map(tokenize, remove_columns=rows.column_names)
     seconds = time.perf_counter() - start
@@ -86,6 +86,7 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
 
 def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast: bool) -> dict[str, float]:
     """The whole of `packed-sft prepare`."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron_packed_sft.encode.chat_options import EncodeOptions
     from megatron_packed_sft.prepare.executor import LocalExecutor
     from megatron_packed_sft.prepare.pipeline import Preparation
@@ -116,7 +117,9 @@ def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast
 
 def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     """Nothing but the tokenizer's own calls on texts rendered before: what no pipeline can be faster than."""
-    from megatron_packed_sft.encode.interface import MarkedText
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import tokenizers
+
     from megatron_packed_sft.encode.load import load_tokenizer
 
     texts = []
@@ -124,22 +127,25 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
         for line in lines:
             turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in json.loads(line)["messages"])
             texts.append("".join(turns))
-    tokenizer = load_tokenizer(tokenizer_path, fast=fast)
-    tokenizer.encode_many([MarkedText("warm up")])
-    start = time.perf_counter()
     if fast:
-        encoding = tokenizer.fast_encoding  # type: ignore[attr-defined]  # the tiktoken encoding itself
+        loaded: Any = load_tokenizer(tokenizer_path)
+        encode = loaded._tiktoken._encoding.encode_to_numpy
+        encode("warm up", allowed_special="all")
+        start = time.perf_counter()
         for text in texts:
-            encoding.encode(text, allowed_special="all")
+            encode(text, allowed_special="all")
     else:
-        backend = tokenizer.backend  # type: ignore[attr-defined]  # the tokenizers object itself
+        backend = tokenizers.Tokenizer.from_file(f"{tokenizer_path}/tokenizer.json")
+        backend.encode_batch(["warm up"])
+        start = time.perf_counter()
         for first in range(0, len(texts), 256):
-            backend.encode_batch_fast(texts[first : first + 256], add_special_tokens=False)
+            backend.encode_batch(texts[first : first + 256], add_special_tokens=False)
     return {"seconds": time.perf_counter() - start}
 
 
 def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     """The encode stage in this process, without writing: parse, adapt, render, tokenize, mask."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron_packed_sft.encode.chat_options import EncodeOptions
     from megatron_packed_sft.encode.load import load_tokenizer
     from megatron_packed_sft.prepare.encode_stage import unit_tasks
@@ -156,8 +162,10 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
         tokens=None,
     )
     encoder = UnitEncoder(settings)
+    warm_up = Path(jsonl).with_name("warm_up.jsonl")
+    warm_up.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    encoder.encode(next(unit_tasks(scan([Source("chats", (str(warm_up),))]))))
     tasks = list(unit_tasks(scan([Source("chats", (jsonl,))])))
-    encoder.encode(tasks[0])
     start = time.perf_counter()
     for task in tasks:
         encoder.encode(task)

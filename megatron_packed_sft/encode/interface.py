@@ -1,4 +1,4 @@
-"""What templates hand to tokenizers, and what tokenizers hand on: one small contract between the two halves of `encode`."""
+"""What templates hand to tokenizers, and tokenizers hand on: a small contract between the two halves of `encode`."""
 
 from __future__ import annotations
 

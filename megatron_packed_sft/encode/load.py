@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 from megatron_packed_sft.encode.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 
-Kind = Literal["auto", "sentencepiece", "huggingface"]
 _HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-def load_tokenizer(path: str | os.PathLike[str], *, kind: Kind = "auto", fast: bool = True) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bool = True) -> Tokenizer:
     """Load a tokenizer from a file or folder.
 
     Args:

@@ -85,7 +85,8 @@ class TiktokenPath:
                 elif part:
                     chunks.append(self._cache.get(part) or self._encode_part(part))
             lengths.append(sum(map(len, chunks[before:])) // _ID_BYTES)
-        return np.frombuffer(b"".join(chunks), np.int32), np.array(lengths, np.int64)
+        ids = np.frombuffer(bytearray().join(chunks), np.int32)  # of a bytearray, so that the array can be written to
+        return ids, np.array(lengths, np.int64)
 
     def difference(self, backend: tokenizers.Tokenizer) -> str | None:
         """A text that tiktoken gives other ids than `tokenizers`, or a control token where none is meant."""
@@ -94,7 +95,7 @@ class TiktokenPath:
                 ids, _ = self.encode([MarkedText(text)])
                 if ids.tolist() != backend.encode(text, add_special_tokens=False).ids:
                     return text
-        lookalikes = "".join(self._controls.ids)
+        lookalikes = " ".join(self._controls.ids)
         ids, _ = self.encode([MarkedText(lookalikes, literal=[(0, len(lookalikes))])])
         return lookalikes if set(self._controls.ids.values()) & set(ids.tolist()) else None
 

@@ -218,15 +218,16 @@ def strings_in(value: Any) -> Iterator[str]:
         >>> list(strings_in({"name": "add", "arguments": {"a": 1, "b": "two"}}))
         ['name', 'add', 'arguments', 'a', 'b', 'two']
     """
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from strings_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings_in(item)
+    waiting = [value]
+    while waiting:  # a stack, in the order of the text, because this runs for every row and nested generators are slow
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            for key, inner in reversed(item.items()):
+                waiting += (inner, key)
+        elif isinstance(item, list | tuple):
+            waiting += reversed(item)
 
 
 def _strings_looked_for(tree: nodes.Template) -> set[str]:

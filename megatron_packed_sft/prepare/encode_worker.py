@@ -79,6 +79,7 @@ class UnitEncoder:
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
         self._tokenizer = settings.tokenizer
+        self._vocab_size = settings.tokenizer.vocab_size
         self._template = load_template_if_any(settings.template_name, self._tokenizer)
         # Rows with nothing to train on are refused here, where file and line are known.
         self._encoder = RowEncoder(self._tokenizer, self._template, replace(settings.options, on_empty="drop"))
@@ -99,7 +100,7 @@ class UnitEncoder:
         return _PartSink(
             tokens,
             task.number,
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=self._vocab_size,
             tokenizer={"name": self._tokenizer.name, "fingerprint": self._tokenizer.fingerprint},
             chat_template_fingerprint=self._template and self._template.fingerprint,
             overwrite=True,

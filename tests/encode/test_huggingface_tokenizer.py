@@ -155,6 +155,7 @@ def test_an_empty_batch_and_empty_texts_have_no_tokens(qwen_like: Path) -> None:
         encoded = tokenizer.encode_many([MarkedText(""), MarkedText("fox", [(0, 3)]), MarkedText("", [(0, 0)])])
         assert encoded.lengths.tolist()[0::2] == [0, 0]
         assert encoded.train.all()
+        assert encoded.input_ids.flags.writeable
         assert (encoded.input_ids.dtype, encoded.train.dtype, encoded.lengths.dtype) == (np.int32, np.uint8, np.int64)
 
 
