@@ -4,8 +4,9 @@
                  read rows   ids+mask  stored    a plan     shards     samples  model glue
                                        once      (pure)     (files)    batches
 
-The folders are the data flow. This release has `tokens`, `packing`, `storage` and `data`; the others follow. Importing
-this package imports neither torch nor megatron: public names are loaded when they are first used.
+The folders are the data flow. `prepare` runs the left half offline, `train` the right half under torchrun; both are
+Hydra applications (`config`). Importing this package imports neither torch nor megatron: public names are loaded when
+they are first used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.order import SampleOrder
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
     from megatron_packed_sft.data.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
+    from megatron_packed_sft.encode.chat import RowEncoder
+    from megatron_packed_sft.encode.chat_options import EncodeOptions
+    from megatron_packed_sft.encode.load import load_tokenizer
+    from megatron_packed_sft.encode.templates import ChatTemplate, load_template
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.packing.effective_batch import effective_batch
     from megatron_packed_sft.packing.ordering import Steps
@@ -55,9 +60,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "BinBlock": "storage.bins",
     "Blend": "data.blend",
+    "ChatTemplate": "encode.templates",
     "ConversionReport": "storage.convert",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
+    "EncodeOptions": "encode.chat_options",
     "Finding": "storage.report",
     "GPTSFTPackedDataset": "data.datasets",
     "GPTSFTPackedMemmapDataset": "data.datasets",
@@ -77,6 +84,7 @@ _HOMES = {
     "PackedSFTError": "errors",
     "PackedShard": "storage.readers",
     "PackedShardWriter": "storage.writers",
+    "RowEncoder": "encode.chat",
     "SampleOrder": "data.order",
     "SamplePackDataset": "data.sample_packs",
     "ShardManifest": "storage.manifest",
@@ -89,6 +97,8 @@ _HOMES = {
     "create_shard_writer": "storage.writers",
     "effective_batch": "packing.effective_batch",
     "known_strategies": "packing.strategies",
+    "load_template": "encode.templates",
+    "load_tokenizer": "encode.load",
     "materialize": "tokens.materialize",
     "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
@@ -104,9 +114,11 @@ _HOMES = {
 __all__ = [
     "BinBlock",
     "Blend",
+    "ChatTemplate",
     "ConversionReport",
     "DatasetDirectory",
     "DatasetWriter",
+    "EncodeOptions",
     "Finding",
     "GPTSFTPackedDataset",
     "GPTSFTPackedMemmapDataset",
@@ -126,6 +138,7 @@ __all__ = [
     "PackedSFTError",
     "PackedShard",
     "PackedShardWriter",
+    "RowEncoder",
     "SampleOrder",
     "SamplePackDataset",
     "ShardManifest",
@@ -139,6 +152,8 @@ __all__ = [
     "create_shard_writer",
     "effective_batch",
     "known_strategies",
+    "load_template",
+    "load_tokenizer",
     "materialize",
     "materialize_shards",
     "open_dataset",
