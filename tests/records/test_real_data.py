@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import orjson
 import pytest
 
 from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.rows import Conversation
 from megatron_packed_sft.records.schemas import adapter
+from tests.real_data import DATA
 from tests.records.chat_files import raw_rows, values
 
-FOLDER = Path("/work/shared/data")
+FOLDER = DATA
 NUM_ROWS = {
     "gsm8k_train.messages.jsonl.gz": 7473,
     "gsm8k_test.messages.jsonl": 1319,
