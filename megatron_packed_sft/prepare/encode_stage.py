@@ -24,6 +24,7 @@ from megatron_packed_sft.prepare.encode_worker import (
 from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
 from megatron_packed_sft.prepare.progress import Progress
 from megatron_packed_sft.prepare.sources import ScannedSource
+from megatron_packed_sft.prepare.splits import SPLITS
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
 from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
@@ -234,16 +235,15 @@ def _publish(store: Path, numbers: Sequence[int]) -> TokenStore:
     wanted = {part_path(store, number).name for number in numbers}
     with os_errors("clear", store):
         for entry in os.scandir(store):
-            if entry.is_dir() and entry.name not in wanted:
+            if entry.name.startswith("part_") and entry.name not in wanted:
                 shutil.rmtree(entry.path)
     return publish_store(store)
 
 
 def _remove_other_stores(tokens: Path, stores: Mapping[str, TokenStore]) -> None:
-    with os_errors("clear", tokens):
-        for entry in os.scandir(tokens):
-            if entry.name not in {*stores, "receipts"}:
-                shutil.rmtree(entry.path)
+    for split in SPLITS:
+        if split not in stores:
+            shutil.rmtree(tokens / split, ignore_errors=True)
 
 
 def _nothing_left(counts: Mapping[str, Counts]) -> str:

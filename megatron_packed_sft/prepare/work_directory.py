@@ -86,13 +86,12 @@ class WorkDirectory:
         replace_file(file, json_document.render({"fingerprint": fingerprint, "result": dict(result)}))
 
     def forget(self) -> None:
-        """Remove everything that earlier runs left."""
+        """Remove everything that earlier runs left, and nothing else: somebody may keep other things here."""
         with os_errors("clear", self.path):
-            for entry in self.path.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                elif entry.name != "lock":
-                    entry.unlink()
+            for name in ("encode.json", "publish.json"):
+                (self.path / name).unlink(missing_ok=True)
+            for name in ("tokens", "plans"):
+                shutil.rmtree(self.path / name, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed_sft.encode.control_tokens import ControlTokens
 from megatron_packed_sft.encode.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed_sft.encode.load import Kind, load_tokenizer
+from megatron_packed_sft.encode.load import load_tokenizer
 from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
@@ -45,7 +45,7 @@ def test_a_wrong_path_or_kind_is_one_clear_sentence(folder: Path, tmp_path: Path
     with pytest.raises(InvalidInputError, match=r"Qwen/Qwen2\.5 does not exist; give a local tokenizer folder"):
         load_tokenizer("Qwen/Qwen2.5")
     with pytest.raises(InvalidInputError, match="kind 'wordpiece' is unknown"):
-        load_tokenizer(folder, kind=cast(Kind, "wordpiece"))
+        load_tokenizer(folder, kind="wordpiece")
     with pytest.raises(InvalidInputError, match=r"should hold one SentencePiece \.model file but holds none"):
         load_tokenizer(tmp_path)
     with pytest.raises(InvalidInputError, match="is not a folder"):
