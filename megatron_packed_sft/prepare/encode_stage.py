@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.prepare.counts import ERRORS, Counts
 from megatron_packed_sft.prepare.duplicates import find_duplicates
@@ -74,11 +77,11 @@ def encode_sources(
     if whole is not None and (stores := _open_stores(work, whole["stores"])) is not None:
         counts = {name: Counts.from_json(document) for name, document in whole["counts"].items()}
         return EncodedSources(stores, counts, whole["num_units"], num_reused=whole["num_units"])
-    encoder = _Stage(request, work, progress)
+    encoder = UnitRun(request, work, progress)
     encoder.run(executor)
     stores = {split: _publish(work.tokens / split, numbers) for split, numbers in sorted(encoder.parts.items())}
     if not stores:
-        raise InvalidInputError(_nothing_left(encoder.counts))
+        raise nothing_left(encoder.counts)
     _remove_other_stores(work.tokens, stores)
     work.write_receipt(
         "encode",
@@ -92,11 +95,18 @@ def encode_sources(
     return EncodedSources(stores, encoder.counts, encoder.num_units, encoder.num_reused)
 
 
-class _Stage:
-    """The units of one run: those that are whole are taken over, the others go to the executor."""
+class UnitRun:
+    """The units of one run: those that are whole are taken over, the others go to the executor.
 
-    def __init__(self, request: EncodeRequest, work: WorkDirectory, progress: Progress) -> None:
-        self._request, self._work, self._progress = request, work, progress
+    Args:
+        request: what to encode.
+        work: where receipts are; None for a dry run, which neither reads nor writes any.
+        progress: told of every unit.
+        every: of the units, only each so-manieth.
+    """
+
+    def __init__(self, request: EncodeRequest, work: WorkDirectory | None, progress: Progress, every: int = 1) -> None:
+        self._request, self._work, self._progress, self._every = request, work, progress, every
         self._room = {one.source.name: request.limit for one in request.sources}
         self._results: dict[int, UnitResult] = {}
         self._seen = Counts()
@@ -110,19 +120,17 @@ class _Stage:
         duplicates = _duplicates(self._request, executor) if self._request.deduplicate else {}
         for result in executor.run(encode_unit, self._tasks(duplicates), start_encoder, self._request.settings):
             self._take(result)
-            self._work.write_receipt(
-                _receipt_name(result.number),
-                result.fingerprint,
-                {"counts": result.counts.to_json(), "parts": result.parts},
-            )
+            if self._work is not None:
+                noted = {"counts": result.counts.to_json(), "parts": result.parts}
+                self._work.write_receipt(_receipt_name(result.number), result.fingerprint, noted)
 
     def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[UnitTask]:
         """The units that must be encoded; the whole ones are counted on the way."""
         for task in unit_tasks(self._request.sources):
-            self.num_units += 1
             room = self._room[task.source.name]
-            if room is not None and room <= 0:
+            if task.number % self._every or (room is not None and room <= 0):
                 continue
+            self.num_units += 1
             described = task._replace(max_rows=room, duplicates=duplicates.get(task.number, frozenset()))
             described = described._replace(fingerprint=self._fingerprint(described))
             reused = self._whole(described)
@@ -147,6 +155,8 @@ class _Stage:
         )
 
     def _whole(self, task: UnitTask) -> UnitResult | None:
+        if self._work is None:
+            return None
         noted = self._work.receipt(_receipt_name(task.number), task.fingerprint)
         if noted is None:
             return None
@@ -169,7 +179,7 @@ class _Stage:
             result.counts.num_bytes, rows=result.counts.num_rows, tokens=sum(one.num_tokens for one in sequences)
         )
         self._seen.add(result.counts)
-        check_errors(self._seen, self._request.max_errors)
+        _check_errors(self._seen, self._request.max_errors)
 
     @property
     def counts(self) -> dict[str, Counts]:
@@ -178,6 +188,15 @@ class _Stage:
         for _, result in sorted(self._results.items()):
             counts[result.source].add(result.counts)
         return counts
+
+    @property
+    def lengths(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Split -> lengths of its sequences, in order; of dry runs only."""
+        lengths: dict[str, list[npt.NDArray[np.int32]]] = {}
+        for _, result in sorted(self._results.items()):
+            for split, found in result.lengths.items():
+                lengths.setdefault(split, []).append(found)
+        return {split: np.concatenate(found) for split, found in lengths.items()}
 
     @property
     def parts(self) -> dict[str, list[int]]:
@@ -198,7 +217,7 @@ def unit_tasks(sources: Sequence[ScannedSource]) -> Iterator[UnitTask]:
             number += 1
 
 
-def check_errors(counts: Counts, max_errors: int) -> None:
+def _check_errors(counts: Counts, max_errors: int) -> None:
     """Refuse to go on when more rows could not be used than the user allows."""
     num_errors = sum(counts.dropped.get(reason, 0) for reason in ERRORS)
     if num_errors > max_errors:
@@ -246,15 +265,16 @@ def _remove_other_stores(tokens: Path, stores: Mapping[str, TokenStore]) -> None
             shutil.rmtree(tokens / split, ignore_errors=True)
 
 
-def _nothing_left(counts: Mapping[str, Counts]) -> str:
+def nothing_left(counts: Mapping[str, Counts]) -> InvalidInputError:
+    """The error for an input of which no row is left, with the reasons."""
     total = Counts()
     for one in counts.values():
         total.add(one)
     if not total.num_rows:
-        return "the input holds no row; check input or sources"
+        return InvalidInputError("the input holds no row; check input or sources")
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.dropped.items()))
     example = next((shown[0] for _, shown in sorted(total.examples.items()) if shown), "")
-    return (
+    return InvalidInputError(
         f"all {total.num_rows:,} rows were dropped ({reasons}), such as {example}; "
         "check the schema, the template and the encode settings"
     )

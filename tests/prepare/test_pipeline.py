@@ -186,6 +186,29 @@ def test_a_dry_run_counts_and_writes_nothing(few: Path, tokenizer_path: str, tmp
     assert tables[0] == tables[1]
 
 
+def test_a_dry_run_knows_limits_and_duplicates(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
+    write_rows(few, [chat("Same?", "Same."), *([chat("Same?", "Same.")] * 4), *([chat("Other?", "Other.")] * 5)])
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    dry = prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true")
+    assert dry.out == prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true", "--force").out
+    lines = dict(
+        line.rsplit(maxsplit=1) for line in dry.out.splitlines() if line.startswith(("rows r", "dropped:", "packed "))
+    )
+    assert lines == {"rows read": "7", "dropped: duplicate": "5", "packed": "2"}
+
+
+def test_a_large_dry_run_looks_at_some_units(
+    tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_packed_sft.prepare.estimate.ENOUGH_BYTES", 300_000)
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}? " * 40, f"{n}. " * 40) for n in range(3000)])
+    dry = prepare(
+        f"input={rows}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "--dry-run"
+    )
+    assert dry.code == 0, dry.err
+    assert "of the input; multiply by" in dry.out
+
+
 def test_a_limit_takes_the_first_rows_of_each_source(tokenizer_path: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(30)])
