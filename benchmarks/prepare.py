@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table
-from tests.real_data import DATA, fetch_tokenizer, tokenizer_folder
+from tests.real_data import DATA, tokenizer_folder
 
 FILES = (
     "gsm8k_train.messages.jsonl.gz",
@@ -184,8 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{data} does not hold {', '.join(FILES)}; give --data")
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
-        if arguments.tokenizer is None:
-            fetch_tokenizer("qwen2_5")
         tokenizer = arguments.tokenizer or str(tokenizer_folder("qwen2_5"))
         jsonl, tenfold = home / "chats.jsonl", home / "tenfold.jsonl"
         size = gather(data, jsonl, arguments.times)

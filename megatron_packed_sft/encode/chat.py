@@ -11,10 +11,10 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.chat_marked import ChatMarker
 from megatron_packed_sft.encode.chat_options import EncodeOptions
 from megatron_packed_sft.encode.chat_sequences import Bools, Sequences, in_row_order
+from megatron_packed_sft.encode.control_tokens import control_pattern
 from megatron_packed_sft.encode.environment import RowRefusedError
 from megatron_packed_sft.encode.interface import MarkedText, Tokenizer
 from megatron_packed_sft.encode.templates import ChatTemplate, load_template
-from megatron_packed_sft.encode.trace_control import control_pattern
 from megatron_packed_sft.encode.trace_turns import joined
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.rows import Conversation, Row, TextRow, TokenizedRow
@@ -90,7 +90,9 @@ class RowEncoder:
                 raise InvalidInputError(f"add_{name} is set, but tokenizer {tokenizer.name} has no {name} token")
         self._marker: ChatMarker | None = None
         escapes_text = self.options.special_tokens_in_text == "escape"
-        self._escaped_in_text = control_pattern(tokenizer.control_tokens) if escapes_text else None
+        # Some tokenizers list whitespace, which nobody means to escape.
+        escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
+        self._escaped_in_text = control_pattern(escaped)
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a compiled template is quicker to make than to move."""
@@ -150,8 +152,8 @@ class RowEncoder:
             if is_trained:
                 trained.append((position, position + len(piece)))
             position += len(piece)
-        literal = [match.span() for match in self._escaped_in_text.finditer(text)] if self._escaped_in_text else []
-        return MarkedText(text, joined(trained), joined(literal))
+        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
+        return MarkedText(text, joined(trained), literal)
 
     def _checked(self, row: TokenizedRow) -> TokenizedRow:
         if len(row.input_ids) != len(row.train):

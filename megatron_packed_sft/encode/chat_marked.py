@@ -11,11 +11,12 @@ import orjson
 
 from megatron_packed_sft.encode.chat_messages import forms_of
 from megatron_packed_sft.encode.chat_options import EncodeOptions
+from megatron_packed_sft.encode.control_tokens import control_pattern
 from megatron_packed_sft.encode.environment import GenerationMarks, Renderer, RowRefusedError
 from megatron_packed_sft.encode.interface import MarkedText, Tokenizer
 from megatron_packed_sft.encode.templates import ChatTemplate
 from megatron_packed_sft.encode.trace import Trace, Tracer, free_character, strings_in
-from megatron_packed_sft.encode.trace_control import control_pattern, literal_ranges, tokens_to_escape
+from megatron_packed_sft.encode.trace_control import literal_ranges, tokens_to_escape
 from megatron_packed_sft.encode.trace_probe import probe_template
 from megatron_packed_sft.encode.trace_turns import Range, find_turns, joined
 from megatron_packed_sft.records.rows import Conversation
@@ -23,6 +24,7 @@ from megatron_packed_sft.records.rows import Conversation
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+_STRING_END = "\0"
 
 
 class ChatMarker:
@@ -57,7 +59,12 @@ class ChatMarker:
         if options.special_tokens_in_content == "escape":
             escaped = tokens_to_escape(tokenizer.control_tokens, tokenizer.template_variables, probe.structure)
         self._escaped = control_pattern(escaped)
-        self._escaped_in_json = control_pattern(json.dumps(token, ensure_ascii=False)[1:-1] for token in escaped)
+        # The end of a string that another one may complete, if the template writes them side by side.
+        self._cut_short = control_pattern(
+            token[:length] + _STRING_END for token in escaped for length in range(1, len(token))
+        )
+        in_tools = (*escaped, *probe.marks.headers, *probe.marks.ends)
+        self._to_mark_in_tools = control_pattern(json.dumps(text, ensure_ascii=False)[1:-1] for text in in_tools)
         self._warn_of_ordinary_ends(tokenizer)
 
     def mark(self, conversation: Conversation) -> MarkedText:
@@ -70,8 +77,8 @@ class ChatMarker:
             return self._mark_by_generation(conversation, tools, wanted)
         messages, plain = self._first_form(conversation, tools, None)
         trace = self._trace(messages, tools, plain)
-        trained = self._turns(trace, messages, wanted)
-        return MarkedText(plain, trained, self._literal(trace))
+        literal = self._literal(trace)
+        return MarkedText(plain, self._turns(trace, messages, wanted), literal)
 
     def wanted(self, conversation: Conversation) -> list[bool]:
         """Return which messages are to be trained."""
@@ -99,27 +106,25 @@ class ChatMarker:
         raise refusal
 
     def _trace(self, messages: Messages, tools: Any, plain: str) -> Trace:
-        return self._tracer.trace(messages, tools, mark_tools=self._tools_look_like_control(tools), plain=plain)
+        return self._tracer.trace(messages, tools, mark_tools=self._tools_need_marks(tools), plain=plain)
 
     def _turns(self, trace: Trace, messages: Messages, wanted: Sequence[bool]) -> list[Range]:
         roles = [message.get("role", "") for message in messages]
         return find_turns(trace, roles, wanted, self.turn_marks, with_end=self._options.train_on_eot)
 
     def _literal(self, trace: Trace) -> list[Range]:
-        if self._escaped is None:
-            return []
         for text in trace.unmarked:
             if self._escaped.search(text):
                 raise RowRefusedError(
                     "unescapable",
-                    f"{text!r} is a name or an id and holds the text of a control token; rename it, "
-                    "or set special_tokens_in_content='allow'",
+                    f"{text!r} is a name, an id or what the template looks for, and holds the text of a control token; "
+                    "change it, or set special_tokens_in_content='allow'",
                 )
         return literal_ranges(trace.text, trace.spans, self._escaped)
 
     def _mark_by_generation(self, conversation: Conversation, tools: Any, wanted: Sequence[bool]) -> MarkedText:
-        words = "\0".join(strings_in(conversation.messages)) + (_as_json(tools) if tools else "")
-        free = free_character(words)
+        words = "".join(text + _STRING_END for text in strings_in(conversation.messages))
+        free = free_character(words + _as_json(tools) if tools else words)
         marks = GenerationMarks(f"{free}(", f"{free})")
         messages, marked = self._first_form(conversation, tools, marks)
         text, blocks = _take_out(marked, marks)
@@ -132,19 +137,21 @@ class ChatMarker:
         for_assistants = [choice for role, choice in zip(roles, wanted, strict=True) if role == "assistant"]
         others = [choice and role != "assistant" for role, choice in zip(roles, wanted, strict=True)]
         looks_like_control = (
-            (self._escaped is not None and self._escaped.search(words) is not None)
-            or self._tools_look_like_control(tools)
+            self._escaped.search(words)
+            or self._cut_short.search(words)
+            or self._tools_need_marks(tools)
             or any(token in words for token in self.turn_marks.ends)
         )
         if all(for_assistants) and not any(others) and not looks_like_control:
             return MarkedText(text, joined(self._with_end(text, block, None) for block in blocks))
         trace = self._trace(messages, tools, text)
+        literal = self._literal(trace)
         owners = self._owners(blocks, trace, roles)
         trained = [
             self._with_end(text, block, trace) for block, owner in zip(blocks, owners, strict=True) if wanted[owner]
         ]
         trained += self._turns(trace, messages, others) if any(others) else []
-        return MarkedText(text, joined(trained), self._literal(trace))
+        return MarkedText(text, joined(trained), literal)
 
     def _owners(self, blocks: Sequence[Range], trace: Trace, roles: Sequence[str]) -> list[int]:
         """Return the message that each generation block belongs to: by its text, or, if it has none, by its number."""
@@ -172,8 +179,8 @@ class ChatMarker:
             end += max((len(token) for token in self.turn_marks.ends if text.startswith(token, end)), default=0)
         return start, end
 
-    def _tools_look_like_control(self, tools: Any) -> bool:
-        return bool(tools and self._escaped_in_json and self._escaped_in_json.search(_as_json(tools)))
+    def _tools_need_marks(self, tools: Any) -> bool:
+        return bool(tools and self._to_mark_in_tools.search(_as_json(tools)))
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer) -> None:
         ordinary = [end for end in self.turn_marks.ends if end not in tokenizer.control_tokens]

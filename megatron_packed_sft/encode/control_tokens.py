@@ -44,8 +44,7 @@ class ControlTokens:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
-        # Without control tokens nothing may match, not even the empty text.
-        self._pattern = re.compile(f"({_any_of(self.ids)})" if self.ids else "((?!))")
+        self._pattern = control_pattern(self.ids)
 
     def split(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Pieces:
         """Take a text apart at its control tokens, but at none that begins or ends in a literal range."""
@@ -76,6 +75,17 @@ class ControlTokens:
             done = position = end
         parts.append(text[done:])
         return Pieces(parts, has_lookalike)
+
+
+def control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern, with one group, for the longest of some tokens; without tokens it matches nothing.
+
+    Example:
+        >>> control_pattern(["<s>", "</s>"]).findall("<s>Hi</s>")
+        ['<s>', '</s>']
+    """
+    nothing = r"\0\A"  # a character before the beginning: in no text, and quick to miss
+    return re.compile(f"({_any_of(tokens) or nothing})")
 
 
 def is_control_text(text: str, *, special: bool) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
@@ -22,7 +23,7 @@ from jinja2 import nodes
 from megatron_packed_sft.encode.environment import Renderer, RowRefusedError
 
 ECHO = -1
-"""The message of a span that nobody's turn is to be found by: a repeated string, or one of a tool's description."""
+"""The message of a span that nobody's turn is to be found by: a repeated string, a speaker's name, a tool's words."""
 
 # DELETE, since marked text that is ASCII stays so and renders faster; then Unicode's noncharacters. JSON escapes none.
 _MARK_CHARACTERS = ["\x7f", *(chr(code) for code in range(0xFDD0, 0xFDF0))]
@@ -32,7 +33,7 @@ _METHODS = frozenset({"split", "rsplit", "startswith", "endswith", "replace", "f
 
 
 class Span(NamedTuple):
-    """Characters [start, end) that came from a message; `before` and `after` are the unmarked ends of their string."""
+    """Characters [start, end) that came from a message; `before` and `after` are its unmarked neighbours there."""
 
     start: int
     end: int
@@ -102,7 +103,7 @@ class Tracer:
         for placement in _PLACEMENTS:
             marking = _Marking(free, placement.skipped, self._looked_for)
             marked = marking.mark_messages(messages, placement.equal_messages_alike)
-            marked_tools = marking.mark(tools, (ECHO,)) if mark_tools else tools
+            marked_tools = marking.mark_tools(tools) if mark_tools else tools
             try:
                 spans = marking.spans_of(self.renderer.render(marked, marked_tools), plain)
             except RowRefusedError:
@@ -136,43 +137,37 @@ class _Marking:
     """
 
     def __init__(self, free: str, skipped: frozenset[str], looked_for: re.Pattern[str] | None) -> None:
-        self._mark = free
+        self._free = free
         self._skipped = skipped
         self._looked_for = looked_for
-        self._strings: list[tuple[Sequence[int], str, str]] = []
+        self._strings: dict[str, tuple[Sequence[int], str, str]] = {}
         self.unmarked: list[str] = []
 
     def mark_messages(self, messages: Sequence[dict[str, Any]], equal_alike: bool) -> list[dict[str, Any]]:
         if not equal_alike:
-            return [self._mark_mapping(message, (number,)) for number, message in enumerate(messages)]
+            return [self._mark_message(message, (number,)) for number, message in enumerate(messages)]
         owners: dict[str, list[int]] = {}
         for number, message in enumerate(messages):
             owners.setdefault(repr(message), []).append(number)
-        marked = {key: self._mark_mapping(messages[owner[0]], owner) for key, owner in owners.items()}
+        marked = {key: self._mark_message(messages[owner[0]], owner) for key, owner in owners.items()}
         return [marked[repr(message)] for message in messages]
 
-    def mark(self, value: Any, owner: Sequence[int]) -> Any:
-        """Mark all strings inside a value."""
-        if isinstance(value, str):
-            return self._mark_string(value, owner)
-        if isinstance(value, dict):
-            self.unmarked.extend(value)
-            return self._mark_mapping(value, owner)
-        if isinstance(value, list | tuple):
-            return [self.mark(item, owner) for item in value]
-        return value
+    def mark_tools(self, tools: Any) -> Any:
+        return self._mark(tools, (ECHO,), self._skipped)
 
     def spans_of(self, marked: str, plain: str) -> list[Span] | None:
         """Return where the marked strings lie in the plain text; None if the two texts are not the same."""
-        parts = marked.split(self._mark)
+        parts = marked.split(self._free)
         scaffold, numbers, inside, closes = parts[::4], parts[1::4], parts[2::4], parts[3::4]
-        if any(closes) or len(scaffold) != len(closes) + 1 or not all(map(str.isdecimal, numbers)):
+        if len(parts) % 4 != 1 or any(closes) or not self._strings.keys() >= set(numbers):
             return None  # the template cut a string apart between its marks
+        parts[1::4] = closes
+        if "".join(parts) != plain:
+            return None
         spans = []
         position = 0
-        num_seen = [0] * len(self._strings)
-        for between, digits, text in zip(scaffold, numbers, inside, strict=False):
-            number = int(digits)
+        num_seen = dict.fromkeys(numbers, 0)
+        for between, number, text in zip(scaffold, numbers, inside, strict=False):
             owner, before, after = self._strings[number]
             nth = num_seen[number]
             num_seen[number] += 1
@@ -180,35 +175,54 @@ class _Marking:
             end = position + len(text)
             spans.append(Span(position, end, owner[nth] if nth < len(owner) else ECHO, before, after))
             position = end
-        parts[1::4] = [""] * len(numbers)
-        return spans if "".join(parts) == plain else None
+        return spans
 
-    def _mark_mapping(self, value: dict[str, Any], owner: Sequence[int]) -> dict[str, Any]:
-        marked = {}
-        for key, item in value.items():
-            if key in self._skipped:
-                self.unmarked.extend(strings_in(item))
-                marked[key] = item
-            else:
-                marked[key] = self.mark(item, owner)
-        return marked
+    def _mark_message(self, message: dict[str, Any], owner: Sequence[int]) -> dict[str, Any]:
+        return {
+            # A speaker's name belongs to the header, not to what is said.
+            key: self._mark_item(key, item, (ECHO,) if key == "name" else owner, self._skipped)
+            for key, item in message.items()
+        }
+
+    def _mark_item(self, key: str, item: Any, owner: Sequence[int], skipped: frozenset[str]) -> Any:
+        if key in skipped and not isinstance(item, dict):  # a schema may describe an argument of such a name
+            self.unmarked.extend(strings_in(item))
+            return item
+        # The names of arguments are the user's own, and mean nothing to a template.
+        return self._mark(item, owner, frozenset() if key == "arguments" else skipped)
+
+    def _mark(self, value: Any, owner: Sequence[int], skipped: frozenset[str]) -> Any:
+        if isinstance(value, str):
+            return self._mark_string(value, owner)
+        if isinstance(value, dict):
+            self.unmarked.extend(value)
+            return {key: self._mark_item(key, item, owner, skipped) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark(item, owner, skipped) for item in value]
+        return value
 
     def _mark_string(self, text: str, owner: Sequence[int]) -> str:
-        if self._looked_for is None or not self._looked_for.search(text):
-            return self._mark_piece(text, owner)
-        # The odd pieces are what the template looks for. They stay whole and bare, with the whitespace around them.
-        pieces = self._looked_for.split(text)
-        self.unmarked.extend(pieces[1::2])
-        marked = [piece if number % 2 else self._mark_piece(piece, owner) for number, piece in enumerate(pieces)]
+        marked = []
+        done = 0
+        for (start, end), (stop, _) in pairwise([*self._cores(text), (len(text), len(text))]):
+            before, number, after = text[done:start], str(len(self._strings)), text[end:stop]
+            self._strings[number] = owner, before, after
+            marked.append(f"{before}{self._free}{number}{self._free}{text[start:end]}{self._free}{self._free}")
+            done = end
+        marked.append(text[done:])
         return "".join(marked)
 
-    def _mark_piece(self, text: str, owner: Sequence[int]) -> str:
-        core = text.strip()
-        if not core:
-            return text
-        before, _, after = text.partition(core) if len(core) < len(text) else ("", "", "")
-        self._strings.append((owner, before, after))
-        return f"{before}{self._mark}{len(self._strings) - 1}{self._mark}{core}{self._mark}{self._mark}{after}"
+    def _cores(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield what is to stand between marks: all but what the template looks for, and the whitespace around it."""
+        pieces = [text] if self._looked_for is None else self._looked_for.split(text)
+        self.unmarked.extend(pieces[1::2])
+        position = 0
+        for number, piece in enumerate(pieces):
+            core = piece.strip()
+            if core and number % 2 == 0:
+                start = position + len(piece) - len(piece.lstrip())
+                yield start, start + len(core)
+            position += len(piece)
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_packed_sft.encode.trace import Span
@@ -12,19 +12,6 @@ from megatron_packed_sft.encode.trace_turns import Range, joined
 
 # <think>, </tool_call>, <h1>: people write these on purpose, and mean the token.
 _MARKUP = re.compile(r"</?[a-z][a-z0-9_]*>")
-
-
-def control_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    r"""Return a pattern that matches any of some control tokens, the longest first; None if there is none.
-
-    Whitespace is no control token, though some tokenizers list runs of it.
-
-    Example:
-        >>> control_pattern(["<s>", "</s>", "\n\n"]).findall("<s>Hi</s>")
-        ['<s>', '</s>']
-    """
-    longest_first = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def tokens_to_escape(
@@ -59,8 +46,6 @@ def literal_ranges(text: str, spans: Sequence[Span], pattern: re.Pattern[str]) -
         >>> literal_ranges("<e>Hi<e><e>", [Span(3, 8, 0)], re.compile("<e>"))
         [(5, 8)]
     """
-    if not any(pattern.search(text, span.start, span.end) for span in spans):
-        return []
     starts = [span.start for span in spans]
     found = []
     for match in pattern.finditer(text):

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from megatron_packed_sft.encode.control_tokens import control_pattern
 from megatron_packed_sft.encode.environment import RowRefusedError
-from megatron_packed_sft.encode.trace import Trace, Tracer
-from megatron_packed_sft.encode.trace_control import control_pattern
+from megatron_packed_sft.encode.trace import ECHO, Trace, Tracer
 from megatron_packed_sft.encode.trace_turns import TurnMarks, find_turns
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -55,18 +55,18 @@ def probe_template(
         >>> from megatron_packed_sft.encode.environment import Renderer
         >>> source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>\n{% endfor %}"
         >>> probe_template(Tracer(Renderer(source)), ["<end>", "[assistant]"]).marks
-        TurnMarks(headers=('[assistant]',), ends=('<end>',))
+        TurnMarks(headers=('[assistant]',), ends=('<end>',), in_order=True)
     """
     chats = [_plain_chat(tracer)]
     with contextlib.suppress(RowRefusedError):  # not every template knows tools
         chats.append(_look([_USER, _TOOL_CALL, _RESULT, _ANSWER, _USER, _ANSWER], _TOOLS, tracer))
     # Some tokenizers have thousands of control tokens; a template writes a few of them.
     written = "".join(text for chat in chats for text in (chat.trace.text, *chat.prompts.values()))
-    control = control_pattern(token for token in control_tokens if token in written)
-    marks = TurnMarks(
-        (header,) if header is not None else _headers(chats, control),
-        tuple(end_of_turn) if end_of_turn is not None else _ends(chats, control),
-    )
+    control = control_pattern(token for token in control_tokens if token.strip() and token in written)
+    headers = (header,) if header is not None else _headers(chats, control)
+    ends = tuple(end_of_turn) if end_of_turn is not None else _ends(chats, control, headers)
+    shown = [span.message for span in chats[0].trace.spans if span.message != ECHO]
+    marks = TurnMarks(headers, ends, in_order=shown == sorted(shown))
     return Probe(marks, _structure(chats[0], marks, control))
 
 
@@ -82,10 +82,10 @@ class _Chat(NamedTuple):
         return self.trace.text[low : self.trace.spans[number].start]
 
     def after(self, message: int) -> str:
-        """Return the scaffold after a message's text."""
+        """Return what stands between a message's text and the next message's; repeated words are part of it."""
         number = max(n for n, span in enumerate(self.trace.spans) if span.message == message)
-        following = self.trace.spans[number + 1 :]
-        return self.trace.text[self.trace.spans[number].end : following[0].start if following else None]
+        following = (span.start for span in self.trace.spans[number + 1 :] if span.message != ECHO)
+        return self.trace.text[self.trace.spans[number].end : next(following, None)]
 
     def answers(self) -> list[int]:
         return [
@@ -131,7 +131,7 @@ def _common_start(one: str, other: str) -> str:
     return one[:length]
 
 
-def _headers(chats: Sequence[_Chat], control: re.Pattern[str] | None) -> tuple[str, ...]:
+def _headers(chats: Sequence[_Chat], control: re.Pattern[str]) -> tuple[str, ...]:
     found = {
         _header(chat.before(number), chat.prompts[chat.messages[number - 1]["role"]], control)
         for chat in chats
@@ -140,27 +140,28 @@ def _headers(chats: Sequence[_Chat], control: re.Pattern[str] | None) -> tuple[s
     return tuple(sorted(found - {""}))
 
 
-def _header(before: str, prompt: str, control: re.Pattern[str] | None) -> str:
+def _header(before: str, prompt: str, control: re.Pattern[str]) -> str:
     """Return as much of the generation prompt as stands before an answer; without one, from the last control token on.
 
     Some templates end the prompt with more than a stored answer shows, such as `<think>`, so a part will do, if it
     holds the prompt's first control token, or all its words.
     """
-    token = control.search(prompt) if control else None
+    token = control.search(prompt)
     shortest = token.end() if token else len(prompt.rstrip())
     for length in range(len(prompt), max(shortest, 1) - 1, -1):
         if prompt[:length] in before:
             return prompt[:length]
-    tokens = list(control.finditer(before)) if control else []
+    tokens = list(control.finditer(before))
     return before[tokens[-1].start() :] if tokens else before
 
 
-def _ends(chats: Sequence[_Chat], control: re.Pattern[str] | None) -> tuple[str, ...]:
+def _ends(chats: Sequence[_Chat], control: re.Pattern[str], headers: Sequence[str]) -> tuple[str, ...]:
     *earlier, last = chats[0].answers()
     in_the_middle, at_the_end = chats[0].after(earlier[0] if earlier else last), chats[0].after(last)
-    if control is None or not control.search(in_the_middle + at_the_end):
-        # No control token stands there: the end of a turn is text that follows answers wherever they stand.
-        text = _common_start(in_the_middle, at_the_end).rstrip() or at_the_end.rstrip()
+    shared = _common_start(in_the_middle, at_the_end).rstrip()
+    if not control.search(at_the_end) and (shared or not control.search(in_the_middle)):
+        # The end of a turn is text that follows answers wherever they stand; a control token begins the next turn.
+        text = shared or at_the_end.rstrip()
         return (text,) if text else ()
     found = set(control.findall(at_the_end)[:1])
     tokens = control.findall(in_the_middle)
@@ -168,15 +169,14 @@ def _ends(chats: Sequence[_Chat], control: re.Pattern[str] | None) -> tuple[str,
     if len(tokens) > 1 or set(tokens) & found:
         found.add(tokens[0])
     for other in chats[1:]:
-        after = other.after(1) if any(span.message == 1 for span in other.trace.spans) else ""
-        if not any(token in after for token in found):
-            found.update(control.findall(after)[:1])
+        called = any(span.message == 1 for span in other.trace.spans)
+        tokens = control.findall(other.after(1)) if called else []
+        if len(tokens) > 1 and not found & set(tokens) and not any(tokens[0] in header for header in headers):
+            found.add(tokens[0])
     return tuple(sorted(found))
 
 
-def _structure(chat: _Chat, marks: TurnMarks, control: re.Pattern[str] | None) -> frozenset[str]:
-    if control is None:
-        return frozenset()
+def _structure(chat: _Chat, marks: TurnMarks, control: re.Pattern[str]) -> frozenset[str]:
     roles = [message["role"] for message in chat.messages]
     turns = find_turns(chat.trace, roles, [role == "assistant" for role in roles], marks)
     outside = [0, *(position for turn in turns for position in turn), len(chat.trace.text)]

@@ -24,10 +24,12 @@ class TurnMarks(NamedTuple):
     Args:
         headers: texts after which the assistant begins to write, such as `<|im_start|>assistant` and a newline.
         ends: end-of-turn tokens, such as `<|im_end|>`.
+        in_order: whether messages stand in the order of the chat.
     """
 
     headers: tuple[str, ...]
     ends: tuple[str, ...]
+    in_order: bool = True
 
 
 def find_turns(
@@ -48,6 +50,12 @@ def find_turns(
         >>> find_turns(trace, ["user", "assistant"], [False, True], TurnMarks(("A: ",), (";",)))
         [(11, 13)]
     """
+    for text in trace.unmarked:
+        if any(end in text for end in marks.ends):
+            raise RowRefusedError(
+                "untraceable_template",
+                f"{text!r} is a name, an id or what the template looks for, and holds the end of a turn; change it",
+            )
     finder = _Finder(trace, marks, with_end)
     turns: list[Range] = []
     for message, (role, is_wanted) in enumerate(zip(roles, wanted, strict=True)):
@@ -111,15 +119,15 @@ class _Finder:
             low = 0 if before is None else self._spans[self.own[before][-1]].end
             high = len(self._text) if after is None else self._spans[self.own[after][0]].start
             found = list(self._empty_turns(low, high))
-            if len(found) == len(group):
+            if self._marks.in_order and len(found) == len(group):
                 yield from (turn for turn, message in zip(found, group, strict=True) if wanted[message])
-            elif len(found) < len(group) and all(wanted[message] for message in group):
+            elif self._marks.in_order and len(found) < len(group) and all(wanted[message] for message in group):
                 yield from found  # the template left some out; those that are there are wanted
             else:
                 raise RowRefusedError(
                     "untraceable_template",
-                    f"messages {group} are assistant turns without text, but the chat shows {len(found)} such turns; "
-                    "leave those messages out of the row",
+                    f"messages {group} are assistant turns without text, but the chat shows {len(found)} such turns, "
+                    "or in another order; leave those messages out of the row",
                 )
 
     def _first_and_last(self, message: int) -> Range:
@@ -162,11 +170,19 @@ class _Finder:
 
     def _start_of_words(self, number: int) -> int:
         span = self._spans[number]
-        return span.start - len(span.before) if self._text.endswith(span.before, 0, span.start) else span.start
+        whitespace = span.before[len(span.before.rstrip()) :]
+        return next(
+            span.start - len(before)
+            for before in (span.before, whitespace, "")
+            if self._text.endswith(before, 0, span.start)
+        )
 
     def _end_of_words(self, number: int) -> int:
         span = self._spans[number]
-        return span.end + len(span.after) if self._text.startswith(span.after, span.end) else span.end
+        whitespace = span.after[: len(span.after) - len(span.after.lstrip())]
+        return next(
+            span.end + len(after) for after in (span.after, whitespace, "") if self._text.startswith(after, span.end)
+        )
 
     def _empty_turns(self, low: int, high: int) -> Iterator[Range]:
         inside = [span for span in self._spans if low <= span.start < high]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
@@ -17,13 +16,11 @@ import pytest
 
 from megatron_packed_sft.encode.chat import RowEncoder
 from megatron_packed_sft.encode.chat_options import EncodeOptions
+from megatron_packed_sft.encode.load import load_tokenizer
 from megatron_packed_sft.records.rows import Conversation
+from tests.real_data import DATA, IS_WHOLE, tokenizer_folder
 
-TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS", "/tmp/tokenizers"))
-DATA = Path(os.environ.get("PACKED_SFT_DATA", "/work/shared/data"))
-# Loading takes most of the time, so a few of each; PACKED_SFT_ALL_ROWS=1 takes all, and some minutes.
-IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))
-NAMES = ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "gemma3"] if IS_WHOLE else ["qwen3", "mistral_nemo"]
+NAMES = ["qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3"] if IS_WHOLE else ["qwen3"]
 NUM_ROWS = None if IS_WHOLE else 25
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no chats in {DATA}")
@@ -44,21 +41,13 @@ def normal(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def folder(name: str) -> Path:
-    path = TOKENIZERS / name / "models"
-    if not path.is_dir():
-        pytest.skip(f"no tokenizer in {path}")
-    return path
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(name: str) -> None:
-    path = folder(name)
+    path = tokenizer_folder(name)
     transformers = pytest.importorskip("transformers")
-    load = pytest.importorskip("megatron_packed_sft.encode.load")
     judge = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     # Some of the chats speak of control tokens; the judge would take those for control tokens.
-    encoder = RowEncoder(load.load_tokenizer(str(path)), None, EncodeOptions(special_tokens_in_content="allow"))
+    encoder = RowEncoder(load_tokenizer(path), None, EncodeOptions(special_tokens_in_content="allow"))
     rows = [Conversation(row["messages"], row.get("tools")) for row in chats()]
     encoded = encoder.encode_rows(rows)
     ends = np.cumsum(encoded.lengths)

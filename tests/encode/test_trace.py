@@ -49,10 +49,10 @@ def test_equal_messages_are_told_apart_by_their_order_if_a_template_compares_the
     assert said(source, [user("a"), user("b"), user("a")]) == [(0, "a"), (1, "b"), (2, "a")]
 
 
-def test_names_are_traced_too_where_a_template_compares_messages() -> None:
+def test_speakers_names_are_marked_too_but_nobodys_turn_is_found_by_them() -> None:
     source = "{% for m in messages %}{{ m.name + m.content }}{{ '!' if m == messages[-1] }}{% endfor %}"
     message = {"role": "tool", "name": "f", "content": "a"}
-    assert said(source, [message, message]) == [(0, "f"), (0, "a"), (1, "f"), (1, "a")]
+    assert said(source, [message, message]) == [(ECHO, "f"), (0, "a"), (ECHO, "f"), (1, "a")]
 
 
 def test_names_that_a_template_looks_up_are_left_alone() -> None:
