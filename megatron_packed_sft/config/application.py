@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
@@ -16,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_packed_sft.config.arguments import for_hydra, is_multirun
 from megatron_packed_sft.config.location import config_directory
 from megatron_packed_sft.config.problems import explain
 from megatron_packed_sft.config.targets import refuse_foreign_targets
@@ -34,6 +36,7 @@ def run_application(
     examples: str,
     flags: Mapping[str, str] | None = None,
     look_alikes: Mapping[str, str] | None = None,
+    named_by_user: Sequence[str] = (),
     argv: Sequence[str] | None = None,
 ) -> int:
     """Compose conf/NAME.yaml with the command line's overrides, check it against the schema, and run the task.
@@ -48,13 +51,14 @@ def run_application(
         examples: lines for `--help`.
         flags: options without a value and the override each stands for, such as {"--quiet": "quiet=true"}.
         look_alikes: keys that people try and the right one for each, such as {"packing_length": "packing.pack_size"}.
+        named_by_user: keys below which the user makes up names, such as "sources"; they need no plus.
         argv: arguments after the program's name; sys.argv's by default.
 
     Example:
         >>> run_application(train, name="train", schema=TrainConfig, description="", examples="")  # doctest: +SKIP
         0
     """
-    arguments = [(flags or {}).get(argument, argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    arguments = for_hydra(sys.argv[1:] if argv is None else argv, flags or {}, named_by_user)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     codes: list[int] = []
     failures: list[Exception] = []
@@ -62,6 +66,8 @@ def run_application(
     def run(config: DictConfig) -> None:
         try:
             codes.append(task(_checked(config, schema)) or 0)
+        except PackedSFTError as error:
+            codes.append(_refused(name, error))
         except Exception as error:  # raised here, Hydra would print a line of its own first
             failures.append(error)
 
@@ -77,9 +83,17 @@ def run_application(
         _complain(name, explain(error, _default(name), look_alikes or {}))
         return 2
     except PackedSFTError as error:
-        _complain(name, str(error))
-        return 2 if isinstance(error, InvalidInputError) else 1
+        return _refused(name, error)
+    except KeyboardInterrupt:
+        print(f"packed-sft {name}: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
     return max(codes, default=0)
+
+
+def _refused(name: str, error: PackedSFTError) -> int:
+    """Say what is wrong; the exit code for it."""
+    _complain(name, str(error))
+    return 2 if isinstance(error, InvalidInputError) else 1
 
 
 def _checked(config: DictConfig, schema: type[ConfigT]) -> ConfigT:
@@ -119,15 +133,19 @@ def _default(name: str) -> DictConfig:
 def _hydra_surroundings(name: str, arguments: Sequence[str]) -> Iterator[None]:
     """Hydra reads sys.argv only; and without the variable it prints errors in its own words and leaves the process."""
     argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    sys.argv = [f"packed-sft {name}", *arguments]
     os.environ[_FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        if full_error is None:
-            del os.environ[_FULL_ERROR]
-        GlobalHydra.instance().clear()
+    with ExitStack() as leftovers:
+        sys.argv = [f"packed-sft {name}", *arguments]
+        if is_multirun(arguments):  # which notes its configuration, by default below the working directory
+            sweeps = leftovers.enter_context(tempfile.TemporaryDirectory(prefix="packed-sft-"))
+            sys.argv.insert(1, f"hydra.sweep.dir={sweeps}")
+        try:
+            yield
+        finally:
+            sys.argv = argv
+            if full_error is None:
+                del os.environ[_FULL_ERROR]
+            GlobalHydra.instance().clear()
 
 
 def as_yaml(config: Any) -> str:

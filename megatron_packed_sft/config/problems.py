@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -21,6 +22,8 @@ def explain(error: Exception, default: DictConfig, look_alikes: Mapping[str, str
         default: the configuration without overrides, to find the key that was meant.
         look_alikes: wrong names that are common, and the right one for each.
     """
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error)
     causes = list(_causes(error))
     innermost = causes[-1]
     key = next((found for cause in causes if (found := _full_key(cause))), "")
@@ -30,6 +33,18 @@ def explain(error: Exception, default: DictConfig, look_alikes: Mapping[str, str
         return f"{key} is not a key; {_meant(key, default, look_alikes)}"
     text = " ".join(_DETAILS.split(str(innermost))[0].split())
     return f"{key}: {text}" if key and key not in text else text
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    key, equals, value = error.override.partition("=")
+    if not equals or not key:
+        return f"{error.override!r} is no setting; write KEY=VALUE"
+    # The shell takes the outer quotes away, Hydra the inner ones.
+    quoted = value.strip("'\"").replace("'", "\\'")
+    return (
+        f"{error.override} cannot be read, since brackets, quotes and such mean something in a value; "
+        f"for plain text write \"{key}='{quoted}'\""
+    )
 
 
 def _meant(key: str, default: DictConfig, look_alikes: Mapping[str, str]) -> str:

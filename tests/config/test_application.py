@@ -21,11 +21,18 @@ class Inner:
 
 
 @dataclass
+class Named:
+    path: str = "???"
+    weight: float = 1.0
+
+
+@dataclass
 class Settings:
     output: str = "???"
     packing: Inner = field(default_factory=Inner)
     packed_storage: str = "none"
     extra: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, Named] = field(default_factory=dict)
     quiet: bool = False
 
 
@@ -58,6 +65,7 @@ def run(*arguments: str, task: Any = None) -> tuple[int, list[Settings]]:
         description="Does nothing.",
         examples="  packed-sft sample output=x",
         flags={"--quiet": "quiet=true"},
+        named_by_user=("extra", "sources"),
         look_alikes={"packing_length": "packing.pack_size"},
         argv=arguments,
     )
@@ -90,6 +98,13 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
         ),
         (["output=x", "packing.pack_size=1.5"], "packing.pack_size: Value '1.5' of type 'float'"),
         (["output=x", "storage=other"], "Available options in 'storage': legacy memmap_v1"),
+        (["output=x(1).jsonl"], "output=x(1).jsonl cannot be read, "),
+        (["output=x(1).jsonl"], "write \"output='x(1).jsonl'\""),
+        (["output=it's"], r"""write "output='it\'s'""" + '"'),
+        (["output"], "'output' is no setting; write KEY=VALUE"),
+        (["output=x", "sources.forum.pth=y"], "sources.forum.pth is not a key"),
+        (["output=x", "sources.forum.weight=heavy"], "sources.forum.weight: Value 'heavy'"),
+        (["output=x", "sources.forum.weight=2"], "sources.forum.path has no value"),
         (["output=x", "+extra._target_=os.system"], "extra._target_ is 'os.system'; it must begin with"),
     ],
 )
@@ -119,6 +134,46 @@ def test_every_combination_of_a_multirun_is_run(conf: Path) -> None:
     code, seen = run("output=x", "packing.pack_size=8,16", "--multirun")
     assert code == 0
     assert [settings.packing.pack_size for settings in seen] == [8, 16]
+
+
+def test_a_multirun_leaves_nothing_in_the_working_directory_and_goes_on_after_a_mistake(
+    conf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def task(settings: Settings) -> None:
+        if settings.packing.pack_size < 16:
+            raise InvalidInputError(f"{settings.packing.pack_size} is too small")
+        print(settings.packing.pack_size)
+
+    assert run("--multirun", "output=x", "packing.pack_size=4,8,16", "--quiet", task=task)[0] == 2
+    shown = capfd.readouterr()
+    assert shown.err == "packed-sft sample: error: 4 is too small\npacked-sft sample: error: 8 is too small\n"
+    assert shown.out == "16\n"
+    assert os.listdir(conf.parent) == ["conf"]
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_names_that_users_make_up_need_no_plus(conf: Path, plus: str) -> None:
+    code, [settings] = run(
+        "output=x", f"{plus}sources.forum.path=a.jsonl", f"{plus}sources.forum.weight=2", f"{plus}extra.thinking=false"
+    )
+    assert code == 0
+    assert settings.sources == {"forum": Named("a.jsonl", 2.0)}
+    assert settings.extra == {"thinking": False}
+
+
+def test_options_may_stand_between_settings(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("output=x", "--cfg", "job", "--quiet", "packing.pack_size=8") == (0, [])
+    shown = capfd.readouterr().out
+    assert "pack_size: 8" in shown
+    assert "quiet: true" in shown
+
+
+def test_an_interrupt_is_one_sentence(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def task(_: Settings) -> None:
+        raise KeyboardInterrupt
+
+    assert run("output=x", task=task)[0] == 130
+    assert capfd.readouterr().err == "packed-sft sample: interrupted; run the same command again to go on\n"
 
 
 def test_cfg_job_prints_the_configuration_and_does_not_run(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
