@@ -14,6 +14,7 @@ from megatron_packed_sft.storage.atomic import os_errors, replace_file
 from megatron_packed_sft.train.batch import StepPlan, data_parallel_size, plan_steps
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
 from megatron_packed_sft.train.failures import first_rank_speaks, lost_ranks_explained, num_ranks, own_rank
+from megatron_packed_sft.train.settings import check_settings
 
 if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
@@ -70,12 +71,8 @@ def _train(config: TrainConfig) -> None:
     # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint
     from megatron_packed_sft.train.data import open_data
-    from megatron_packed_sft.train.parts import check_settings
 
-    check_settings(config.optimizer)
-    for key, value in {"train.log_every": config.train.log_every, "validation.steps": config.validation.steps}.items():
-        if value is not None and value < 1:
-            raise InvalidInputError(f"{key} is {value}; it must be at least 1")
+    check_settings(config)
     data = open_data(config)
     figures = data.dataset.source.figures
     plan = plan_steps(

@@ -12,14 +12,16 @@ import os
 import queue
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.storage import json_document
 from megatron_packed_sft.storage.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.train.config import ModelConfig
@@ -117,7 +119,7 @@ class CheckpointDirectory:
         folder = [str(staging.path) if staging is not None else ""]
         torch.distributed.broadcast_object_list(folder, src=0)
         try:
-            with os_errors("write", target):
+            with _write_errors(target):
                 dist_checkpointing.save(tensors, folder[0])
             torch.distributed.barrier()
             if staging is not None:
@@ -166,6 +168,11 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
             raise InvalidInputError(
                 f"resume={resume} is not a directory; give auto, never, or a checkpoint such as "
                 f"{directory.path / 'step_000100'}"
+            )
+        if newest is not None and newest.resolve() != path.resolve():
+            raise InvalidInputError(
+                f"resume={resume}, but {directory.path} already has checkpoints up to {newest.name}, and the next "
+                "resume=auto would go on from there; choose another output, or remove the later ones"
             )
         return path
     if newest is not None:
@@ -216,6 +223,21 @@ def _gather_results_in_process() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
+
+
+@contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """One sentence for what goes wrong while Megatron-Core writes; its own says little, and nothing of a full disk."""
+    try:
+        with os_errors("write", target):
+            yield
+    except CheckpointException as error:  # of all ranks, with the reasons on the first
+        reasons = [str(reason) for reason, _ in error.failures.values()]
+        num_free = shutil.disk_usage(target.parent).free
+        raise StorageIOError(
+            f"cannot write {target}: {'; '.join(reasons) or 'rank 0 knows why'}; its disk has {num_free / 1e6:,.0f} MB "
+            "free: make room or choose another output, then run the same command again"
+        ) from None
 
 
 def _sizes(directory: Path) -> dict[str, int]:

@@ -87,19 +87,22 @@ def open_data(config: TrainConfig) -> TrainingData:
             allow_tokenizer_mismatch=True,  # checked when it was opened
         )
 
+    vocab_size = _vocab_size(
+        config.model.vocab_size,
+        [
+            *(manifest.vocab_size for manifest in manifests),
+            None if tokenizer is None else tokenizer.vocab_size,
+            None if data.plan is None else open_token_store(data.path).manifest.vocab_size,
+        ],
+        found.source.description,
+    )
+    if data.eos_id is not None and not 0 <= data.eos_id < vocab_size:
+        raise InvalidInputError(f"data.eos_id is {data.eos_id}; the vocabulary's ids go from 0 to {vocab_size - 1}")
     return TrainingData(
         dataset=sized(found),
         validation={name: sized(one) for name, one in held_out.items()},
         sequence_length=length,
-        vocab_size=_vocab_size(
-            config.model.vocab_size,
-            [
-                *(manifest.vocab_size for manifest in manifests),
-                None if tokenizer is None else tokenizer.vocab_size,
-                None if data.plan is None else open_token_store(data.path).manifest.vocab_size,
-            ],
-            found.source.description,
-        ),
+        vocab_size=vocab_size,
     )
 
 
@@ -164,21 +167,34 @@ def validation_loader(
 class CountedBatches(Iterator[Batch]):
     """Batches on their way to the model, and how much went through since the last `take_counts`.
 
+    Args:
+        batches: of a loader.
+        vocab_size: an id from this on is an error: the model would fail on it, or learn nonsense without a word.
+
     Example:
-        >>> batches = CountedBatches(iter([{"tokens": torch.zeros(1, 16), "token_count": [13]}]))  # doctest: +SKIP
+        >>> batches = CountedBatches(iter(loader), vocab_size=32000)  # doctest: +SKIP
         >>> _ = next(batches); batches.take_counts()  # doctest: +SKIP
-        (13, 16)
+        (4013, 4096)
     """
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Batch], *, vocab_size: int) -> None:
         self._batches = batches
+        self._vocab_size = vocab_size
         self._num_tokens = 0
         self._num_positions = 0
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        self._num_tokens += sum(batch["token_count"])
-        self._num_positions += batch["tokens"].numel()
+        largest = max(int(batch[key].max()) for key in ("tokens", "labels"))
+        if largest >= self._vocab_size:
+            raise InvalidInputError(
+                f"a row has the id {largest}, and the model's vocabulary ends at {self._vocab_size - 1}; set "
+                f"model.vocab_size to that of the tokenizer, at least {largest + 1}"
+            )
+        num_positions = batch["tokens"].numel()
+        self._num_positions += num_positions
+        # Not `token_count`: that has the padding between sequences in it.
+        self._num_tokens += num_positions - int(batch["padding_mask"].sum())
         return batch
 
     def take_counts(self) -> tuple[int, int]:
@@ -195,11 +211,16 @@ def _load_tokenizer(path: str) -> Any:
 
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
-    paths = {path: path for path in config.validation.paths}
-    own = config.data.path
-    if isinstance(own, str) and (Path(own) / DATASET).exists() and config.validation.split in open_dataset(own).splits:
-        paths[_OWN_SPLIT] = own
-    return paths
+    split, given = config.validation.split, config.data.path
+    own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
+    splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
+    if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
+        there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits at all"
+        raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
+    return {
+        **{path: path for path in config.validation.paths},
+        **{name: path for name, path in own.items() if split in splits.get(path, ())},
+    }
 
 
 def _sequence_length(data: DataConfig, sources: list[RowSource]) -> int:

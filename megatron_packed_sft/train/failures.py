@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,11 +41,16 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+class LostRankError(PackedSFTError):
+    """Another rank has gone, and with it the run."""
+
+
 @contextmanager
 def first_rank_speaks() -> Iterator[None]:
     """Let rank 0 report an error that all ranks find, such as a wrong path: torchrun ends the others meanwhile.
 
-    An error that only another rank finds is reported by that rank, a few seconds later.
+    An error that only another rank finds is reported by that rank, a few seconds later. When a rank is lost, rank 0
+    says so, and rank 1, because the lost one may be rank 0.
 
     Example:
         >>> with first_rank_speaks():
@@ -51,10 +58,19 @@ def first_rank_speaks() -> Iterator[None]:
     """
     try:
         yield
-    except PackedSFTError:
-        if own_rank() != 0:
+    except PackedSFTError as error:  # rank 0's is printed where all errors are
+        if isinstance(error, LostRankError):
+            if own_rank() == 1:
+                _say(error)
+        elif own_rank() != 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends when rank 0 has reported it
             time.sleep(_HEAD_START_SECONDS)
+            _say(error)
         raise
+
+
+def _say(error: PackedSFTError) -> None:
+    print(f"packed-sft train: error on rank {own_rank()}: {error}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -65,16 +81,16 @@ def lost_ranks_explained() -> Iterator[None]:
         >>> with lost_ranks_explained():
         ...     raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
         Traceback (most recent call last):
-        megatron_packed_sft.errors.PackedSFTError: rank 0 lost the connection to another rank, which has ended or \
-hangs: look at that rank's own output for the reason (killed for lack of memory?), then run the same command again: it \
-goes on from the last checkpoint
+        megatron_packed_sft.train.failures.LostRankError: rank 0 lost the connection to another rank, which has ended \
+or hangs: look at that rank's own output for the reason (killed for lack of memory?), then run the same command again: \
+it goes on from the last checkpoint
     """
     try:
         yield
     except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
         if not _LOST.search(str(error)):
             raise
-        raise PackedSFTError(
+        raise LostRankError(
             f"rank {own_rank()} lost the connection to another rank, which has ended or hangs: look at that rank's "
             "own output for the reason (killed for lack of memory?), then run the same command again: it goes on from "
             "the last checkpoint"

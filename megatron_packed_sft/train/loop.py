@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -84,10 +84,9 @@ class Trainer:
         """Train to the last step; on SIGTERM save and stop early."""
         config = self._config
         meter = self._meter()
-        batches = CountedBatches(iter(self._loader))
+        batches = CountedBatches(iter(self._loader), vocab_size=self._data.vocab_size)
         with StopRequest() as stop:
-            if self.step == 0 and config.validation.at_start:
-                self._validate(reporter)
+            self._validate(self._owed_validations(reporter), reporter, stop)
             while self.step < self._plan.num_steps:
                 learning_rate, grad_norm = self._train_step(batches, meter)
                 is_last = self.step == self._plan.num_steps
@@ -99,7 +98,7 @@ class Trainer:
                 if is_stopping and not is_last:
                     return "stopped"
                 if is_last or _is_due(self.step, config.validation.every):
-                    self._validate(reporter)
+                    self._validate(self._data.validation, reporter, stop)
         return "finished"
 
     def _train_step(self, batches: CountedBatches, meter: StepMeter) -> tuple[float, float]:
@@ -162,15 +161,32 @@ class Trainer:
         )
         reporter.on_checkpoint(self._checkpoints.save(self._parts.sharded_state(), state))
 
-    def _validate(self, reporter: Reporter) -> None:
+    def _owed_validations(self, reporter: Reporter) -> list[str]:
+        """What to validate on before the next step: at the start, and what the run before was stopped in or before."""
+        settings = self._config.validation
+        is_due = self.step == self._plan.num_steps or _is_due(self.step, settings.every)
+        owed = []
+        if settings.at_start if self.step == 0 else is_due:
+            owed = [name for name in self._data.validation if not reporter.was_validated(name, self.step)]
+        shared = [owed]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def _validate(self, names: Iterable[str], reporter: Reporter, stop: StopRequest) -> None:
         self._parts.model.eval()
-        for name, dataset in self._data.validation.items():
-            loader = validation_loader(dataset, self._config, **self._ranks)
-            num_microbatches = len(loader)
+        for name in names:
+            loader = validation_loader(self._data.validation[name], self._config, **self._ranks)
+            batches = CountedBatches(iter(loader), vocab_size=self._data.vocab_size)
+            num_left = len(loader)
             if self._config.validation.steps is not None:
-                num_microbatches = min(num_microbatches, self._config.validation.steps * self._plan.num_microbatches)
+                num_left = min(num_left, self._config.validation.steps * self._plan.num_microbatches)
             meter = self._meter()
-            meter.add_losses(self._pass(iter(loader), num_microbatches, forward_only=True))
+            while num_left and not stop.was_made_anywhere(self._device):
+                num_microbatches = min(num_left, self._plan.num_microbatches)
+                meter.add_losses(self._pass(batches, num_microbatches, forward_only=True))
+                num_left -= num_microbatches
+            if num_left:  # there are seconds left to save; the run that resumes this one validates
+                break
             totals = meter.take()
             reporter.on_validation(name, self.step, totals.loss, totals.num_trained)
         self._parts.model.train()

@@ -172,7 +172,10 @@ class MetricsFile:
 
     def __init__(self, directory: str | os.PathLike[str], *, first_step: int) -> None:
         self.path = Path(directory) / METRICS
-        kept = [line for line in self._lines() if _step_of(line) <= first_step] if first_step else []
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        self._validated = {
+            (record["name"], record["step"]) for record in map(json.loads, kept) if record["event"] == "validation"
+        }
         replace_file(self.path, b"".join(kept))
         with os_errors("open", self.path):
             self._file = open(self.path, "ab")  # noqa: SIM115  # closed by close()
@@ -180,11 +183,18 @@ class MetricsFile:
 
     def write_step(self, record: StepRecord) -> None:
         """Write a record of steps."""
-        self._write("step", asdict(record))
+        values = asdict(record)
+        self._write("step", values)
+        self._draw({f"train/{name}": value for name, value in values.items() if name != "step"}, record.step)
 
     def write_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
         """Write a validation loss."""
-        self._write("validation", {"step": step, "name": name, "loss": loss, "num_trained": num_trained}, f"_{name}")
+        self._write("validation", {"step": step, "name": name, "loss": loss, "num_trained": num_trained})
+        self._draw({f"validation/{name.strip('/')}": loss}, step)
+
+    def was_validated(self, name: str, step: int) -> bool:
+        """Whether the run that is resumed has recorded the loss on this dataset after this step."""
+        return (name, step) in self._validated
 
     def close(self) -> None:
         """Close the files."""
@@ -198,7 +208,7 @@ class MetricsFile:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _write(self, event: str, values: Mapping[str, Any], suffix: str = "") -> None:
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
         # JSON has no NaN: the loss of a batch without trained tokens is null.
         plain = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -208,10 +218,11 @@ class MetricsFile:
             # One line in one call, so that a reader never sees half of it.
             self._file.write(json.dumps({"event": event, **plain}).encode() + b"\n")
             self._file.flush()
+
+    def _draw(self, values: Mapping[str, float], step: int) -> None:
         if self._tensorboard is not None:
             for name, value in values.items():
-                if isinstance(value, float):
-                    self._tensorboard.add_scalar(f"{event}{suffix}/{name}", value, values["step"])
+                self._tensorboard.add_scalar(name, value, step)
 
     def _lines(self) -> list[bytes]:
         if not self.path.exists():
@@ -230,10 +241,6 @@ def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict
     with os_errors("read", path), open(path, "rb") as file:
         records = [json.loads(line) for line in file]
     return [record for record in records if record["event"] == event]
-
-
-def _step_of(line: bytes) -> int:
-    return int(json.loads(line)["step"])
 
 
 def _tensorboard_writer(directory: Path, first_step: int) -> Any:

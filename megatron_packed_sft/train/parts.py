@@ -13,13 +13,13 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
 from megatron_packed_sft.megatron.model import build_gpt_model
 from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig
+from megatron_packed_sft.train.settings import PRECISIONS
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-_PRECISIONS = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_DECAY_STYLES = ("cosine", "linear", "constant")
+_DTYPES = dict(zip(PRECISIONS, (None, torch.float32, torch.bfloat16), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,6 @@ def build_parts(
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    check_settings(optimizer)
     if optimizer.distributed and not backend.uses_transformer_engine:
         raise InvalidInputError(
             "optimizer.distributed=true needs CUDA and Transformer Engine: without it a resumed run silently loses "
@@ -100,7 +99,7 @@ def build_parts(
         max_sequence_length=sequence_length,
         tie_embeddings=model.tie_embeddings,
         rotary_base=model.rotary_base,
-        dtype=_PRECISIONS[optimizer.precision],
+        dtype=_DTYPES[optimizer.precision],
         backend=backend,
     )
     wrapped = DistributedDataParallel(
@@ -136,29 +135,6 @@ def build_parts(
         optimizer=megatron_optimizer,
         scheduler=_scheduler(megatron_optimizer, optimizer, num_steps, samples_per_step),
     )
-
-
-def check_settings(optimizer: OptimizerConfig) -> None:
-    """Refuse settings that the optimizer or its scheduler could not follow, before anything heavy is imported.
-
-    Example:
-        >>> check_settings(OptimizerConfig(decay_style="linear"))
-    """
-    if optimizer.precision not in _PRECISIONS:
-        raise InvalidInputError(f"optimizer.precision is {optimizer.precision!r}; choose from {', '.join(_PRECISIONS)}")
-    if optimizer.decay_style not in _DECAY_STYLES:
-        raise InvalidInputError(
-            f"optimizer.decay_style is {optimizer.decay_style!r}; choose from {', '.join(_DECAY_STYLES)}"
-        )
-    if not 0 <= optimizer.warmup_share < 1:
-        raise InvalidInputError(
-            f"optimizer.warmup_share is {optimizer.warmup_share}; it is a share of all steps, from 0 to below 1"
-        )
-    if not 0 <= optimizer.min_learning_rate <= optimizer.learning_rate:
-        raise InvalidInputError(
-            f"optimizer.min_learning_rate {optimizer.min_learning_rate} must lie between 0 and optimizer.learning_rate "
-            f"{optimizer.learning_rate}"
-        )
 
 
 def _scheduler(

@@ -20,6 +20,10 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line."""
 
+    def was_validated(self, name: str, step: int) -> bool:
+        """Whether the run that is resumed has validated on a dataset after a step; only the first rank knows."""
+        return False
+
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Some steps were done."""
 
@@ -65,6 +69,10 @@ class ConsoleReporter(Reporter):
         """Print a line above the bar."""
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+    def was_validated(self, name: str, step: int) -> bool:
+        """What the metrics say."""
+        return self._metrics.was_validated(name, step)
 
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Write the record; print it, or move the bar."""

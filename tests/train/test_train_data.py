@@ -107,11 +107,21 @@ def test_pipeline_stages_get_batches_of_one_shape(dataset: Path) -> None:
 
 def test_tokens_and_padding_are_counted_on_their_way(dataset: Path) -> None:
     batches = first_batches(config_of(str(dataset)), 3)
-    counted = CountedBatches(iter(batches))
+    counted = CountedBatches(iter(batches), vocab_size=VOCAB_SIZE)
     assert list(counted) == batches
-    expected = (sum(sum(batch["token_count"]) for batch in batches), sum(batch["tokens"].numel() for batch in batches))
-    assert counted.take_counts() == expected
+    num_positions = sum(batch["tokens"].numel() for batch in batches)
+    num_padding = sum(int(batch["padding_mask"].sum()) for batch in batches)
+    assert 0 < num_padding < num_positions
+    assert counted.take_counts() == (num_positions - num_padding, num_positions)
     assert counted.take_counts() == (0, 0)
+
+
+def test_an_id_beyond_the_models_vocabulary_never_reaches_the_model(dataset: Path) -> None:
+    [batch] = first_batches(config_of(str(dataset)), 1)
+    largest = int(batch["tokens"].max())
+    assert next(CountedBatches(iter([batch]), vocab_size=largest + 1)) is batch
+    with pytest.raises(InvalidInputError, match=f"has the id {largest}.*ends at {largest - 1}; set model.vocab_size"):
+        next(CountedBatches(iter([batch]), vocab_size=largest))
 
 
 def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_path: Path) -> None:

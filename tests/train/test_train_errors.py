@@ -21,6 +21,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("errors") / "data", 40)
 
 
+@pytest.fixture(autouse=True)
+def megatron_core_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tests ran before in this process: an import of megatron.core would put it back."""
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+
+
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The sentence that a wrong command line gives."""
     assert main(arguments) == 2

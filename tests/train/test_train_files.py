@@ -20,7 +20,12 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) 
     (tmp_path / "step_8000000").touch()  # a file is no checkpoint
     assert directory.newest() == tmp_path / "step_1000000"
     assert find_checkpoint("auto", directory) == tmp_path / "step_1000000"
-    assert find_checkpoint(str(tmp_path / "step_000020"), directory) == tmp_path / "step_000020"
+    assert find_checkpoint(str(tmp_path / "step_1000000"), directory) == tmp_path / "step_1000000"
+    assert find_checkpoint(str(tmp_path / "step_000020"), CheckpointDirectory(tmp_path / "new")) == (
+        tmp_path / "step_000020"
+    )
+    with pytest.raises(InvalidInputError, match="already has checkpoints up to step_1000000"):
+        find_checkpoint(str(tmp_path / "step_000020"), directory)
     with pytest.raises(InvalidInputError, match="choose another output"):
         find_checkpoint("never", directory)
 
