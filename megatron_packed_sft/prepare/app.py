@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=EXAMPLES,
         flags=FLAGS,
         look_alikes=LOOK_ALIKES,
+        named_by_user=("sources", "template.variables"),
         argv=argv,
     )
 
@@ -82,7 +83,12 @@ def preparation_of(config: PrepareConfig) -> Preparation:
         raise InvalidInputError(f"shard_megabytes is {config.shard_megabytes}; it must be at least 1")
     if config.limit is not None and config.limit < 1:
         raise InvalidInputError(f"limit is {config.limit}; it must be at least 1")
+    for key, path in (("output", config.output), ("tokenizer.path", config.tokenizer.path)):
+        if not path:
+            raise InvalidInputError(f"{key} is empty; give a path")
     output = Path(os.path.abspath(config.output))
+    if not output.name:
+        raise InvalidInputError(f"output is {config.output}; name a directory that prepare may make")
     return Preparation(
         output=output,
         work_dir=Path(os.path.abspath(config.work_dir)) if config.work_dir else output.with_name(f"{output.name}.work"),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +23,10 @@ from megatron_packed_sft.prepare.encode_worker import (
 from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
 from megatron_packed_sft.prepare.progress import Progress
 from megatron_packed_sft.prepare.sources import ScannedSource
-from megatron_packed_sft.prepare.splits import SPLITS
+from megatron_packed_sft.prepare.token_stores import open_stores, publish_parts, remove_other_stores
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
-from megatron_packed_sft.storage.atomic import os_errors
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
+from megatron_packed_sft.records.files import InputFile
+from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 from megatron_packed_sft.tokens.writer import part_path
 
 
@@ -43,7 +39,7 @@ class EncodeRequest:
     description: Mapping[str, Any]  # plain settings; with the sources they decide every byte
     deduplicate: bool
     limit: int | None  # rows of each source
-    max_errors: int
+    max_errors: int  # 0 unless errors are skipped
 
     @property
     def fingerprint(self) -> str:
@@ -74,15 +70,17 @@ def encode_sources(
 ) -> EncodedSources:
     """Bring the token stores of a work directory in line with a request."""
     whole = work.receipt("encode", request.fingerprint)
-    if whole is not None and (stores := _open_stores(work, whole["stores"])) is not None:
+    if whole is not None and (stores := open_stores(work.tokens, whole["stores"])) is not None:
         counts = {name: Counts.from_json(document) for name, document in whole["counts"].items()}
-        return EncodedSources(stores, counts, whole["num_units"], num_reused=whole["num_units"])
+        # If fewer errors are allowed than that run had, its units are looked at again, to say which rows they were.
+        if _num_errors(*counts.values()) <= request.max_errors:
+            return EncodedSources(stores, counts, whole["num_units"], num_reused=whole["num_units"])
     encoder = UnitRun(request, work, progress)
     encoder.run(executor)
-    stores = {split: _publish(work.tokens / split, numbers) for split, numbers in sorted(encoder.parts.items())}
+    stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(encoder.parts.items())}
     if not stores:
         raise nothing_left(encoder.counts)
-    _remove_other_stores(work.tokens, stores)
+    remove_other_stores(work.tokens, stores)
     work.write_receipt(
         "encode",
         request.fingerprint,
@@ -107,7 +105,8 @@ class UnitRun:
 
     def __init__(self, request: EncodeRequest, work: WorkDirectory | None, progress: Progress, every: int = 1) -> None:
         self._request, self._work, self._progress, self._every = request, work, progress, every
-        self._room = {one.source.name: request.limit for one in request.sources}
+        self._rows_left = _rows_left(request)
+        self._files: dict[int, InputFile] = {}  # of the units that the executor has
         self._results: dict[int, UnitResult] = {}
         self._seen = Counts()
         self.num_units = self.num_reused = 0
@@ -117,24 +116,38 @@ class UnitRun:
         # With a limit a unit must know how many rows the ones before it had; a trial need not be parallel.
         if self._request.limit is not None:
             executor = LocalExecutor(1)
-        duplicates = _duplicates(self._request, executor) if self._request.deduplicate else {}
+        duplicates = self._duplicates(executor) if self._request.deduplicate else {}
         for result in executor.run(encode_unit, self._tasks(duplicates), start_encoder, self._request.settings):
+            self._files.pop(result.number).refuse_changed()  # or its receipt would vouch for other rows
             self._take(result)
             if self._work is not None:
                 noted = {"counts": result.counts.to_json(), "parts": result.parts}
                 self._work.write_receipt(_receipt_name(result.number), result.fingerprint, noted)
 
+    def _duplicates(self, executor: Executor) -> dict[int, frozenset[int]]:
+        """Unit -> positions of rows that equal an earlier one, among those that this run looks at."""
+        rows_left = _rows_left(self._request)
+        tasks = (task for task in unit_tasks(self._request.sources, rows_left) if task.number % self._every == 0)
+        hashes = {}
+        self._progress.begin("compare")
+        for unit in executor.run(hash_unit, tasks, _nothing):
+            hashes[unit.number] = unit.hashes
+            _take_off(rows_left, unit.source, len(unit.hashes))
+            self._progress.update(unit.num_bytes, rows=len(unit.hashes))
+        self._progress.begin("encode")
+        return find_duplicates(hashes)
+
     def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[UnitTask]:
         """The units that must be encoded; the whole ones are counted on the way."""
-        for task in unit_tasks(self._request.sources):
-            room = self._room[task.source.name]
-            if task.number % self._every or (room is not None and room <= 0):
+        for task in unit_tasks(self._request.sources, self._rows_left):
+            if task.number % self._every:
                 continue
             self.num_units += 1
-            described = task._replace(max_rows=room, duplicates=duplicates.get(task.number, frozenset()))
+            described = task._replace(duplicates=duplicates.get(task.number, frozenset()))
             described = described._replace(fingerprint=self._fingerprint(described))
             reused = self._whole(described)
             if reused is None:
+                self._files[task.number] = task.unit.file
                 yield described
             else:
                 self.num_reused += 1
@@ -167,13 +180,13 @@ class UnitRun:
             except PackedSFTError:
                 return None
         counts = Counts.from_json(noted["counts"])
+        if _num_errors(counts) and not self._request.settings.skip_errors:
+            return None  # read again, to say what is wrong
         return UnitResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"], {})
 
     def _take(self, result: UnitResult) -> None:
         self._results[result.number] = result
-        room = self._room[result.source]
-        if room is not None:
-            self._room[result.source] = room - result.counts.num_rows
+        _take_off(self._rows_left, result.source, result.counts.num_rows)
         sequences = result.counts.splits.values()
         self._progress.update(
             result.counts.num_bytes, rows=result.counts.num_rows, tokens=sum(one.num_tokens for one in sequences)
@@ -208,27 +221,47 @@ class UnitRun:
         return parts
 
 
-def unit_tasks(sources: Sequence[ScannedSource]) -> Iterator[UnitTask]:
-    """All units of all sources, numbered in the order of the configuration."""
+def unit_tasks(
+    sources: Sequence[ScannedSource], rows_left: Mapping[str, int | None] | None = None
+) -> Iterator[UnitTask]:
+    """All units of all sources, numbered in the order of the configuration.
+
+    Args:
+        sources: in that order.
+        rows_left: source -> rows still wanted of it; what a unit has is taken off before the next one is asked for.
+    """
     number = 0
     for one in sources:
         for unit, num_bytes in one.units():
-            yield UnitTask(number, one.source, unit, num_bytes)
+            max_rows = None if rows_left is None else rows_left[one.source.name]
+            if max_rows is not None and max_rows <= 0:
+                break
+            yield UnitTask(number, one.source, unit, num_bytes, max_rows=max_rows)
             number += 1
+
+
+def _rows_left(request: EncodeRequest) -> dict[str, int | None]:
+    return {one.source.name: request.limit for one in request.sources}
+
+
+def _take_off(rows_left: dict[str, int | None], source: str, num_rows: int) -> None:
+    left = rows_left[source]
+    if left is not None:
+        rows_left[source] = left - num_rows
+
+
+def _num_errors(*counts: Counts) -> int:
+    return sum(one.dropped.get(reason, 0) for one in counts for reason in ERRORS)
 
 
 def _check_errors(counts: Counts, max_errors: int) -> None:
     """Refuse to go on when more rows could not be used than the user allows."""
-    num_errors = sum(counts.dropped.get(reason, 0) for reason in ERRORS)
+    num_errors = _num_errors(counts)
     if num_errors > max_errors:
         shown = "; ".join(example for reason in ERRORS for example in counts.examples.get(reason, []))
         raise InvalidInputError(
             f"{num_errors:,} rows could not be used, more than max_errors={max_errors:,} allows; the first: {shown}"
         )
-
-
-def _duplicates(request: EncodeRequest, executor: Executor) -> dict[int, frozenset[int]]:
-    return find_duplicates(dict(executor.run(hash_unit, unit_tasks(request.sources), _nothing)))
 
 
 def _nothing() -> None:
@@ -237,32 +270,6 @@ def _nothing() -> None:
 
 def _receipt_name(number: int) -> str:
     return f"tokens/receipts/unit_{number:06d}"
-
-
-def _open_stores(work: WorkDirectory, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
-    stores = {}
-    for split, fingerprint in fingerprints.items():
-        with suppress(PackedSFTError):
-            store = open_token_store(work.tokens / split)
-            if store.fingerprint == fingerprint:
-                stores[split] = store
-    return stores if len(stores) == len(fingerprints) else None
-
-
-def _publish(store: Path, numbers: Sequence[int]) -> TokenStore:
-    """List the parts of this run in store.json, and remove what other runs left beside them."""
-    wanted = {part_path(store, number).name for number in numbers}
-    with os_errors("clear", store):
-        for entry in os.scandir(store):
-            if entry.name.startswith("part_") and entry.name not in wanted:
-                shutil.rmtree(entry.path)
-    return publish_store(store)
-
-
-def _remove_other_stores(tokens: Path, stores: Mapping[str, TokenStore]) -> None:
-    for split in SPLITS:
-        if split not in stores:
-            shutil.rmtree(tokens / split, ignore_errors=True)
 
 
 def nothing_left(counts: Mapping[str, Counts]) -> InvalidInputError:

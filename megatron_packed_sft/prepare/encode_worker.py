@@ -65,6 +65,15 @@ class UnitResult(NamedTuple):
     lengths: dict[str, npt.NDArray[np.int32]]  # split -> lengths, when only counting
 
 
+class HashedUnit(NamedTuple):
+    """The content hashes of a unit's rows, [rows, 2]."""
+
+    number: int
+    source: str
+    num_bytes: int
+    hashes: npt.NDArray[np.uint64]
+
+
 class ReadRow(NamedTuple):
     """A row that could be read, with where it came from and the hash of its content."""
 
@@ -162,13 +171,14 @@ def read_rows(task: UnitTask) -> Iterator[ReadRow | RowError]:
             yield error.at(raw.where)
 
 
-def hash_unit(task: UnitTask) -> tuple[int, npt.NDArray[np.uint64]]:
-    """The content hashes of a unit's rows, [rows, 2]; rows that cannot be read count as different from all others."""
+def hash_unit(task: UnitTask) -> HashedUnit:
+    """Hash the rows of a unit; those that cannot be read count as different from all others."""
     digests = [
         (task.number << 32 | position).to_bytes(16, "big") if isinstance(read, RowError) else read.content
         for position, read in enumerate(read_rows(task))
     ]
-    return task.number, np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+    hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+    return HashedUnit(task.number, task.source.name, task.num_bytes, hashes)
 
 
 def _gather(encoded: EncodedRows, sequences: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:

@@ -59,13 +59,18 @@ class LocalExecutor:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
             except BrokenProcessPool:
-                raise PackedSFTError(
-                    "a worker process died (killed, or out of memory); run the same command again to go on where it "
-                    "stopped, with fewer executor.num_workers if memory was short"
-                ) from None
+                raise worker_died() from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def worker_died() -> PackedSFTError:
+    """The error for a process that ended without a word."""
+    return PackedSFTError(
+        "a worker process died (killed, or out of memory); run the same command again to go on where it "
+        "stopped, with fewer executor.num_workers if memory was short"
+    )
 
 
 def create_executor(kind: str, num_workers: int | None) -> Executor:

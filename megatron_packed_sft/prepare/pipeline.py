@@ -28,11 +28,20 @@ from megatron_packed_sft.prepare.estimate import estimate
 from megatron_packed_sft.prepare.executor import Executor
 from megatron_packed_sft.prepare.plan_stage import PackingOptions, Planned, plan_splits
 from megatron_packed_sft.prepare.progress import Progress
-from megatron_packed_sft.prepare.publish_stage import MADE_BY, PublishRequest, num_shards, publish, row_bytes
+from megatron_packed_sft.prepare.publish_stage import (
+    MADE_BY,
+    PublishRequest,
+    is_published,
+    may_replace,
+    num_shards,
+    publish,
+    row_bytes,
+)
 from megatron_packed_sft.prepare.report import PrepareReport, SplitReport
 from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
 from megatron_packed_sft.prepare.splits import SPLITS, SplitRule
 from megatron_packed_sft.prepare.summary import card, counted
+from megatron_packed_sft.prepare.token_stores import remove_damaged_parts
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1
 
@@ -68,14 +77,13 @@ class Preparation:
 
     def run(self) -> PrepareReport:
         """Do what has to be done, and say what was."""
+        tokenizer = self._checked_tokenizer()
         scanned = self._scan()
         with WorkDirectory(self.work_dir) as work:
             if self.force:
                 work.forget()
-            tokenizer = self._tokenizer()
             request = self._encode_request(scanned, tokenizer, work.tokens)
-            with self._progress("encode", scanned) as progress:
-                encoded = encode_sources(request, work, self.executor, progress)
+            encoded = self._encode(request, work)
             planned = plan_splits(_in_order(encoded.stores), self.packing, work)
             report = self._report(encoded.counts, {split: one.plan for split, one in planned.items()})
             provenance = self._provenance(scanned, request, report)
@@ -87,10 +95,14 @@ class Preparation:
                 provenance=provenance,
                 card=card(report, provenance),
                 num_workers=self.executor.num_workers,
-                progress=not self.quiet and sys.stderr.isatty(),
+                progress=self._shows_bars,
             )
             plans = {split: one.plan for split, one in planned.items()}
-            reused = publish(publication, plans, encoded.stores, work)
+            reused = is_published(publication, work)
+            if not reused:
+                if encoded.num_reused and remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
+                    encoded = self._encode(request, work)  # the same tokens again, so that the plans still hold
+                publish(publication, plans, encoded.stores, work)
         stages = [self._scan_line(scanned), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
         report = self._report(encoded.counts, plans, stages)
         report.check()
@@ -98,9 +110,10 @@ class Preparation:
 
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""
+        tokenizer = self._checked_tokenizer()
         scanned = self._scan()
         with self._progress("dry run", scanned) as progress:
-            request = self._encode_request(scanned, self._tokenizer(), None)
+            request = self._encode_request(scanned, tokenizer, None)
             found = estimate(request, self.executor, progress)
         plans = {split: self.packing.pack(split, lengths) for split, lengths in _in_order(found.lengths).items()}
         dry_run = f"{counted(found.num_units, 'unit')} encoded; nothing was written"
@@ -109,13 +122,27 @@ class Preparation:
         report.check()
         return report
 
-    def _scan(self) -> list[ScannedSource]:
+    def _checked_tokenizer(self) -> Tokenizer:
+        """The tokenizer, and no mistake left that would only be found after hours of work."""
         if not self.sources:
-            raise InvalidInputError("no input: give input=FILES, or sources.NAME.path in a configuration file")
-        return scan(self.sources)
-
-    def _tokenizer(self) -> Tokenizer:
+            raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several")
+        if self.work_dir == self.output:
+            raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
+        may_replace(self.output)
+        self.packing.check()
         return load_tokenizer(self.tokenizer_path, kind=self.tokenizer_kind, fast=self.tokenizer_fast)
+
+    def _scan(self) -> list[ScannedSource]:
+        with Progress("scan", None, "B", quiet=self.quiet, interval=self.log_interval) as progress:
+            return scan(self.sources, progress.update)
+
+    def _encode(self, request: EncodeRequest, work: WorkDirectory) -> EncodedSources:
+        with self._progress("encode", request.sources) as progress:
+            return encode_sources(request, work, self.executor, progress)
+
+    @property
+    def _shows_bars(self) -> bool:
+        return not self.quiet and sys.stderr.isatty()
 
     def _encode_request(
         self, scanned: Sequence[ScannedSource], tokenizer: Tokenizer, tokens: Path | None
@@ -136,11 +163,10 @@ class Preparation:
                 "chat_template": template and {"name": template.name, "fingerprint": template.fingerprint},
                 "encode": self.options.to_json(),
                 "split": asdict(self.split_rule),
-                "skip_errors": self.skip_errors,
             },
             deduplicate=self.deduplicate,
             limit=self.limit,
-            max_errors=self.max_errors,
+            max_errors=self.max_errors if self.skip_errors else 0,
         )
 
     def _progress(self, stage: str, scanned: Sequence[ScannedSource]) -> Progress:
@@ -197,7 +223,7 @@ class Preparation:
         return "scan", f"{counted(num_files, 'file')}, {num_bytes / 1e6:,.1f} MB, in {counted(len(scanned), 'source')}"
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
-        what = "is whole and up to date; left as it is" if reused else "published"
+        what = "is up to date; left as it is" if reused else "published"
         return "publish", f"{self.output} ({'legacy' if self.packed_storage == LEGACY else self.packed_storage}) {what}"
 
 

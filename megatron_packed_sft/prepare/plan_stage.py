@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,11 @@ class PackingOptions:
                 "encode.max_len, which also drops and counts the rows whose answer is cut away"
             )
 
+    def check(self) -> None:
+        """Refuse settings that no plan can be made with, before any work is done."""
+        length = max(1, min(self.min_len, self.pack_size))
+        replace(self, whole_batches=False).pack(TRAIN, [length], [1])
+
     def pack(self, split: str, lengths: npt.ArrayLike, trained_tokens: npt.ArrayLike | None = None) -> PackPlan:
         """Pack sequences of these lengths."""
         arguments: dict[str, Any] = asdict(self)
@@ -53,7 +58,10 @@ class PackingOptions:
             arguments["whole_batches"] = False
         elif steps["global_batch"] is not None:
             arguments |= {"steps": steps, "trained_tokens": trained_tokens}
-        return pack(lengths, **arguments)
+        try:
+            return pack(lengths, **arguments)
+        except InvalidInputError as error:
+            raise error if split == TRAIN else InvalidInputError(f"split {split}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A bar for one stage, counted in `unit`; a context manager.
+    """A bar for one stage, counted in `unit`; a context manager. A total of None is not known beforehand.
 
     Example:
         >>> with Progress("encode", total=100, unit="B", stream=sys.stdout, interval=0.0) as progress:
@@ -22,7 +22,7 @@ class Progress:
     def __init__(
         self,
         stage: str,
-        total: int,
+        total: int | None,
         unit: str,
         *,
         quiet: bool = False,
@@ -51,6 +51,15 @@ class Progress:
             self._last = time.monotonic()
             print(self._line(), file=self._stream, flush=True)
 
+    def begin(self, stage: str) -> None:
+        """Begin anew for another stage over the same work."""
+        self._stage, self._done, self._notes = stage, 0, {}
+        self._start = self._last = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_description(stage, refresh=False)
+            self._bar.set_postfix(refresh=False)
+            self._bar.reset()
+
     def expect(self, total: int) -> None:
         """Correct what was expected, when it could only be guessed before."""
         self._total = total
@@ -61,9 +70,11 @@ class Progress:
     def _line(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = self._done / seconds
+        notes = "".join(f", {name}={value:,}" for name, value in self._notes.items())
+        if self._total is None:
+            return f"{self._stage}: {self._done:,} {self._unit}, {rate:,.0f} {self._unit}/s{notes}"
         share = self._done / self._total if self._total else 1.0
         left = (self._total - self._done) / rate if rate else 0.0
-        notes = "".join(f", {name}={value:,}" for name, value in self._notes.items())
         return (
             f"{self._stage}: {self._done:,} of {self._total:,} {self._unit} ({100 * share:.0f} %), "
             f"{rate:,.0f} {self._unit}/s, {max(left, 0):.0f} s left{notes}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.executor import worker_died
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
 from megatron_packed_sft.storage import json_document
 from megatron_packed_sft.storage.atomic import Staging, write_file
@@ -53,21 +55,26 @@ class PublishRequest:
         )
 
 
+def is_published(request: PublishRequest, work: WorkDirectory) -> bool:
+    """Whether the output is what a request would make of it, as far as opening it tells."""
+    noted = work.receipt("publish", request.fingerprint)
+    return noted is not None and noted["published"] == _published(request)
+
+
 def publish(
     request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], work: WorkDirectory
-) -> bool:
-    """Bring the output in line with plans and stores; True when it was so already.
+) -> None:
+    """Write the output.
 
     What an earlier preparation published there is replaced in one step; anything else is left alone, with an error.
     """
-    noted = work.receipt("publish", request.fingerprint)
-    if noted is not None and noted["published"] == _published(request):
-        return True
-    replace = _may_replace(request.output)
+    replace = may_replace(request.output)
     write = _write_shards if request.packed_storage == MEMMAP_V1 else _write_legacy
-    write(request, plans, stores, replace)
+    try:
+        write(request, plans, stores, replace)
+    except BrokenProcessPool:
+        raise worker_died() from None
     work.write_receipt("publish", request.fingerprint, {"published": _published(request)})
-    return False
 
 
 def num_shards(plan: PackPlan, shard_bytes: int) -> int:
@@ -159,7 +166,7 @@ def _published(request: PublishRequest) -> str | None:
         return None
 
 
-def _may_replace(output: Path) -> bool:
+def may_replace(output: Path) -> bool:
     """Whether an earlier preparation published there; anything else must not be touched."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from posixpath import basename
 from typing import Any
@@ -97,9 +97,9 @@ def _with_shares(file: InputFile, units: Iterator[Unit]) -> Iterator[tuple[Unit,
         current = following
 
 
-def scan(sources: Sequence[Source]) -> list[ScannedSource]:
+def scan(sources: Sequence[Source], on_read: Callable[[int], None] | None = None) -> list[ScannedSource]:
     """Find and fingerprint the files of all sources; a file in two sources is an error."""
-    scanned = [ScannedSource(source, tuple(find_files(source.paths))) for source in sources]
+    scanned = [ScannedSource(source, tuple(find_files(source.paths, on_read))) for source in sources]
     owners: dict[str, str] = {}
     for one in scanned:
         for file in one.files:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_packed_sft.packing.accounting import REASONS
 from megatron_packed_sft.prepare.report import PrepareReport
 from megatron_packed_sft.storage.writers import MEMMAP_V1
+
+_PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -52,18 +58,21 @@ def summary(report: PrepareReport) -> str:
 
 def how_to_use(report: PrepareReport) -> list[str]:
     """The lines for a recipe, and the call that opens the data."""
-    pack_size = next(iter(report.splits.values())).plan.pack_size
-    path = str(report.output) if report.packed_storage == MEMMAP_V1 else str(report.output / "train.npy")
+    split, first = next(iter(report.splits.items()))
+    path = str(report.output if report.packed_storage == MEMMAP_V1 else report.output / f"{split}.npy")
+    plain = _PLAIN_PATH.fullmatch(path) is not None
+    setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
     return [
         "Train on it:",
-        f"  torchrun --nproc-per-node 2 recipes/sft.py packed_storage={_short(report)} data.path={path}",
+        f"  torchrun --nproc-per-node 2 recipes/sft.py packed_storage={_short(report)} {setting}",
         "In a recipe:",
         f"  packed_storage: {_short(report)}",
         "  data:",
-        f"    path: {path}",
+        f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
         "In Python:",
         "  from megatron_packed_sft import create_sft_dataset",
-        f'  dataset = create_sft_dataset("{path}", tokenizer, seq_length={pack_size})',
+        f"  dataset = create_sft_dataset({json.dumps(path, ensure_ascii=False)}, tokenizer, "
+        f"seq_length={first.plan.pack_size})",
     ]
 
 
@@ -116,12 +125,21 @@ def _short(report: PrepareReport) -> str:
 
 def _accounting(report: PrepareReport) -> list[str]:
     total = report.total
-    rows: list[tuple[str, int]] = [("rows read", total.num_rows)]
+    plans = [split.plan.accounting for split in report.splits.values()]
+    rows: list[tuple[str, int | str, int | str]] = [("rows read", total.num_rows, "")]
     if total.num_repeated:
-        rows.append(("repeated by weight", total.num_repeated))
-    rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped().items())]
-    rows.append(("packed", report.num_packed))
-    return table(["", "rows"], rows)
+        rows.append(("repeated by weight", total.num_repeated, ""))
+    rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(total.dropped.items())]
+    rows.append(("encoded", total.num_sequences, sum(plan.num_tokens for plan in plans)))
+    if overlap := sum(plan.num_overlap_tokens for plan in plans):
+        rows.append(("repeated by packing.stride", "", overlap))
+    for reason in REASONS:
+        num_rows = sum(plan.dropped_sequences.get(reason, 0) for plan in plans)
+        num_tokens = sum(plan.dropped_tokens.get(reason, 0) for plan in plans)
+        if num_rows or num_tokens:
+            rows.append((f"dropped: {reason}", num_rows, num_tokens))
+    rows.append(("packed", report.num_packed, sum(plan.num_tokens_packed for plan in plans)))
+    return table(["", "rows", "tokens"], rows)
 
 
 def _source_table(report: PrepareReport) -> list[str]:

@@ -48,6 +48,10 @@ class WorkDirectory:
         self.path = Path(os.path.abspath(path))
         with os_errors("create", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / "lock").exists() and any(self.path.iterdir()):
+                raise InvalidInputError(
+                    f"{self.path} holds files that no preparation made; choose a new or an empty directory as work_dir"
+                )
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +77,7 @@ class WorkDirectory:
         file = self.path / f"{name}.json"
         try:
             document = json_document.parse(file.read_bytes(), str(file))
-        except (FileNotFoundError, ManifestError):
+        except (OSError, ManifestError):
             return None
         result = document.get("result")
         return result if document.get("fingerprint") == fingerprint and isinstance(result, dict) else None

@@ -7,7 +7,7 @@ import json
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class InputFile:
         compression: of JSON files.
         size: stored bytes.
         checksum: xxh3_128 of the stored bytes, in hex.
+        modified: when a local file was last written, in nanoseconds, before its checksum was taken; None: unknown.
     """
 
     path: str
@@ -45,15 +46,24 @@ class InputFile:
     compression: Compression | None
     size: int
     checksum: str
+    modified: int | None = None
+
+    def refuse_changed(self) -> None:
+        """Refuse to go on when the file was written to since it was found."""
+        if self.modified is not None and _modified(self.path) != self.modified:
+            raise InvalidInputError(f"{self.path} changed while it was read; start again when it stays as it is")
 
 
-def find_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[InputFile]:
+def find_files(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], on_read: Callable[[int], None] | None = None
+) -> list[InputFile]:
     """Find the files of a run, in the order given; matches of a glob are sorted.
 
     Every file is read once for its checksum.
 
     Args:
         paths: files, globs (`**` goes into folders), folders saved by `datasets`, URLs that fsspec knows, or a list.
+        on_read: told how many bytes were read, again and again.
 
     Example:
         >>> import tempfile, pathlib
@@ -69,7 +79,11 @@ def find_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     for path, num_times in Counter(found).items():
         if num_times > 1:
             raise InvalidInputError(f"{path} is named {num_times} times; name it once, or weight it when blending")
-    return [_inspect(path) for path in found]
+    return [_inspect(path, on_read or _ignore) for path in found]
+
+
+def _ignore(num_bytes: int) -> None:
+    """Nobody wants to know."""
 
 
 def _expand(pattern: str) -> list[str]:
@@ -84,14 +98,18 @@ def _expand(pattern: str) -> list[str]:
         if os.path.lexists(path):
             return [path]
         found = sorted(glob.glob(path, recursive=True))
+        if "**" in path:  # which matches the folders on the way as well
+            found = [name for name in found if not os.path.isdir(name)]
     if not found:
         raise InvalidInputError(f"{pattern} does not exist and matches nothing; check the path")
     return found
 
 
-def _inspect(path: str) -> InputFile:
+def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
+    if path != path.encode("utf-8", "replace").decode():
+        raise InvalidInputError(f"{path!r} is not a name in UTF-8, so it cannot stand in a manifest; rename it")
     if _is_folder(path):
-        return _inspect_folder(path)
+        return _inspect_folder(path, on_read)
     stem, suffix = posixpath.splitext(path)
     compression = _COMPRESSIONS.get(suffix)
     if compression:
@@ -101,11 +119,17 @@ def _inspect(path: str) -> InputFile:
         raise InvalidInputError(f"{path} is of no known format; rename it to one of {_KNOWN}")
     if file_format == "json" and not _begins_an_array(path, compression):
         file_format = "jsonl"
-    size, checksum = _size_and_checksum([path])
-    return InputFile(path, file_format, compression, size, checksum)
+    modified = None if is_url(path) else _modified(path)
+    size, checksum = _size_and_checksum([path], on_read)
+    return InputFile(path, file_format, compression, size, checksum, modified)
 
 
-def _inspect_folder(path: str) -> InputFile:
+def _modified(path: str) -> int:
+    with reading(path):
+        return os.stat(path).st_mtime_ns
+
+
+def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
     names = _names_in(path)
     if _HF_SPLITS in names:
         splits = ", ".join(_read_json(f"{path}/{_HF_SPLITS}").get("splits", []))
@@ -115,7 +139,7 @@ def _inspect_folder(path: str) -> InputFile:
             f"{path} is a folder that `datasets.save_to_disk` did not write; name its files, such as {path}/*.jsonl"
         )
     data_files = [entry["filename"] for entry in _read_json(f"{path}/{_HF_STATE}")["_data_files"]]
-    size, checksum = _size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)])
+    size, checksum = _size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)], on_read)
     return InputFile(path, "hf_dataset", None, size, checksum)
 
 
@@ -151,12 +175,13 @@ def _begins_an_array(path: str, compression: Compression | None) -> bool:
     return False
 
 
-def _size_and_checksum(paths: list[str]) -> tuple[int, str]:
+def _size_and_checksum(paths: list[str], on_read: Callable[[int], None]) -> tuple[int, str]:
     checksum = xxhash.xxh3_128()
     size = 0
     for block in _all_blocks(paths):
         checksum.update(block)
         size += len(block)
+        on_read(len(block))
     return size, checksum.hexdigest()
 
 

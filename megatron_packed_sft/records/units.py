@@ -147,9 +147,15 @@ def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
         try:
             value = orjson.loads(row)
         except orjson.JSONDecodeError as error:
-            value = RowError("", f"is not valid JSON ({error.msg} at character {error.pos + 1}); mend or remove it")
+            value = RowError("", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file)}")
         else:
             if type(value) is not dict:
                 value = RowError("", f"is {kind_of(value)}, not an object; mend or remove it")
         raw = RawRow(value, file, number)
         yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))
+
+
+def _remedy(file: InputFile) -> str:
+    if file.format == "jsonl" and file.path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+        return "a .json file is one array of rows, or one row per line; make it one of these"
+    return "mend or remove it"

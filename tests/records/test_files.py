@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,32 @@ def test_naming_no_file_or_one_file_twice_is_refused(folder: Path) -> None:
         find_files([])
     with pytest.raises(InvalidInputError, match=r"a\.jsonl is named 2 times"):
         find_files([f"{folder}/a.jsonl", f"{folder}/*.jsonl"])
+
+
+def test_a_recursive_glob_finds_files_and_not_the_folders_on_the_way(folder: Path) -> None:
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "deep" / "er" / "z.jsonl").write_text('{"text": "deep"}')
+    assert [Path(file.path).name for file in find_files(f"{folder}/deep/**")] == ["d.ndjson", "z.jsonl"]
+
+
+def test_a_name_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "w") as file:
+        file.write('{"text": "one"}')
+    with pytest.raises(InvalidInputError, match=r"caf.udce9.jsonl' is not a name in UTF-8"):
+        find_files(f"{tmp_path}/*.jsonl")
+
+
+def test_a_file_that_is_written_to_after_it_was_found_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}')
+    num_read: list[int] = []
+    [file] = find_files(path, num_read.append)
+    assert sum(num_read) == file.size
+    file.refuse_changed()
+    path.write_text('{"text": "two"}')
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl changed while it was read; start again"):
+        file.refuse_changed()
 
 
 def test_a_dangling_link_is_our_error(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_an_empty_array_has_no_rows(tmp_path: Path, content: str) -> None:
     assert raw_rows(tmp_path / "a.json") == []
 
 
+def test_a_json_file_that_is_neither_an_array_nor_lines_says_what_it_should_be(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n "data": [{"text": "one"}]\n}')
+    assert "a .json file is one array of rows, or one row per line" in str(raw_rows(path)[0].value)
+
+
 @pytest.mark.parametrize("unit_bytes", [1, 1000])
 def test_a_bad_element_is_told_with_file_and_row_and_the_rest_is_read(tmp_path: Path, unit_bytes: int) -> None:
     path = tmp_path / "a.json"
