@@ -10,15 +10,19 @@ always the same two. A token that cannot be reached is harmless where whole word
 from __future__ import annotations
 
 import unicodedata
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import tokenizers
 
 # The pattern that ByteLevel brings along when `use_regex` is on.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Settings of a model by which a token may stand for other bytes than it is spelled with.
+_NOT_BYTES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
 
 def byte_alphabet() -> dict[int, int]:
@@ -63,11 +67,69 @@ def token_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[bytes, in
         >>> token_bytes({"model": {"vocab": {"Ġa": 3, "<s>": 4}}}, {"<s>"})
         {b' a': 3}
     """
-    alphabet = byte_alphabet()
-    vocabulary = {token: number for token, number in document["model"]["vocab"].items() if token not in leave_out}
-    if not set(map(ord, set("".join(vocabulary)))) <= alphabet.keys():
+    vocabulary = _spelled_in_bytes(document, leave_out)
+    if vocabulary is None:
         return None
-    return {token.translate(alphabet).encode("latin-1"): number for token, number in vocabulary.items()}
+    data = "".join(vocabulary).translate(byte_alphabet()).encode("latin-1")  # one byte for each character
+    ends = list(accumulate(map(len, vocabulary), initial=0))
+    return {data[start:end]: number for (start, end), number in zip(pairwise(ends), vocabulary.values(), strict=True)}
+
+
+def byte_lengths(document: dict[str, Any]) -> npt.NDArray[np.int64] | None:
+    """How many bytes of text each id stands for, or None when that depends on more than the id.
+
+    Where tokens are bytes of the text as it is, they follow each other without a gap, so lengths say where each lies.
+
+    Example:
+        >>> level = {"type": "ByteLevel", "add_prefix_space": False}
+        >>> model = {"type": "BPE", "vocab": {"a": 0, "Ġa": 1}}
+        >>> byte_lengths({"model": model, "pre_tokenizer": level, "added_tokens": [{"id": 2, "content": "<s>"}]})
+        array([1, 2, 3])
+    """
+    model = document["model"]
+    added = {token["content"]: token["id"] for token in document["added_tokens"]}
+    if model.get("type", "BPE") != "BPE" or any(model.get(name) for name in _NOT_BYTES) or other_normalizer(document):
+        return None
+    pre_tokenizer = document.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space", True):
+        return None
+    vocabulary = _spelled_in_bytes(document, set(added))
+    if vocabulary is None:
+        return None
+    lengths = {number: len(token) for token, number in vocabulary.items()}
+    lengths |= {number: len(text.encode()) for text, number in added.items()}
+    result = np.zeros(max(lengths) + 1, np.int64)
+    result[list(lengths)] = list(lengths.values())
+    return result
+
+
+def other_normalizer(document: dict[str, Any]) -> str | None:
+    """The normalizer of a tokenizer that does more than to compose characters (form C); None when it has no such one.
+
+    Example:
+        >>> other_normalizer({"normalizer": {"type": "NFC"}}), other_normalizer({"normalizer": {"type": "Lowercase"}})
+        (None, 'Lowercase')
+    """
+    normalizer = document.get("normalizer")
+    if normalizer is None or normalizer == {"type": "NFC"} or normalizer.get("normalizers") == []:
+        return None
+    return str(normalizer.get("type"))
+
+
+def is_left_alone(document: dict[str, Any], text: str) -> bool:
+    r"""Whether a text is in form C already, or the tokenizer does not compose characters; see `other_normalizer`.
+
+    Example:
+        >>> is_left_alone({"normalizer": {"type": "NFC"}}, "e\u0301"), is_left_alone({}, "e\u0301")
+        (False, True)
+    """
+    return text.isascii() or not document.get("normalizer") or unicodedata.is_normalized("NFC", text)
+
+
+def _spelled_in_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[str, int] | None:
+    vocabulary = {token: number for token, number in document["model"]["vocab"].items() if token not in leave_out}
+    return vocabulary if set(map(ord, set("".join(vocabulary)))) <= byte_alphabet().keys() else None
 
 
 def merge_product(merge: str | list[str]) -> str:
@@ -90,12 +152,11 @@ def structural_refusal(document: dict[str, Any]) -> str | None:
     model = document["model"]
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
         return f"its model is {model.get('type')}, not BPE"
-    for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    for name in ("dropout", *_NOT_BYTES):
         if model.get(name):
             return f"its model sets {name}"
-    normalizer = document.get("normalizer")
-    if not (normalizer is None or normalizer == {"type": "NFC"} or normalizer.get("normalizers") == []):
-        return f"its normalizer is {normalizer.get('type')}"
+    if normalizer := other_normalizer(document):
+        return f"its normalizer is {normalizer}"
     if split_pattern(document) is None:
         return "its pre-tokenizer is not one pattern before ByteLevel"
     added = document.get("added_tokens", [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from megatron_packed_sft.encode.byte_level import byte_lengths, is_left_alone
 from megatron_packed_sft.encode.control_tokens import ControlTokens, is_control_text
 from megatron_packed_sft.encode.interface import EncodedTexts, MarkedText
 from megatron_packed_sft.encode.literal_document import private_names, renamed
 from megatron_packed_sft.encode.positions import encoded_texts, interleave, trained_ranges, utf8_lengths
-from megatron_packed_sft.encode.tiktoken_path import TiktokenPath, open_tiktoken_path
+from megatron_packed_sft.encode.tiktoken_path import TiktokenPath, checked_by, open_tiktoken_path
 from megatron_packed_sft.encode.tokenizer_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
@@ -45,8 +46,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | os.PathLike[str], *, fast: bool = True) -> None:
         self._load(path, fast, None)
 
-    def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, bool] | None) -> None:
-        """Read the files; `expected` is the fingerprint they had before, and whether the fast path was in use."""
+    def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, str | None] | None) -> None:
+        """Read the files; `expected` is the fingerprint they had before, and what the fast path was checked by."""
         folder = Path(os.path.abspath(path))
         folder = folder.parent if folder.name == TOKENIZER_FILE else folder
         if not folder.is_dir():
@@ -57,23 +58,17 @@ class HuggingFaceTokenizer:
         self._template_variables = files.special_tokens
         self._chat_template = files.chat_template
         self._fingerprint = _fingerprint(self._document)
-        if expected is not None and expected[0] != self._fingerprint:
+        if expected is None:
+            self._check_added_tokens()
+        elif expected[0] != self._fingerprint:
             raise InvalidInputError(
                 f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
                 "now); start again with one tokenizer"
             )
-        self._backend = _backend(self._document, folder)
-        added = self._document["added_tokens"]
-        for token in added:
-            if self._backend.token_to_id(token["content"]) != token["id"]:
-                raise InvalidInputError(
-                    f"{folder} declares id {token['id']} for {token['content']!r}, but loading gives "
-                    f"{self._backend.token_to_id(token['content'])}; save the tokenizer again with transformers"
-                )
         self._controls = ControlTokens(
             {
                 token["content"]: token["id"]
-                for token in added
+                for token in self._document["added_tokens"]
                 if is_control_text(token["content"], special=token["special"]) and not token["single_word"]
             }
         )
@@ -81,10 +76,25 @@ class HuggingFaceTokenizer:
         self.fast_path: str | None = None
         self.fast_path_refusal: str | None = "fast=False"
         if fast:
-            self._open_fast_path(merges_are_sound=expected is not None and expected[1])
+            self._open_fast_path(None if expected is None else expected[1])
 
-    def _open_fast_path(self, *, merges_are_sound: bool) -> None:
-        found = open_tiktoken_path(self._document, self._controls, self._backend, merges_are_sound=merges_are_sound)
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer itself: half a second that a process with the fast path may never need."""
+        return _backend(self._document, Path(self._path))
+
+    def _check_added_tokens(self) -> None:
+        backend = self._backend  # read here, so that a broken file is found even if it has no added tokens
+        for token in self._document["added_tokens"]:
+            found = backend.token_to_id(token["content"])
+            if found != token["id"]:
+                raise InvalidInputError(
+                    f"{self._path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
+                    "the tokenizer again with transformers"
+                )
+
+    def _open_fast_path(self, passed_with: str | None) -> None:
+        found = open_tiktoken_path(self._document, self._controls, lambda: self._backend, passed_with=passed_with)
         if isinstance(found, TiktokenPath):
             self._tiktoken, self.fast_path, self.fast_path_refusal = found, "tiktoken", None
         else:
@@ -92,7 +102,8 @@ class HuggingFaceTokenizer:
             logger.info("%s: no fast path through tiktoken, because %s", self.name, found)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_again, (self._path, self._fast, (self._fingerprint, self.fast_path is not None))
+        passed_with = None if self._tiktoken is None else checked_by()
+        return _load_again, (self._path, self._fast, (self._fingerprint, passed_with))
 
     @property
     def path(self) -> str:
@@ -112,7 +123,9 @@ class HuggingFaceTokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """All ids are below it, those of added tokens too."""
-        return 1 + int(max(self._backend.get_vocab(with_added_tokens=True).values()))
+        vocabulary = self._document["model"]["vocab"]
+        last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return 1 + int(max([last, *(token["id"] for token in self._document["added_tokens"])]))
 
     @property
     def bos_id(self) -> int | None:
@@ -149,60 +162,79 @@ class HuggingFaceTokenizer:
         num_bytes = utf8_lengths(texts)
         path = self._tiktoken
         if path is None:
-            return self._encode_slowly(texts)
+            return self._encode_slowly(texts, num_bytes)
         accepted = [path.accepts(text.text) for text in texts]
         if all(accepted):
             return self._encode_fast(path, texts, num_bytes)
-        quick = [index for index, accept in enumerate(accepted) if accept]
-        slow = [index for index, accept in enumerate(accepted) if not accept]
-        return interleave(
-            len(texts),
-            [
-                (quick, self._encode_fast(path, [texts[index] for index in quick], [num_bytes[k] for k in quick])),
-                (slow, self._encode_slowly([texts[index] for index in slow])),
-            ],
-        )
+        groups = []
+        for places, encode in (
+            (np.flatnonzero(accepted).tolist(), partial(self._encode_fast, path)),
+            (np.flatnonzero(~np.array(accepted)).tolist(), self._encode_slowly),
+        ):
+            groups.append((places, encode([texts[place] for place in places], [num_bytes[place] for place in places])))
+        return interleave(len(texts), groups)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, control tokens included."""
         return str(self._backend.decode([int(number) for number in ids], skip_special_tokens=False))
 
     def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
-        ids, lengths = path.encode(texts)
-        widths = path.byte_lengths[ids]
-        ends = np.cumsum(widths)
-        text_ends = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(lengths)]
-        if not np.array_equal(text_ends, np.cumsum(num_bytes)):
-            # The pattern left characters out. `tokenizers` keeps them as words of their own, tiktoken drops them.
-            return self._encode_slowly(texts)
-        return encoded_texts(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+        # If not in place: the pattern left characters out, which `tokenizers` keeps as words of their own.
+        return self._in_place(*path.encode(texts), texts, num_bytes) or self._encode_slowly(texts, num_bytes)
 
-    def _encode_slowly(self, texts: Sequence[MarkedText]) -> EncodedTexts:
-        plain: list[int] = []
-        disguised: list[int] = []
-        for index, (text, _, literal) in enumerate(texts):
-            has_lookalike = bool(literal) and self._controls.split(text, literal).has_lookalike
-            (disguised if has_lookalike else plain).append(index)
-        encodings: list[Any] = [None] * len(texts)
-        if plain:
-            found = self._backend.encode_batch([texts[index].text for index in plain], add_special_tokens=False)
-            for index, encoding in zip(plain, found, strict=True):
-                encodings[index] = encoding
-        for index in disguised:
-            text = self._under_private_names(texts[index], index)
-            encodings[index] = self._literal_backend.encode(text, add_special_tokens=False)
-        lengths = np.array([len(encoding) for encoding in encodings], np.int64)
-        num_tokens = int(lengths.sum())
-        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int32, num_tokens)
+    def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
+        """Through `tokenizers`; where ids tell their length, without its offsets, which take a third of the time."""
+        if self._byte_lengths is not None and all(is_left_alone(self._document, text.text) for text in texts):
+            encodings = self._encodings(texts, "encode_batch_fast")
+            if (encoded := self._in_place(*_flat_ids(encodings), texts, num_bytes)) is not None:
+                return encoded
+        encodings = self._encodings(texts, "encode_batch")
+        ids, lengths = _flat_ids(encodings)
         offsets: npt.NDArray[np.int64] = np.fromiter(
-            chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings)),
-            np.int64,
-            2 * num_tokens,
+            chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings)), np.int64, 2 * len(ids)
         ).reshape(-1, 2)
         num_characters = [len(text.text) for text in texts]
         bases = np.repeat(np.cumsum([0, *num_characters[:-1]])[: len(texts)], lengths)
         ranges = trained_ranges(texts, num_characters, in_bytes=False)
         return encoded_texts(ids, lengths, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
+
+    @cached_property
+    def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        return byte_lengths(self._document)
+
+    def _in_place(
+        self,
+        ids: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int64],
+        texts: Sequence[MarkedText],
+        num_bytes: Sequence[int],
+    ) -> EncodedTexts | None:
+        """Lay tokens side by side by their lengths in bytes; None if they do not fill their texts."""
+        if self._byte_lengths is None:
+            return None
+        widths = self._byte_lengths[ids]
+        ends = np.cumsum(widths)
+        text_ends = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(lengths)]
+        if not np.array_equal(text_ends, np.cumsum(num_bytes)):
+            return None
+        return encoded_texts(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+
+    def _encodings(self, texts: Sequence[MarkedText], method: str) -> list[Any]:
+        plain: list[int] = []
+        disguised: list[int] = []
+        for index, (text, _, literal) in enumerate(texts):
+            has_lookalike = bool(literal) and self._controls.split(text, literal).has_lookalike
+            (disguised if has_lookalike else plain).append(index)
+        jobs = [(self._backend, plain, [texts[index].text for index in plain])]
+        if disguised:
+            names = [self._under_private_names(texts[index], index) for index in disguised]
+            jobs.append((self._literal_backend, disguised, names))
+        result: list[Any] = [None] * len(texts)
+        for backend, indices, given in jobs:
+            found = getattr(backend, method)(given, add_special_tokens=False)
+            for index, encoding in zip(indices, found, strict=True):
+                result[index] = encoding
+        return result
 
     def _under_private_names(self, text: MarkedText, index: int) -> str:
         parts = self._controls.split(text.text, text.literal).parts
@@ -224,13 +256,20 @@ class HuggingFaceTokenizer:
 
     def _id_of(self, name: str) -> int | None:
         token = self._template_variables.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        added = {one["content"]: one["id"] for one in self._document["added_tokens"]}
+        return added.get(token, None if token is None else self._backend.token_to_id(token))
 
 
-def _load_again(path: str, fast: bool, expected: tuple[str, bool]) -> HuggingFaceTokenizer:
+def _load_again(path: str, fast: bool, expected: tuple[str, str | None]) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
     tokenizer._load(path, fast, expected)
     return tokenizer
+
+
+def _flat_ids(encodings: Sequence[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
+    ids = chain.from_iterable(encoding.ids for encoding in encodings)
+    return np.fromiter(ids, np.int32, int(lengths.sum())), lengths
 
 
 def _only_what_decides_ids(document: dict[str, Any]) -> dict[str, Any]:

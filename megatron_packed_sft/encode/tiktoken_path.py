@@ -11,14 +11,20 @@ those with a run so long that tiktoken's regular expressions give up.
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.byte_level import merge_refusal, split_pattern, structural_refusal, token_bytes
+from megatron_packed_sft.encode.byte_level import (
+    is_left_alone,
+    merge_refusal,
+    split_pattern,
+    structural_refusal,
+    token_bytes,
+)
 from megatron_packed_sft.encode.control_tokens import ControlTokens
 from megatron_packed_sft.encode.interface import MarkedText
 from megatron_packed_sft.encode.self_check import check_texts
@@ -57,21 +63,17 @@ class TiktokenPath:
             mergeable_ranks=ranks,
             special_tokens=controls.ids,
         )
+        self._document = document
         self._controls = controls
         self._control_chunks = {text: np.uint32(number).tobytes() for text, number in controls.ids.items()}
-        self._needs_nfc = bool((document.get("normalizer") or {}).get("type") == "NFC")
         self._cache: dict[str, bytes] = {}  # ids as tiktoken gives them: joining bytes is quicker than joining arrays
         self._cached_characters = 0
-        lengths = {number: len(data) for data, number in ranks.items()}
-        lengths |= {number: len(text.encode()) for text, number in controls.ids.items()}
-        self.byte_lengths: npt.NDArray[np.int64] = np.zeros(max(lengths) + 1, np.int64)
-        self.byte_lengths[list(lengths)] = list(lengths.values())
 
     def accepts(self, text: str) -> bool:
         """Whether this one text may go through tiktoken."""
         if len(text) > MAX_RUN and _LONG_RUN.search(text):
             return False
-        return not self._needs_nfc or text.isascii() or unicodedata.is_normalized("NFC", text)
+        return is_left_alone(self._document, text)
 
     def encode(self, texts: Sequence[MarkedText]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Flat ids of texts that are accepted, and how many each has."""
@@ -110,18 +112,23 @@ class TiktokenPath:
 
 
 def open_tiktoken_path(
-    document: dict[str, Any], controls: ControlTokens, backend: tokenizers.Tokenizer, *, merges_are_sound: bool = False
+    document: dict[str, Any],
+    controls: ControlTokens,
+    backend: Callable[[], tokenizers.Tokenizer],
+    *,
+    passed_with: str | None = None,
 ) -> TiktokenPath | str:
     """The fast path of a tokenizer, or the reason why it has none.
 
     Args:
         document: the parsed tokenizer.json.
         controls: its added tokens.
-        backend: the same tokenizer in `tokenizers`, which decides.
-        merges_are_sound: skip the check of the whole vocabulary, because this very file has passed it before.
+        backend: gives the same tokenizer in `tokenizers`, which decides.
+        passed_with: what `checked_by` said where this very file passed all checks; they are left out where it says
+            the same.
 
     Example:
-        >>> open_tiktoken_path({"model": {"type": "Unigram"}}, controls, backend)  # doctest: +SKIP
+        >>> open_tiktoken_path({"model": {"type": "Unigram"}}, controls, lambda: backend)  # doctest: +SKIP
         'its model is Unigram, not BPE'
     """
     try:
@@ -136,12 +143,23 @@ def open_tiktoken_path(
     ranks = token_bytes(document, set(controls.ids))
     if ranks is None or not all(byte in ranks for byte in single):
         return "its vocabulary is not spelled in bytes"
-    if not merges_are_sound and (reason := merge_refusal(document, backend, set(controls.ids))):
+    has_passed = passed_with == checked_by()
+    if not has_passed and (reason := merge_refusal(document, backend(), set(controls.ids))):
         return reason
     try:
         path = TiktokenPath(document, controls, ranks)
     except ValueError as error:
         return f"tiktoken does not take its pattern: {error}"
-    if (text := path.difference(backend)) is not None:
+    if not has_passed and (text := path.difference(backend())) is not None:
         return f"tiktoken gives other ids for {text[:40]!r}"
     return path
+
+
+def checked_by() -> str:
+    """The versions of both sides: what one process has checked, another with the same need not check again.
+
+    Example:
+        >>> checked_by()  # doctest: +SKIP
+        'tiktoken 0.14.0, tokenizers 0.23.3'
+    """
+    return ", ".join(f"{name} {version(name)}" for name in ("tiktoken", "tokenizers"))
