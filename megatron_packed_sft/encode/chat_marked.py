@@ -15,7 +15,7 @@ from megatron_packed_sft.encode.control_tokens import control_pattern
 from megatron_packed_sft.encode.environment import GenerationMarks, Renderer, RowRefusedError
 from megatron_packed_sft.encode.interface import MarkedText, Tokenizer
 from megatron_packed_sft.encode.templates import ChatTemplate
-from megatron_packed_sft.encode.trace import Trace, Tracer, free_character, strings_in
+from megatron_packed_sft.encode.trace import Trace, Tracer, free_character
 from megatron_packed_sft.encode.trace_control import literal_ranges, tokens_to_escape
 from megatron_packed_sft.encode.trace_probe import probe_template
 from megatron_packed_sft.encode.trace_turns import Range, find_turns, joined
@@ -24,7 +24,6 @@ from megatron_packed_sft.records.rows import Conversation
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
-_STRING_END = "\0"
 
 
 class ChatMarker:
@@ -59,12 +58,12 @@ class ChatMarker:
         if options.special_tokens_in_content == "escape":
             escaped = tokens_to_escape(tokenizer.control_tokens, tokenizer.template_variables, probe.structure)
         self._escaped = control_pattern(escaped)
-        # The end of a string that another one may complete, if the template writes them side by side.
-        self._cut_short = control_pattern(
-            token[:length] + _STRING_END for token in escaped for length in range(1, len(token))
-        )
-        in_tools = (*escaped, *probe.marks.headers, *probe.marks.ends)
-        self._to_mark_in_tools = control_pattern(json.dumps(text, ensure_ascii=False)[1:-1] for text in in_tools)
+        # A row is searched as JSON, in one go. Of a token, the beginning may stand at the end of a string: another
+        # string completes it, if the template writes them side by side.
+        beginnings = {token[:length] for token in escaped for length in range(1, len(token))}
+        to_trace = (*map(_in_json, (*escaped, *probe.marks.ends)), *(_in_json(text) + '"' for text in beginnings))
+        self._to_trace = control_pattern(to_trace)
+        self._to_mark_in_tools = control_pattern(map(_in_json, (*escaped, *probe.marks.headers, *probe.marks.ends)))
         self._warn_of_ordinary_ends(tokenizer)
 
     def mark(self, conversation: Conversation) -> MarkedText:
@@ -123,7 +122,7 @@ class ChatMarker:
         return literal_ranges(trace.text, trace.spans, self._escaped)
 
     def _mark_by_generation(self, conversation: Conversation, tools: Any, wanted: Sequence[bool]) -> MarkedText:
-        words = "".join(text + _STRING_END for text in strings_in(conversation.messages))
+        words = _as_json(conversation.messages)
         free = free_character(words + _as_json(tools) if tools else words)
         marks = GenerationMarks(f"{free}(", f"{free})")
         messages, marked = self._first_form(conversation, tools, marks)
@@ -136,12 +135,7 @@ class ChatMarker:
         roles = [message.get("role", "") for message in messages]
         for_assistants = [choice for role, choice in zip(roles, wanted, strict=True) if role == "assistant"]
         others = [choice and role != "assistant" for role, choice in zip(roles, wanted, strict=True)]
-        looks_like_control = (
-            self._escaped.search(words)
-            or self._cut_short.search(words)
-            or self._tools_need_marks(tools)
-            or any(token in words for token in self.turn_marks.ends)
-        )
+        looks_like_control = self._to_trace.search(words) or self._tools_need_marks(tools)
         if all(for_assistants) and not any(others) and not looks_like_control:
             return MarkedText(text, joined(self._with_end(text, block, None) for block in blocks))
         trace = self._trace(messages, tools, text)
@@ -202,6 +196,10 @@ def _as_json(value: Any) -> str:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
         return json.dumps(value, ensure_ascii=False)
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _take_out(marked: str, marks: GenerationMarks) -> tuple[str, list[Range]]:
