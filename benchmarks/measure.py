@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import resource
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,27 @@ def private_megabytes() -> float:
 def peak_megabytes() -> float:
     """The most memory this process has ever had resident, mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class PeakOfOwnMemory:
+    """The most memory this process held for itself inside the block, looked at every 10 ms."""
+
+    def __init__(self) -> None:
+        self.megabytes = 0.0
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakOfOwnMemory:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.01):
+            self.megabytes = max(self.megabytes, resident_megabytes())
 
 
 def timed(function: Callable[[], Any]) -> float:

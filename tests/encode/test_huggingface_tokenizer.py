@@ -227,9 +227,31 @@ def test_it_travels_to_other_processes_and_refuses_changed_files(tmp_path: Path)
     texts = [MarkedText(text, thirds(text)) for text in tiny.corpus(30)]
     assert np.array_equal(again.encode_many(texts).input_ids, tokenizer.encode_many(texts).input_ids)
     assert again.fast_path == "tiktoken"
+    assert "_backend" not in vars(again)  # what one process has checked, the next need not load
     tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))
     with pytest.raises(InvalidInputError, match="changed while it was in use"):
         pickle.loads(packed)
+
+
+def test_a_process_with_another_tiktoken_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "travels")
+    packed = pickle.dumps(HuggingFaceTokenizer(folder))
+    monkeypatch.setattr("megatron_packed_sft.encode.tiktoken_path.checked_by", lambda: "tiktoken 99")
+    monkeypatch.setattr("megatron_packed_sft.encode.tiktoken_path.TiktokenPath.difference", lambda *_: "a text")
+    assert pickle.loads(packed).fast_path_refusal == "tiktoken gives other ids for 'a text'"
+
+
+def test_ids_that_do_not_fill_their_text_are_placed_by_offsets(tmp_path: Path) -> None:
+    # An added token that takes the blanks around it is longer than its text.
+    added = [AddedToken("<mask>", lstrip=True, rstrip=True)]
+    folder = tiny.save_folder(tiny.byte_level_tokenizer(added=added), tmp_path / "strips")
+    tokenizer = HuggingFaceTokenizer(folder)
+    text = MarkedText("the fox  <mask>  jumps", [(0, 7), (17, 22)])
+    [(ids, train)] = rows(tokenizer.encode_many([text]))
+    encoding = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.text, add_special_tokens=False)
+    assert ids == encoding.ids
+    assert train == train_by_hand(encoding, list(text.trained))
+    assert 0 in train
 
 
 def test_added_tokens_of_the_config_count(tmp_path: Path) -> None:
