@@ -89,7 +89,7 @@ class ExecutorConfig:
     """Who does the work."""
 
     kind: str = "local"
-    num_workers: int | None = None  # null: one per core
+    num_workers: int | None = None  # null: one per core, fewer for little input
 
 
 @dataclass

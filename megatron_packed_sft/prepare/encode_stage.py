@@ -116,6 +116,7 @@ class UnitRun:
         # With a limit a unit must know how many rows the ones before it had; a trial need not be parallel.
         if self._request.limit is not None:
             executor = LocalExecutor(1)
+        executor = executor.fitting(sum(one.num_bytes for one in self._request.sources))
         duplicates = self._duplicates(executor) if self._request.deduplicate else {}
         for result in executor.run(encode_unit, self._tasks(duplicates), start_encoder, self._request.settings):
             self._files.pop(result.number).refuse_changed()  # or its receipt would vouch for other rows

@@ -11,6 +11,9 @@ from typing import Any, Protocol, TypeVar
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.process_pool import process_pool
 
+# Starting a process, with its tokenizer, takes as long as encoding some megabytes.
+_BYTES_PER_WORKER = 8 << 20
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -19,6 +22,9 @@ class Executor(Protocol):
     """Runs one function over many tasks, after a set-up in each process."""
 
     num_workers: int
+
+    def fitting(self, num_bytes: int) -> Executor:
+        """One that begins no more processes than so much input keeps busy, unless the user said how many."""
 
     def run(
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
@@ -29,6 +35,9 @@ class Executor(Protocol):
 class LocalExecutor:
     """Processes of this machine; with one worker, this very process.
 
+    Args:
+        num_workers: how many; None for one per core, or fewer where there is little to do.
+
     Example:
         >>> sorted(LocalExecutor(1).run(abs, [-2, 1], int))
         [1, 2]
@@ -38,6 +47,11 @@ class LocalExecutor:
         if num_workers is not None and num_workers < 1:
             raise InvalidInputError(f"executor.num_workers is {num_workers}; it must be at least 1")
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._is_free = num_workers is None
+
+    def fitting(self, num_bytes: int) -> LocalExecutor:
+        """One that begins no more processes than so much input keeps busy, unless the user said how many."""
+        return LocalExecutor(max(1, min(self.num_workers, num_bytes // _BYTES_PER_WORKER))) if self._is_free else self
 
     def run(
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any

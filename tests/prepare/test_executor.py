@@ -40,6 +40,13 @@ def test_tasks_are_taken_only_as_results_are_used(num_workers: int) -> None:
     results.close()  # type: ignore[attr-defined]  # a generator
 
 
+def test_little_input_begins_few_processes_unless_the_user_said_how_many() -> None:
+    all_cores = LocalExecutor().num_workers
+    assert LocalExecutor().fitting(1000).num_workers == 1
+    assert LocalExecutor().fitting(10**12).num_workers == all_cores
+    assert LocalExecutor(7).fitting(1000).num_workers == 7
+
+
 def test_an_error_in_a_worker_reaches_the_caller() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         list(LocalExecutor(2).run(int, ["1", "x"], int))
