@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_packed_sft.config.arguments import for_hydra, is_multirun
 from megatron_packed_sft.config.location import config_directory
 from megatron_packed_sft.config.problems import explain
-from megatron_packed_sft.config.targets import refuse_foreign_targets
+from megatron_packed_sft.config.targets import checked_compositions, refuse_foreign_targets
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 ConfigT = TypeVar("ConfigT")
@@ -75,7 +75,7 @@ def run_application(
         if "--help" in arguments or "-h" in arguments:
             print(_help(name, description, examples, flags or {}))
             return 0
-        with _hydra_surroundings(name, arguments):
+        with _hydra_surroundings(name, arguments), checked_compositions():
             hydra_main(version_base="1.3", config_path=str(config_directory()), config_name=name)(run)()
         if failures:
             raise failures[0]

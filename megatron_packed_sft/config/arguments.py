@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
 
 
 def for_hydra(arguments: Sequence[str], flags: Mapping[str, str], named_by_user: Sequence[str]) -> list[str]:
     """Flags become overrides, all overrides stand together, and names that the user makes up need no plus.
+
+    Plain text that Hydra's grammar has no place for, such as a path with brackets, `=` or letters of other scripts, is
+    quoted for it.
 
     Args:
         arguments: as given.
@@ -29,7 +35,7 @@ def for_hydra(arguments: Sequence[str], flags: Mapping[str, str], named_by_user:
             options.append(argument)
             takes_value = not takes_value and argument in _WITH_VALUE
         else:
-            overrides.append(argument)
+            overrides.append(_quoted_if_needed(argument))
     return [*_with_new_names(overrides, named_by_user), *options]
 
 
@@ -41,6 +47,19 @@ def is_multirun(arguments: Sequence[str]) -> bool:
         True
     """
     return "--multirun" in arguments or "-m" in arguments
+
+
+def _quoted_if_needed(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals or not key or value[:1] in ("[", "{", "'", '"'):  # a list or so with a mistake in it: said by Hydra
+        return override
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        doubled = re.sub(r"\\+(?='|$)", lambda run: 2 * run.group(), value)  # elsewhere a backslash means itself
+        escaped = doubled.replace("'", "\\'")
+        return f"{key}='{escaped}'"
+    return override
 
 
 def _with_new_names(overrides: Sequence[str], named_by_user: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 _FULL_KEY = re.compile(r"full_key: (\S+)")
+_SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.*?)'\n", re.DOTALL)
 _DETAILS = re.compile(r"\n\s*full_key|\n\s*Config search path")
 
 
@@ -31,6 +32,12 @@ def explain(error: Exception, default: DictConfig, look_alikes: Mapping[str, str
         return f"{key or innermost} has no value; give it on the command line, {key}=..."
     if key and isinstance(innermost, ConfigKeyError | ConfigAttributeError):
         return f"{key} is not a key; {_meant(key, default, look_alikes)}"
+    if several := _SEVERAL_VALUES.match(str(innermost)):
+        key, _, value = several.group(1).partition("=")
+        return (
+            f"{key}={value} is several values; for plain text write \"{key}='{value}'\", for a list {key}=[{value}], "
+            "or add --multirun to run once for each"
+        )
     text = " ".join(_DETAILS.split(str(innermost))[0].split())
     return f"{key}: {text}" if key and key not in text else text
 

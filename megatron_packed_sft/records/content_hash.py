@@ -33,5 +33,7 @@ def content_hash(row: Row) -> bytes:
         content = ("tokenized", row.input_ids, row.train)
     try:
         return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
-    except TypeError as error:  # columns of Parquet may hold what JSON cannot
-        raise RowError("", f"cannot be written as JSON ({error}); leave such values out") from error
+    except TypeError as error:  # columns of Parquet may hold what JSON cannot, and files integers beyond 64 bits
+        raise RowError(
+            "", f"cannot be written as JSON ({error}); write such values as strings, or leave them out"
+        ) from error

@@ -78,7 +78,7 @@ def find_files(
     found = [path for pattern in given for path in _expand(os.fspath(pattern))]
     for path, num_times in Counter(found).items():
         if num_times > 1:
-            raise InvalidInputError(f"{path} is named {num_times} times; name it once, or weight it when blending")
+            raise InvalidInputError(f"{path} is named {num_times} times; name it once (a weight repeats rows)")
     return [_inspect(path, on_read or _ignore) for path in found]
 
 
@@ -110,7 +110,7 @@ def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
         raise InvalidInputError(f"{path!r} is not a name in UTF-8, so it cannot stand in a manifest; rename it")
     if _is_folder(path):
         return _inspect_folder(path, on_read)
-    stem, suffix = posixpath.splitext(path)
+    stem, suffix = posixpath.splitext(path.lower())
     compression = _COMPRESSIONS.get(suffix)
     if compression:
         suffix = posixpath.splitext(stem)[1]
@@ -132,13 +132,15 @@ def _modified(path: str) -> int:
 def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
     names = _names_in(path)
     if _HF_SPLITS in names:
-        splits = ", ".join(_read_json(f"{path}/{_HF_SPLITS}").get("splits", []))
+        splits = ", ".join(_strings_in(f"{path}/{_HF_SPLITS}", lambda document: document["splits"]))
         raise InvalidInputError(f"{path} holds the splits {splits}; name one of them, such as {path}/train")
     if not {_HF_STATE, _HF_INFO} <= names:
         raise InvalidInputError(
             f"{path} is a folder that `datasets.save_to_disk` did not write; name its files, such as {path}/*.jsonl"
         )
-    data_files = [entry["filename"] for entry in _read_json(f"{path}/{_HF_STATE}")["_data_files"]]
+    data_files = _strings_in(
+        f"{path}/{_HF_STATE}", lambda document: [entry["filename"] for entry in document["_data_files"]]
+    )
     size, checksum = _size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)], on_read)
     return InputFile(path, "hf_dataset", None, size, checksum)
 
@@ -147,7 +149,8 @@ def _is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
     system, name = file_system(path)
-    return bool(system.isdir(name))
+    with reading(path):
+        return bool(system.isdir(name))
 
 
 def _names_in(folder: str) -> set[str]:
@@ -158,14 +161,16 @@ def _names_in(folder: str) -> set[str]:
         return {posixpath.basename(entry.rstrip("/")) for entry in system.ls(name, detail=False)}
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def _strings_in(path: str, select: Callable[[Any], list[Any]]) -> list[str]:
+    """Some strings of a file that `datasets` wrote."""
+    text = b"".join(read_blocks(path))
     try:
-        value = json.loads(b"".join(read_blocks(path)))
-    except ValueError as error:
-        raise InvalidInputError(f"{path} is not valid JSON: {error}; save the dataset again") from error
-    if not isinstance(value, dict):
-        raise InvalidInputError(f"{path} does not hold a JSON object; save the dataset again")
-    return value
+        found = select(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidInputError(f"{path} is not what `datasets` writes ({error!r}); save the dataset again") from error
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise InvalidInputError(f"{path} is not what `datasets` writes; save the dataset again")
+    return found
 
 
 def _begins_an_array(path: str, compression: Compression | None) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from megatron_packed_sft.records import json_text
 from megatron_packed_sft.records.row_error import RowError, kind_of
 from megatron_packed_sft.records.rows import Conversation
 
@@ -164,7 +165,7 @@ def parse_json(text: str, field: str) -> Any:
         {'a': 1}
     """
     try:
-        return orjson.loads(text)
+        return json_text.parse(text.encode(), field)
     except orjson.JSONDecodeError as error:
         raise RowError(field, f"is not valid JSON ({error.msg} at character {error.pos + 1}); mend the text") from error
 

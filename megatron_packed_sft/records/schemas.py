@@ -48,8 +48,9 @@ def recognise(row: dict[str, Any]) -> str:
         return "alpaca"
     if get("text") is not None:
         return "text"
-    keys = f"the keys {', '.join(list(row)[:12])}" if row else "no keys"
-    raise RowError("", f"has {keys}, which is no known schema; name the schema or give a mapping")
+    keys = [key if value is not None else f"{key} (null)" for key, value in list(row.items())[:12]]
+    said = f"the keys {', '.join(keys)}" if keys else "no keys"
+    raise RowError("", f"has {said}, which is no known schema; name the schema or give a mapping")
 
 
 def adapter(schema: str = "auto", mapping: Mapping[str, Any] | None = None) -> Adapter:

@@ -32,7 +32,7 @@ def is_url(path: str) -> bool:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn an OSError inside the block into ours.
+    """Turn an OSError inside the block into ours; for URLs any error, since each file system has its own.
 
     Example:
         >>> with reading("/no/such/file"):
@@ -47,6 +47,11 @@ def reading(path: str) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
         raise StorageIOError(f"cannot read {path}: {reason}; check the path") from error
+    except Exception as error:
+        if not is_url(path):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StorageIOError(f"cannot read {path}: {reason}; check the URL and that you may read it") from error
 
 
 def file_system(url: str) -> tuple[Any, str]:

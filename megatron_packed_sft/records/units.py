@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records import tables
+from megatron_packed_sft.records import json_text, tables
 from megatron_packed_sft.records.arrays import MARK, array_elements
 from megatron_packed_sft.records.cutting import Piece, cut_stream
 from megatron_packed_sft.records.files import InputFile
@@ -141,21 +141,29 @@ def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
     if is_lines and unit.start == 0:
         text = text.removeprefix(_BYTE_ORDER_MARK)
     separator = _NEWLINE if is_lines else MARK
+    parse = json_text.parse if json_text.has_long_number(text) else orjson.loads
     for number, row in enumerate(text.removesuffix(separator).split(separator), unit.first_row):
         if is_lines and (not row or row.isspace()):
             continue
         try:
-            value = orjson.loads(row)
+            value = parse(row)
         except orjson.JSONDecodeError as error:
-            value = RowError("", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file)}")
+            said = f"is not valid JSON ({error.msg} at character {error.pos + 1})"
+            value = RowError("", f"{said}; {_remedy(file, row, number)}")
+        except RowError as error:
+            value = error
         else:
             if type(value) is not dict:
-                value = RowError("", f"is {kind_of(value)}, not an object; mend or remove it")
+                value = RowError("", f"is {kind_of(value)}, not an object; {_remedy(file, row, number)}")
         raw = RawRow(value, file, number)
         yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))
 
 
-def _remedy(file: InputFile) -> str:
-    if file.format == "jsonl" and file.path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
-        return "a .json file is one array of rows, or one row per line; make it one of these"
+def _remedy(file: InputFile, row: bytes, number: int) -> str:
+    """What to do about a bad row; the first line often shows that the file is of another kind than its name says."""
+    if file.format == "jsonl" and number == 1:
+        if file.path.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+            return "a .json file is one array of rows, or one row per line; make it one of these"
+        if row.lstrip().startswith(b"["):
+            return "a file that is one array has to be called .json; rename it, or write one row per line"
     return "mend or remove it"

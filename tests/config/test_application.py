@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from dataclasses import dataclass, field
@@ -98,9 +99,13 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
         ),
         (["output=x", "packing.pack_size=1.5"], "packing.pack_size: Value '1.5' of type 'float'"),
         (["output=x", "storage=other"], "Available options in 'storage': legacy memmap_v1"),
-        (["output=x(1).jsonl"], "output=x(1).jsonl cannot be read, "),
-        (["output=x(1).jsonl"], "write \"output='x(1).jsonl'\""),
-        (["output=it's"], r"""write "output='it\'s'""" + '"'),
+        (["output=[x(1).jsonl]"], "output=[x(1).jsonl] cannot be read, "),
+        (["output=[x(1).jsonl]"], "write \"output='[x(1).jsonl]'\""),
+        (["output={it's"], r"""write "output='{it\'s'""" + '"'),
+        (
+            ["output=a,b.jsonl"],
+            "output=a,b.jsonl is several values; for plain text write \"output='a,b.jsonl'\", for a",
+        ),
         (["output"], "'output' is no setting; write KEY=VALUE"),
         (["output=x", "sources.forum.pth=y"], "sources.forum.pth is not a key"),
         (["output=x", "sources.forum.weight=heavy"], "sources.forum.weight: Value 'heavy'"),
@@ -117,6 +122,59 @@ def test_a_mistake_is_one_sentence_with_the_keys_path(
     assert sentence in output.err
     assert output.err.startswith("packed-sft sample: error: ")
     assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/naïve 東京.jsonl", "year=2024/month=05/x.jsonl", "x[1].jsonl", "it's (1).jsonl", "back\\slash(", "a(\\",
+        "quote\\'s", "{", "~/a~b^c.jsonl",
+    ],
+)  # fmt: skip
+def test_plain_text_that_means_something_to_hydra_reaches_the_task_as_it_is(conf: Path, text: str) -> None:
+    code, [settings] = run(f"output=./{text}")
+    assert code == 0
+    assert settings.output == f"./{text}"
+
+
+RAN = Path(__file__).with_name("ran_by_hydra")
+
+
+class RunByHydra:
+    """What a foreign target would be: leaves a sign when it is called."""
+
+    def __init__(self, **_: Any) -> None:
+        RAN.touch()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"callbacks": {"x": {"_target_": f"{__name__}.RunByHydra"}}}, "hydra.callbacks would run"),
+        ({"launcher": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.launcher._target_ is"),
+        ({"sweeper": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.sweeper._target_ is"),
+        (
+            {"job_logging": {"version": 1, "root": {}, "formatters": {"x": {"()": f"{__name__}.RunByHydra"}}}},
+            "hydra.job_logging would run",
+        ),
+        ({"hydra_logging": {"version": 1, "root": {}}}, "hydra.hydra_logging would run"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--multirun", "packing.pack_size=8,16"]])
+def test_what_hydra_itself_would_call_is_refused_before_it_does(
+    conf: Path, capfd: pytest.CaptureFixture[str], settings: dict[str, Any], key: str, options: list[str]
+) -> None:
+    mine = {"defaults": ["sample", "_self_"], "hydra": settings}
+    (conf.parent / "mine.yaml").write_text(json.dumps(mine))
+    try:
+        code, seen = run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x", *options)
+        assert not RAN.exists()
+    finally:
+        RAN.unlink(missing_ok=True)
+    assert (code, seen) == (2, [])
+    shown = capfd.readouterr().err
+    assert key in shown
+    assert shown.count("\n") == 1
 
 
 def test_our_own_targets_are_allowed(conf: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import xxhash
+from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
 from megatron_packed_sft.records.dependencies import load
@@ -82,6 +83,11 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, pattern: str, me
         find_files(pattern.format(tmp_path))
 
 
+def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl.gz", chats(3)).rename(tmp_path / "A.JSONL.GZ")
+    assert values(tmp_path / "A.JSONL.GZ") == chats(3)
+
+
 def test_naming_no_file_or_one_file_twice_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInputError, match="at least one path"):
         find_files([])
@@ -132,7 +138,13 @@ def test_a_saved_dataset_dictionary_asks_for_one_split(tmp_path: Path) -> None:
     assert [row["id"] for row in values(tmp_path / "saved" / "train")] == [row["id"] for row in rows]
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"_data_files": [{"filename": "gone.arrow"}]}'])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "{", "[]", "{}", '{"_data_files": 5}', '{"_data_files": [{}]}', '{"_data_files": [{"filename": 5}]}',
+        '{"_data_files": [{"filename": "gone.arrow"}]}',
+    ],
+)  # fmt: skip
 def test_a_damaged_saved_dataset_is_our_error(tmp_path: Path, state: str) -> None:
     folder = write_rows(tmp_path / "saved.hf_dataset", chats(3))
     (folder / "state.json").write_text(state)
@@ -152,6 +164,24 @@ def test_urls_are_found_and_read_through_fsspec() -> None:
             find_files("memory://chats")
     finally:
         memory.rm("/chats", recursive=True)
+
+
+class LockedStore(MemoryFileSystem):  # type: ignore[misc]
+    """A file system whose errors are of its own kind, as those of buckets are."""
+
+    protocol = "locked"
+
+    def exists(self, path: str, **_: object) -> bool:
+        raise RuntimeError("no credentials\nfor this bucket")
+
+
+def test_an_error_of_a_remote_file_system_is_one_sentence_with_the_url() -> None:
+    fsspec.register_implementation("locked", LockedStore, clobber=True)
+    with pytest.raises(StorageIOError) as caught:
+        find_files("locked://bucket/a.jsonl")
+    assert str(caught.value) == (
+        "cannot read locked://bucket/a.jsonl: no credentials for this bucket; check the URL and that you may read it"
+    )
 
 
 def test_a_missing_package_names_the_extra_that_brings_it() -> None:

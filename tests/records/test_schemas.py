@@ -36,6 +36,8 @@ def test_a_row_is_recognised_by_its_keys_even_among_null_ones(schema: str) -> No
 def test_an_unknown_row_tells_its_keys() -> None:
     with pytest.raises(RowError, match=r"^the row has the keys question, answer, which is no known schema; name the"):
         adapter()({"question": "?", "answer": "!"})
+    with pytest.raises(RowError, match=r"^the row has the keys text \(null\), id, which is no known schema"):
+        adapter()({"text": None, "id": 5})
     with pytest.raises(RowError, match=r"^the row has no keys"):
         adapter()({})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 import tracemalloc
 from pathlib import Path
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records import cutting
+from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.cutting import cut_stream
 from megatron_packed_sft.records.files import find_files
 from megatron_packed_sft.records.row_error import RowError
+from megatron_packed_sft.records.schemas import adapter
 from megatron_packed_sft.records.units import read_unit, scan_units
 from tests.records.chat_files import FORMATS, chats, lines_of, raw_rows, values, write_rows
 
@@ -147,6 +150,40 @@ def test_compressed_files_laid_end_to_end_are_read_to_the_end(tmp_path: Path, su
     parts = [write_rows(tmp_path / f"{half}.{suffix}", rows[half * 6 : half * 6 + 6]) for half in range(2)]
     (tmp_path / f"both.{suffix}").write_bytes(b"".join(part.read_bytes() for part in parts))
     assert values(tmp_path / f"both.{suffix}") == rows
+
+
+def test_integers_beyond_64_bits_are_exact_or_an_error_and_never_another_number(tmp_path: Path) -> None:
+    large = 123456789012345678901234567890
+    path = tmp_path / "a.jsonl"
+    for arguments in ({"n": large}, json.dumps({"n": large})):
+        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        path.write_text(f"{json.dumps({'id': large, 'text': 'one'})}\n{json.dumps({'messages': [call]})}\n")
+        beside, inside = values(path)
+        assert beside["id"] == large
+        content_hash(adapter()(beside))
+        with pytest.raises(RowError, match=r"64-bit range\); write such values as strings"):
+            content_hash(adapter()(inside))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("9" * 5000, "is not valid JSON (number is infinity"),
+        ("[" * 1000 + "9" * 30 + "]" * 1000, "is nested too deeply"),
+    ],
+)
+def test_numbers_that_cannot_be_read_are_told_with_their_line(tmp_path: Path, value: str, problem: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two", "id": {value}}}\n')
+    good, bad = raw_rows(tmp_path / "a.jsonl")
+    assert good.value == {"text": "one"}
+    assert f"a.jsonl, line 2: the row {problem}" in str(bad.value)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_in_a_file_of_lines_asks_for_another_name(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(chats(3), indent=indent))
+    assert "line 1: the row is " in str(raw_rows(tmp_path / "a.jsonl")[0].value)
+    assert "a file that is one array has to be called .json; rename it" in str(raw_rows(tmp_path / "a.jsonl")[0].value)
 
 
 def test_a_line_past_the_limit_is_refused_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
