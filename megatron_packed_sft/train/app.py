@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,8 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
+
+_ALLOW_MISMATCH = re.compile(r"pass allow_mismatch=\((.*?)\) to the sampler or loader")
 
 
 class Resumption(NamedTuple):
@@ -74,13 +78,6 @@ def _train(config: TrainConfig) -> None:
 
     check_settings(config)
     data = open_data(config)
-    figures = data.dataset.source.figures
-    plan = plan_steps(
-        config.train,
-        num_bins=len(data.dataset),
-        num_sequences=figures.num_sequences,
-        data_parallel_size=data_parallel_size(num_ranks(), config.parallel),
-    )
     output = Path(config.output).absolute()
     checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
     resumption = None
@@ -88,6 +85,7 @@ def _train(config: TrainConfig) -> None:
     if checkpoint is not None:
         resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
         _refuse_other_run(resumption, config, data)
+    _plan(config, data, resumption)
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
@@ -105,14 +103,13 @@ def _train(config: TrainConfig) -> None:
             pipeline_parallel=config.parallel.pipeline,
             seed=config.seed,
         )
-        _run(config, data, plan, checkpoints, resumption, backend)
+        _run(config, data, checkpoints, resumption, backend)
         stop_distributed()
 
 
 def _run(
     config: TrainConfig,
     data: TrainingData,
-    plan: StepPlan,
     checkpoints: CheckpointDirectory,
     resumption: Resumption | None,
     backend: Backend,
@@ -127,21 +124,21 @@ def _run(
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see an older listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
+    plan = _plan(config, data, resumption)
     parts = build_parts(
         config.model,
         config.optimizer,
+        plan,
         backend=backend,
         vocab_size=data.vocab_size,
         sequence_length=data.sequence_length,
-        num_steps=plan.num_steps,
-        samples_per_step=plan.bins_per_step,
     )
     trainer = Trainer(config, data, plan, parts, checkpoints, backend.device)
     if resumption is not None:
         trainer.resume(resumption.checkpoint, resumption.state)
     reporter = Reporter()
     if own_rank() == 0:
-        metrics = MetricsFile(config.output, first_step=trainer.step)
+        metrics = MetricsFile(Path(config.output).absolute(), first_step=trainer.step)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=plan.num_steps)
     for line in _opening_lines(data, plan, backend, resumption):
         reporter.say(line)
@@ -151,6 +148,18 @@ def _run(
         reporter.close()
 
 
+def _plan(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepPlan:
+    state = None if resumption is None else resumption.state
+    return plan_steps(
+        config.train,
+        num_bins=len(data.dataset),
+        num_sequences=data.dataset.source.figures.num_sequences,
+        data_parallel_size=data_parallel_size(num_ranks(), config.parallel),
+        num_steps_done=0 if state is None else state.step,
+        num_bins_done=0 if state is None else state.data["consumed_samples"],
+    )
+
+
 def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData) -> None:
     """Refuse to go on with another model or other data, in the words of the configuration."""
     from megatron_packed_sft.train.checkpoint import model_shape, refuse_other_model
@@ -158,12 +167,17 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
 
     checkpoint, state = resumption
     refuse_other_model(checkpoint, state.model, model_shape(config.model, data.vocab_size))
+    loader = training_loader(data, config)
     try:
-        training_loader(data, config).load_state_dict(dict(state.data))
+        loader.load_state_dict(dict(state.data))
     except InvalidInputError as error:
-        raise InvalidInputError(
-            f"cannot resume from {checkpoint}: {error}; in this recipe the key is data.allow_mismatch"
-        ) from None
+        # The loader speaks of its own argument; here it is a key.
+        text = _ALLOW_MISMATCH.sub(_as_override, str(error))
+        raise InvalidInputError(f"cannot resume from {checkpoint}: {text}") from None
+
+
+def _as_override(found: re.Match[str]) -> str:
+    return f"set data.allow_mismatch=[{', '.join(re.findall(r'[a-z_]+', found[1]))}]"
 
 
 def _silence_known_warnings() -> None:
@@ -172,6 +186,8 @@ def _silence_known_warnings() -> None:
         warnings.filterwarnings("ignore", message, category=UserWarning)
     for message in ("`load_state_dict` is deprecated", "Please use DTensor"):
         warnings.filterwarnings("ignore", message, category=FutureWarning)
+    # A checkpoint that cannot be written is our error's business.
+    logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 
 
 def _opening_lines(
@@ -182,8 +198,8 @@ def _opening_lines(
     for name, dataset in data.validation.items():
         yield f"validation: {name}, {len(dataset):,} rows"
     yield (
-        f"steps: {plan.num_steps:,} of {plan.bins_per_step} rows, {plan.num_microbatches} forward passes each on "
-        f"{num_ranks()} rank{'' if num_ranks() == 1 else 's'} ({backend.device_type}, {backend.distributed_backend})"
+        f"steps: {plan.num_steps:,}, rows per step: {plan.bins_per_step:,}, forward passes per step and rank: "
+        f"{plan.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
     for warning in plan.warnings:
         yield f"warning: {warning}"

@@ -20,12 +20,14 @@ class StepPlan:
         num_steps: optimizer steps of the whole run.
         num_microbatches: forward passes per rank and step: the gradient accumulation.
         bins_per_step: packed rows per step, over all ranks.
+        num_bins: packed rows of the whole run: the length of the learning rate's schedule.
         warnings: what packing does to the batch that was asked for.
     """
 
     num_steps: int
     num_microbatches: int
     bins_per_step: int
+    num_bins: int
     warnings: tuple[str, ...] = ()
 
 
@@ -48,7 +50,15 @@ def data_parallel_size(num_ranks: int, parallel: ParallelConfig) -> int:
     return num_ranks // ranks_per_row
 
 
-def plan_steps(settings: StepConfig, *, num_bins: int, num_sequences: int | None, data_parallel_size: int) -> StepPlan:
+def plan_steps(
+    settings: StepConfig,
+    *,
+    num_bins: int,
+    num_sequences: int | None,
+    data_parallel_size: int,
+    num_steps_done: int = 0,
+    num_bins_done: int = 0,
+) -> StepPlan:
     """Turn the wanted global batch into micro batches and steps.
 
     Args:
@@ -56,6 +66,7 @@ def plan_steps(settings: StepConfig, *, num_bins: int, num_sequences: int | None
         num_bins: packed rows in the data: one epoch.
         num_sequences: conversations in them; None when nobody recorded it.
         data_parallel_size: ranks that read different rows.
+        num_steps_done, num_bins_done: by the run that is resumed; its steps may have had another size.
 
     Example:
         >>> plan = plan_steps(StepConfig(global_batch_size=8), num_bins=100, num_sequences=None, data_parallel_size=2)
@@ -69,6 +80,10 @@ def plan_steps(settings: StepConfig, *, num_bins: int, num_sequences: int | None
             f"train.micro_batch_size is {settings.micro_batch_size}, but a packed row goes through the model as one "
             "long sequence (THD) with nothing beside it; set it to 1, and train.global_batch_size sets the rest"
         )
+    if settings.steps is not None and settings.steps < 1:
+        raise InvalidInputError(f"train.steps is {settings.steps}; give at least 1, or null to use train.epochs")
+    if not 0 < settings.epochs < math.inf:
+        raise InvalidInputError(f"train.epochs is {settings.epochs}; it must be above 0")
     counts_sequences = settings.batch_unit == "sequences"
     if counts_sequences and num_sequences is None:
         raise InvalidInputError(
@@ -85,22 +100,18 @@ def plan_steps(settings: StepConfig, *, num_bins: int, num_sequences: int | None
         )
     except InvalidInputError as error:
         raise InvalidInputError(f"train.global_batch_size={settings.global_batch_size}: {error}") from None
+    if settings.steps is not None:
+        num_steps_left = settings.steps - num_steps_done
+    else:
+        num_steps_left = math.ceil((settings.epochs * num_bins - num_bins_done) / batch.bins_per_step)
+    num_steps_left = max(num_steps_left, 0)
     return StepPlan(
-        num_steps=_num_steps(settings, num_bins, batch.bins_per_step),
+        num_steps=num_steps_done + num_steps_left,
         num_microbatches=batch.gradient_accumulation,
         bins_per_step=batch.bins_per_step,
+        num_bins=num_bins_done + num_steps_left * batch.bins_per_step,
         warnings=_warnings(settings, sequences_per_bin, batch.bins_per_step, num_bins),
     )
-
-
-def _num_steps(settings: StepConfig, num_bins: int, bins_per_step: int) -> int:
-    if settings.steps is not None:
-        if settings.steps < 1:
-            raise InvalidInputError(f"train.steps is {settings.steps}; give at least 1, or null to use train.epochs")
-        return settings.steps
-    if not 0 < settings.epochs < math.inf:
-        raise InvalidInputError(f"train.epochs is {settings.epochs}; it must be above 0")
-    return math.ceil(settings.epochs * num_bins / bins_per_step)
 
 
 def _warnings(

@@ -30,6 +30,7 @@ STATE: Final = "training_state.json"
 LATEST: Final = "latest"
 FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
+_FULL_DISK_BYTES: Final = 1 << 20
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -232,11 +233,12 @@ def _write_errors(target: Path) -> Iterator[None]:
         with os_errors("write", target):
             yield
     except CheckpointException as error:  # of all ranks, with the reasons on the first
-        reasons = [str(reason) for reason, _ in error.failures.values()]
-        num_free = shutil.disk_usage(target.parent).free
+        reasons = "; ".join(str(reason) for reason, _ in error.failures.values()) or "rank 0 knows why"
+        # torch's writer fills a disk to the last page, and then says "unexpected pos".
+        if shutil.disk_usage(target.parent).free < _FULL_DISK_BYTES:
+            reasons = "its disk is full"
         raise StorageIOError(
-            f"cannot write {target}: {'; '.join(reasons) or 'rank 0 knows why'}; its disk has {num_free / 1e6:,.0f} MB "
-            "free: make room or choose another output, then run the same command again"
+            f"cannot write {target}: {reasons}; make room or choose another output, then run the same command again"
         ) from None
 
 

@@ -96,7 +96,7 @@ def open_data(config: TrainConfig) -> TrainingData:
         ],
         found.source.description,
     )
-    if data.eos_id is not None and not 0 <= data.eos_id < vocab_size:
+    if data.eos_id is not None and data.eos_id >= vocab_size:
         raise InvalidInputError(f"data.eos_id is {data.eos_id}; the vocabulary's ids go from 0 to {vocab_size - 1}")
     return TrainingData(
         dataset=sized(found),
@@ -132,8 +132,6 @@ def training_loader(
         # Without the fingerprint as a key: the same rows come in the same order from any storage. The state carries
         # the dataset's fingerprint all the same.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
-    elif not config.data.shuffle:
-        raise InvalidInputError("data.shuffle=false does not go with data.weights; leave one of them out")
     return PackedLoader(
         dataset,
         prefetch=config.data.prefetch,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -9,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron_packed_sft.errors import PackedSFTError
 
@@ -59,6 +62,7 @@ def first_rank_speaks() -> Iterator[None]:
     try:
         yield
     except PackedSFTError as error:  # rank 0's is printed where all errors are
+        _tell_torchrun(error)
         if isinstance(error, LostRankError):
             if own_rank() == 1:
                 _say(error)
@@ -67,6 +71,15 @@ def first_rank_speaks() -> Iterator[None]:
             time.sleep(_HEAD_START_SECONDS)
             _say(error)
         raise
+
+
+def _tell_torchrun(error: PackedSFTError) -> None:
+    """Put the sentence into torchrun's own summary, which it prints last, below many lines of its own trace."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # torchrun then says that it does not know
+            Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
 def _say(error: PackedSFTError) -> None:

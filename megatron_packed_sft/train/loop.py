@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from signal import Signals
 
 import torch
 
@@ -42,7 +42,6 @@ class Trainer:
 
     Example:
         >>> Trainer(config, data, plan, parts, checkpoints, device).run(Reporter())  # doctest: +SKIP
-        'finished'
     """
 
     def __init__(
@@ -80,26 +79,27 @@ class Trainer:
         self._parts.load(checkpoint, state.scheduler)
         self.step = state.step
 
-    def run(self, reporter: Reporter) -> Literal["finished", "stopped"]:
-        """Train to the last step; on SIGTERM save and stop early."""
+    def run(self, reporter: Reporter) -> Signals | None:
+        """Train to the last step; on SIGTERM or Ctrl-C save, stop early, and return the signal."""
         config = self._config
         meter = self._meter()
+        self._data.dataset.fetch_batch([0])  # loads or compiles the kernels, which is no part of the first step
         batches = CountedBatches(iter(self._loader), vocab_size=self._data.vocab_size)
         with StopRequest() as stop:
             self._validate(self._owed_validations(reporter), reporter, stop)
             while self.step < self._plan.num_steps:
                 learning_rate, grad_norm = self._train_step(batches, meter)
                 is_last = self.step == self._plan.num_steps
-                is_stopping = stop.was_made_anywhere(self._device)
-                if is_last or is_stopping or _is_due(self.step, config.train.log_every):
+                stopped_by = stop.made_anywhere(self._device)
+                if is_last or stopped_by or _is_due(self.step, config.train.log_every):
                     self._record(meter, learning_rate, grad_norm, reporter)
-                if is_last or is_stopping or _is_due(self.step, config.checkpoint.every):
+                if is_last or stopped_by or _is_due(self.step, config.checkpoint.every):
                     self._save(reporter)
-                if is_stopping and not is_last:
-                    return "stopped"
+                if stopped_by and not is_last:
+                    return stopped_by
                 if is_last or _is_due(self.step, config.validation.every):
                     self._validate(self._data.validation, reporter, stop)
-        return "finished"
+        return None
 
     def _train_step(self, batches: CountedBatches, meter: StepMeter) -> tuple[float, float]:
         """One optimizer step; returns the learning rate it was done with, and the gradients' norm."""
@@ -181,7 +181,7 @@ class Trainer:
             if self._config.validation.steps is not None:
                 num_left = min(num_left, self._config.validation.steps * self._plan.num_microbatches)
             meter = self._meter()
-            while num_left and not stop.was_made_anywhere(self._device):
+            while num_left and stop.made_anywhere(self._device) is None:
                 num_microbatches = min(num_left, self._plan.num_microbatches)
                 meter.add_losses(self._pass(batches, num_microbatches, forward_only=True))
                 num_left -= num_microbatches

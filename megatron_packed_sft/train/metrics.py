@@ -10,13 +10,14 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.atomic import os_errors, replace_file
 
 METRICS: Final = "metrics.jsonl"
@@ -172,11 +173,12 @@ class MetricsFile:
 
     def __init__(self, directory: str | os.PathLike[str], *, first_step: int) -> None:
         self.path = Path(directory) / METRICS
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        before = self._lines() if first_step else ()
+        kept = [(line, record) for line, record in before if record["step"] <= first_step]
         self._validated = {
-            (record["name"], record["step"]) for record in map(json.loads, kept) if record["event"] == "validation"
+            (record.get("name"), record["step"]) for _, record in kept if record["event"] == "validation"
         }
-        replace_file(self.path, b"".join(kept))
+        replace_file(self.path, b"".join(line for line, _ in kept))
         with os_errors("open", self.path):
             self._file = open(self.path, "ab")  # noqa: SIM115  # closed by close()
         self._tensorboard = _tensorboard_writer(Path(directory) / TENSORBOARD, first_step)
@@ -224,12 +226,15 @@ class MetricsFile:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
 
-    def _lines(self) -> list[bytes]:
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Lines of the run before, with what they say."""
         if not self.path.exists():
-            return []
+            return
         with os_errors("read", self.path):
             lines = self.path.read_bytes().splitlines(keepends=True)
-        return [line for line in lines if line.endswith(b"\n")]  # a killed run may leave half a line
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):  # a killed run may leave half a line
+                yield line, _parsed(line, self.path, number)
 
 
 def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict[str, Any]]:
@@ -239,8 +244,20 @@ def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict
         >>> [record["loss"] for record in read_metrics("runs/sft/metrics.jsonl")]  # doctest: +SKIP
     """
     with os_errors("read", path), open(path, "rb") as file:
-        records = [json.loads(line) for line in file]
+        records = [_parsed(line, path, number) for number, line in enumerate(file, start=1)]
     return [record for record in records if record["event"] == event]
+
+
+def _parsed(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+        if {"event", "step"} <= record.keys():
+            return record
+    except (ValueError, AttributeError):
+        pass
+    raise InvalidInputError(
+        f"{os.fspath(path)}, line {number} is not a record of metrics; remove the line, or move the file away"
+    )
 
 
 def _tensorboard_writer(directory: Path, first_step: int) -> Any:

@@ -12,6 +12,7 @@ import torch
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
 from megatron_packed_sft.megatron.model import build_gpt_model
+from megatron_packed_sft.train.batch import StepPlan
 from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig
 from megatron_packed_sft.train.settings import PRECISIONS
 
@@ -54,27 +55,25 @@ class TrainingParts:
 def build_parts(
     model: ModelConfig,
     optimizer: OptimizerConfig,
+    plan: StepPlan,
     *,
     backend: Backend,
     vocab_size: int,
     sequence_length: int,
-    num_steps: int,
-    samples_per_step: int,
 ) -> TrainingParts:
     """Build model, optimizer and scheduler; `start_distributed` comes first.
 
     Args:
         model: the model's shape.
         optimizer: the optimizer's settings.
+        plan: says over how many rows the learning rate decays.
         backend: what we run on.
         vocab_size: of the data.
         sequence_length: positions of a row.
-        num_steps: of the whole run, over which the learning rate decays.
-        samples_per_step: rows of each.
 
     Example:
-        >>> build_parts(config.model, config.optimizer, backend=backend, vocab_size=32000,  # doctest: +SKIP
-        ...             sequence_length=4096, num_steps=100, samples_per_step=8)
+        >>> build_parts(config.model, config.optimizer, plan, backend=backend,  # doctest: +SKIP
+        ...             vocab_size=32000, sequence_length=4096)
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -88,6 +87,11 @@ def build_parts(
         raise InvalidInputError(
             "optimizer.distributed=true needs CUDA and Transformer Engine: without it a resumed run silently loses "
             "Adam's step count; leave it false here"
+        )
+    if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
+        raise InvalidInputError(
+            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not take it on a CPU; leave it at "
+            "auto"
         )
     gpt = build_gpt_model(
         num_layers=model.num_layers,
@@ -133,29 +137,27 @@ def build_parts(
     return TrainingParts(
         model=wrapped,
         optimizer=megatron_optimizer,
-        scheduler=_scheduler(megatron_optimizer, optimizer, num_steps, samples_per_step),
+        scheduler=_scheduler(megatron_optimizer, optimizer, plan),
     )
 
 
-def _scheduler(
-    optimizer: MegatronOptimizer, settings: OptimizerConfig, num_steps: int, samples_per_step: int
-) -> OptimizerParamScheduler:
+def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerConfig, plan: StepPlan) -> OptimizerParamScheduler:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    num_warmup_steps = int(settings.warmup_share * num_steps)
-    num_samples = num_steps * samples_per_step
+    # It counts samples, so that a resumed run with steps of another size goes on where the schedule was.
+    num_warmup_steps = int(settings.warmup_share * (plan.num_bins // plan.bins_per_step))
     return OptimizerParamScheduler(
         optimizer,
         # Steps at 1/(n+1), 2/(n+1), ... of the rate: from 0 on, the first step would change nothing.
         init_lr=settings.learning_rate / (num_warmup_steps + 1),
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        lr_warmup_steps=num_warmup_steps * samples_per_step,
-        lr_decay_steps=num_samples,
+        lr_warmup_steps=num_warmup_steps * plan.bins_per_step,
+        lr_decay_steps=plan.num_bins,
         lr_decay_style=settings.decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=num_samples,
+        wd_incr_steps=plan.num_bins,
         wd_incr_style="constant",
         # A resumed run follows its own configuration: a longer run decays over its whole length.
         use_checkpoint_opt_param_scheduler=False,

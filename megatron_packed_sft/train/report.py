@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from signal import Signals
 
 from tqdm import tqdm
 
@@ -33,8 +34,8 @@ class Reporter:
     def on_checkpoint(self, checkpoint: Path) -> None:
         """A checkpoint was published."""
 
-    def summarize(self, outcome: str) -> None:
-        """The run is over."""
+    def summarize(self, stopped_by: Signals | None) -> None:
+        """The run is over: finished, or stopped by a signal."""
 
     def close(self) -> None:
         """Nothing more will be said."""
@@ -57,7 +58,7 @@ class ConsoleReporter(Reporter):
         self._first_step = first_step
         self._num_steps = num_steps
         self._step = first_step
-        self._losses: list[float] = []  # the first and the last
+        self._records: list[StepRecord] = []  # the first and the last
         self._num_tokens = 0
         self._seconds = 0.0
         self._data_seconds = 0.0
@@ -77,11 +78,10 @@ class ConsoleReporter(Reporter):
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Write the record; print it, or move the bar."""
         self._metrics.write_step(record)
-        self._losses = [*self._losses[:1], record.loss]
-        if self._step > self._first_step:  # the first record has the compilation of kernels in it
-            self._num_tokens += totals.num_tokens
-            self._seconds += totals.seconds
-            self._data_seconds += totals.data_seconds
+        self._records = [*self._records[:1], record]
+        self._num_tokens += totals.num_tokens
+        self._seconds += totals.seconds
+        self._data_seconds += totals.data_seconds
         if self._bar.disable:
             self.say(_line(record, self._num_steps))
         else:
@@ -106,27 +106,26 @@ class ConsoleReporter(Reporter):
         self._bar.close()
         self._metrics.close()
 
-    def summarize(self, outcome: str) -> None:
+    def summarize(self, stopped_by: Signals | None) -> None:
         """Print what was done, where it is, and how to go on."""
-        if not self._losses:
+        if not self._records:
             self.say(
                 f"nothing to do: all {self._num_steps} steps were done before; raise train.steps or train.epochs to "
                 "go on, or choose another output"
             )
             return
-        is_finished = outcome == "finished"
+        first, last = self._records[0], self._records[-1]
         self.say(
-            f"{'finished' if is_finished else 'stopped by SIGTERM'} at step {self._step} of {self._num_steps}: "
-            f"{self._step - self._first_step} steps, loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}"
+            f"{'finished' if stopped_by is None else f'stopped by {stopped_by.name}'} at step {self._step} of "
+            f"{self._num_steps}: loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}"
         )
-        if self._seconds:
-            self.say(
-                f"speed: {self._num_tokens / self._seconds:,.0f} tokens/s; waiting for data took "
-                f"{self._data_seconds / self._seconds:.2%} of the time (the first record not counted)"
-            )
+        self.say(
+            f"speed: {self._num_tokens / self._seconds:,.0f} tokens/s; waiting for data took "
+            f"{self._data_seconds / self._seconds:.2%} of the time"
+        )
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
-        self.say("to go on: the same command (resume=auto)" + (" with more train.steps" if is_finished else ""))
+        self.say("to go on: the same command (resume=auto)" + (" with more train.steps" if stopped_by is None else ""))
 
 
 def _line(record: StepRecord, num_steps: int) -> str:

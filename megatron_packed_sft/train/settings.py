@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from megatron_packed_sft.data.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_packed_sft.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant")
@@ -26,13 +27,28 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
+    yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
     train, validation, checkpoint = config.train, config.validation, config.checkpoint
     yield from _below(1, {"train.global_batch_size": train.global_batch_size, "train.log_every": train.log_every})
     yield from _below(1, {"validation.steps": validation.steps})
     yield from _below(0, {"validation.every": validation.every})
     yield from _below(0, {"checkpoint.every": checkpoint.every, "checkpoint.keep": checkpoint.keep})
+    yield from _below(0, {"seed": config.seed})
     yield from _model_problems(config.model, config.parallel)
+
+
+def _data_problems(data: DataConfig) -> Iterator[str]:
+    # The key has no type, because it is a text or a list of texts.
+    paths = data.path if isinstance(data.path, list) else [data.path]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        yield f"data.path is {data.path!r}; give a path, or a list of paths such as [first,second]"
+    if data.weights is not None and not data.shuffle:
+        yield "data.shuffle=false does not go with data.weights; leave one of them out"
+    unknown = [name for name in data.allow_mismatch if name not in COMPARED]
+    if unknown:
+        yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
+    yield from _below(0, {"data.prefetch": data.prefetch, "data.eos_id": data.eos_id})
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Chats that can be learnt only where they are marked: the prompt is noise, the answer counts upwards.
+"""Chats whose prompts are noise and whose answers count upwards.
 
-prompt: random ids, masked     answer: 3 4 5 6 7 0 1 2 ..., trained
+prompt: random ids out of 32, masked     answer: 3 4 5 6 7 0 1 2 ..., trained
+
+The noise is out of few ids, so that whoever trains on it sees its loss fall from log(256) = 5.5 to log(32) = 3.5.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from megatron_packed_sft import DatasetWriter, PackedBin, convert
 PACK_SIZE = 256
 VOCAB_SIZE = 256
 NUM_COUNTED = 8
+NUM_NOISE = 32
 
 
 def counting_bin(rng: np.random.Generator, *, marks_answers: bool = True) -> PackedBin:
@@ -27,7 +30,7 @@ def counting_bin(rng: np.random.Generator, *, marks_answers: bool = True) -> Pac
         answer = (np.arange(length - num_noise) + rng.integers(NUM_COUNTED)) % NUM_COUNTED
         train = [0] * num_noise + [1] * (length - num_noise)
         starts.append(len(ids))
-        ids += rng.integers(NUM_COUNTED, VOCAB_SIZE, num_noise).tolist() + answer.tolist()
+        ids += rng.integers(NUM_COUNTED, NUM_COUNTED + NUM_NOISE, num_noise).tolist() + answer.tolist()
         mask += [int(bool(one) == marks_answers) for one in train[1:]] + [0]
     return PackedBin(np.array(ids, np.int32), np.array(mask, np.uint8), np.array(starts, np.uint32))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +15,8 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
-    """The command line of torchrun on a free port."""
-    port = str(free_ports(1)[0])
-    return [
-        *_TORCHRUN,
-        "--nproc-per-node",
-        str(num_ranks),
-        "--master-port",
-        port,
-        *(str(argument) for argument in arguments),
-    ]
+    """The command line of torchrun, on a port of its own."""
+    return [*_TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks), *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -34,18 +25,9 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def run_in_turn(num_ranks: int, runs: list[list[str]], timeout: float = 200) -> str:
     """Do several runs in the same processes; returns what they printed."""
-    arguments = [str(_RUN_IN_TURN), json.dumps(runs), *map(str, free_ports(len(runs)))]
+    arguments = [str(_RUN_IN_TURN), json.dumps(runs)]
     command = [sys.executable, *arguments] if num_ranks == 1 else torchrun(num_ranks, *arguments)
     done = subprocess.run(
         command,

@@ -45,3 +45,23 @@ def test_counting_sequences_needs_their_number() -> None:
 def test_a_step_larger_than_the_data_is_a_warning() -> None:
     plan = plan_steps(StepConfig(global_batch_size=16), num_bins=10, num_sequences=10, data_parallel_size=1)
     assert "every step sees some rows more than once" in plan.warnings[0]
+
+
+def test_a_resumed_run_counts_the_rows_that_are_left_in_steps_of_its_own_size() -> None:
+    settings = StepConfig(epochs=2.0, global_batch_size=4)
+    sizes = {"num_bins": 100, "num_sequences": None, "data_parallel_size": 1}
+    assert plan_steps(settings, **sizes, num_steps_done=20, num_bins_done=80) == plan_steps(settings, **sizes)
+    settings.global_batch_size = 8
+    plan = plan_steps(settings, **sizes, num_steps_done=20, num_bins_done=80)
+    assert (plan.num_steps, plan.num_bins) == (20 + 15, 200)
+    settings.steps = 30
+    plan = plan_steps(settings, **sizes, num_steps_done=20, num_bins_done=80)
+    assert (plan.num_steps, plan.num_bins) == (30, 160)
+
+
+def test_a_resumed_run_that_has_done_enough_has_no_steps_left() -> None:
+    settings = StepConfig(steps=10)
+    plan = plan_steps(
+        settings, num_bins=100, num_sequences=None, data_parallel_size=1, num_steps_done=20, num_bins_done=160
+    )
+    assert (plan.num_steps, plan.num_bins) == (20, 160)

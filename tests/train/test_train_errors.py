@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_packed_sft.config.location import config_directory
+from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState, model_shape
 from megatron_packed_sft.train.config import ModelConfig
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
+from tests.train.launch import RECIPE, environment, torchrun
 
 TINY = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256)
 
@@ -61,6 +64,16 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["parallel.pipeline=0"], "parallel.pipeline is 0; it must be at least 1"),
         (["resume=/no/such/step_000100"], "resume=/no/such/step_000100 is not a directory"),
         (["validation.paths=[/no/such/data]"], "/no/such/data does not exist"),
+        (["seed=-1"], "seed is -1; it must be at least 0"),
+        (["data.prefetch=-1"], "data.prefetch is -1; it must be at least 0"),
+        (["data.eos_id=-1"], "data.eos_id is -1; it must be at least 0"),
+        (["data.eos_id=256"], "data.eos_id is 256; the vocabulary's ids go from 0 to 255"),
+        (["data.allow_mismatch=[sed]"], "data.allow_mismatch has sed; choose from fingerprint"),
+        (["data.weights=[1,2]", "data.shuffle=false"], "data.shuffle=false does not go with data.weights"),
+        (["data.path=3"], "data.path is 3; give a path, or a list of paths"),
+        (["data.path=null"], "data.path is None; give a path"),
+        (["data.path=[]"], "data.path is []; give a path"),
+        (["data.path={a: b}"], "data.path is {'a': 'b'}; give a path"),
         (["data.path=/no/such/data"], "/no/such/data does not exist and matches nothing; check the path"),
     ],
 )
@@ -78,6 +91,24 @@ def test_a_storage_that_is_not_there_is_named(data: Path, tmp_path: Path, capsys
     assert error_of(capsys, f"data.path={legacy}").endswith("but packed_storage asks for 'memmap_v1'")
     message = error_of(capsys, f"data.path={legacy}", "storage=legacy")
     assert message.endswith("does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer")
+
+
+def test_a_tokenizer_that_did_not_make_the_data_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = train_sentencepiece(["one two three four"] * 9, tmp_path / "small.model", vocab_size=300)
+    message = error_of(capsys, f"data.path={data}", f"data.tokenizer={model}")
+    assert "was made with tokenizer 'counting'" in message
+
+
+def test_under_torchrun_a_mistake_is_said_once_by_us_and_again_where_torchrun_sums_up(tmp_path: Path) -> None:
+    command = torchrun(2, RECIPE, "data.path=/no/such/data", f"output={tmp_path / 'run'}")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
+    sentence = "/no/such/data does not exist and matches nothing; check the path"
+    assert done.returncode != 0
+    assert done.stderr.count(f"packed-sft train: error: {sentence}\n") == 1
+    assert f"  traceback : {sentence}\n" in done.stderr.partition("Root Cause")[2]
+    assert "megatron_packed_sft" not in done.stderr  # no trace of ours
 
 
 def test_a_batch_that_the_ranks_cannot_share_names_its_neighbours(
@@ -115,7 +146,7 @@ def test_other_data_than_the_checkpoints_is_refused_with_the_key_that_allows_it(
     message = error_of(capsys, f"data.path={data}", f"output={tmp_path}")
     assert message.startswith(f"cannot resume from {checkpoint}: the state is from another run: fingerprint was '0123'")
     assert "seed was 7 and is 1234 now" in message
-    assert message.endswith("in this recipe the key is data.allow_mismatch")
+    assert message.endswith("or set data.allow_mismatch=[fingerprint, seed] to go on anyway")
 
 
 def test_a_checkpoint_of_another_model_is_refused(

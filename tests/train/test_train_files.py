@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, find_checkpoint
-from megatron_packed_sft.train.metrics import METRICS, MetricsFile, Totals, read_metrics, step_record
+from megatron_packed_sft.train.metrics import (
+    METRICS,
+    TENSORBOARD,
+    MetricsFile,
+    StepRecord,
+    Totals,
+    read_metrics,
+    step_record,
+)
+from megatron_packed_sft.train.report import ConsoleReporter
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
@@ -54,13 +67,16 @@ def test_a_checkpoint_with_a_missing_or_cut_file_is_refused(tmp_path: Path) -> N
     assert TrainingState.load(tmp_path) == state
 
 
-def write_steps(metrics: MetricsFile, steps: range) -> None:
+def make_record(step: int) -> tuple[StepRecord, Totals]:
     totals = Totals(num_steps=1, loss_sum=6, num_trained=3, num_tokens=8, num_positions=16, seconds=2, data_seconds=0.1)
+    return step_record(
+        totals, step=step, learning_rate=1e-4, grad_norm=1.0, consumed_samples=4 * step, num_samples=8
+    ), totals
+
+
+def write_steps(metrics: MetricsFile, steps: range) -> None:
     for step in steps:
-        record = step_record(
-            totals, step=step, learning_rate=1e-4, grad_norm=1.0, consumed_samples=4 * step, num_samples=8
-        )
-        metrics.write_step(record)
+        metrics.write_step(make_record(step)[0])
 
 
 def test_metrics_of_a_resumed_run_go_on_after_its_checkpoint(tmp_path: Path) -> None:
@@ -77,6 +93,20 @@ def test_metrics_of_a_resumed_run_go_on_after_its_checkpoint(tmp_path: Path) -> 
     ]
 
 
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    for damage in (b"not JSON\n", b'{"event": "step"}\n', b"[]\n"):
+        with MetricsFile(tmp_path, first_step=0) as metrics:
+            write_steps(metrics, range(1, 3))
+        with open(tmp_path / METRICS, "ab") as file:
+            file.write(damage)
+        with pytest.raises(
+            InvalidInputError, match=r"metrics\.jsonl, line 3 is not a record of metrics; remove the line"
+        ):
+            MetricsFile(tmp_path, first_step=2)
+        with pytest.raises(InvalidInputError, match="line 3 is not a record"):
+            read_metrics(tmp_path / METRICS)
+
+
 def test_a_new_run_starts_a_new_metrics_file(tmp_path: Path) -> None:
     for _ in range(2):
         with MetricsFile(tmp_path, first_step=0) as metrics:
@@ -91,3 +121,40 @@ def test_a_loss_without_trained_tokens_is_null(tmp_path: Path) -> None:
         )
         metrics.write_validation("validation", 0, totals.loss, totals.num_trained)
     assert json.loads((tmp_path / METRICS).read_bytes())["loss"] is None
+
+
+def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))  # a new one has no columns
+    record, totals = make_record(1)
+    for is_terminal in (True, False):
+        with monkeypatch.context() as patch, open(terminal, "w", closefd=False) as stream:
+            if is_terminal:
+                patch.setattr(sys, "stderr", stream)
+            reporter = ConsoleReporter(MetricsFile(tmp_path, first_step=0), first_step=0, num_steps=4)
+            reporter.on_steps(record, totals)
+            reporter.close()
+        printed = capsys.readouterr().out
+        assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
+    shown = os.read(controller, 1 << 16).decode()
+    assert "| 1/4 [" in shown
+    assert "loss 2.0000, 4 tokens/s, lr 1.00e-04" in shown
+    os.close(terminal)
+    os.close(controller)
+
+
+def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsFile(tmp_path, first_step=0) as metrics:
+        write_steps(metrics, range(1, 4))
+        metrics.write_validation("validation", 3, 2.5, 100)
+    written = EventAccumulator(str(tmp_path / TENSORBOARD))
+    written.Reload()
+    assert [(one.step, one.value) for one in written.Scalars("train/loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert [(one.step, one.value) for one in written.Scalars("validation/validation")] == [(3, 2.5)]
+    names = {"learning_rate", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "padding_share", "epoch"}
+    assert {f"train/{name}" for name in names} <= set(written.Tags()["scalars"])

@@ -37,7 +37,7 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     home = tmp_path_factory.mktemp("runs")
     data = write_dataset(home / "data", 40)
-    noise = write_dataset(home / "noise", 1, marks_answers=False)
+    noise = write_dataset(home / "noise", 40, marks_answers=False)
     legacy = write_legacy(data, home / "data.npy")
 
     def arguments(name: str, *more: str) -> list[str]:
@@ -65,7 +65,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ],
     )
     result.printed += run_in_turn(
-        1, [arguments("one_rank"), arguments("resumed_on_one_rank", resume), arguments("one_rank")]
+        1,
+        [
+            arguments("one_rank"),
+            arguments("resumed_on_one_rank", resume),
+            arguments("one_rank"),
+            arguments("resumed_with_other_steps", resume, "train.steps=14", "train.global_batch_size=2"),
+            arguments("trained_on_noise", f"data.path={noise}"),
+        ],
     )
     return result
 
@@ -105,6 +112,14 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_in_the_same_stream(runs: Run
     np.testing.assert_allclose(runs.losses("resumed_on_one_rank"), runs.losses("straight")[10:], rtol=2e-4)
 
 
+def test_a_resumed_run_with_steps_of_another_size_goes_on_with_its_rows_and_its_schedule(runs: Runs) -> None:
+    records = runs.steps("resumed_with_other_steps")
+    assert [record["step"] for record in records] == [11, 12, 13, 14]
+    assert [record["consumed_samples"] for record in records] == [42, 44, 46, 48]
+    rates = [record["learning_rate"] for record in records]
+    assert 2e-3 > rates[0] > rates[-1] > 0
+
+
 def test_tensor_parallel_ranks_give_the_same_losses(runs: Runs) -> None:
     np.testing.assert_allclose(runs.losses("tensor_2"), runs.losses("straight"), rtol=2e-4)
 
@@ -126,6 +141,12 @@ def test_the_model_learns_what_is_marked_and_only_that(runs: Runs) -> None:
     assert prompts[1] > prompts[0] - 0.05
 
 
+def test_noise_that_is_marked_is_learnt_so_the_comparison_can_fail(runs: Runs) -> None:
+    before, after = (record["loss"] for record in runs.validations("trained_on_noise"))
+    assert before == pytest.approx(runs.validations("straight", str(runs.home / "noise"))[0]["loss"], rel=1e-5)
+    assert after < 0.7 * before
+
+
 def test_waiting_for_data_takes_less_than_two_percent_of_a_step(runs: Runs) -> None:
     # The median: the machine that runs the tests may be busy with something else for a moment.
     assert np.median([record["data_share"] for record in runs.steps("straight")]) < 0.02
@@ -140,7 +161,7 @@ def test_only_whole_checkpoints_with_a_pointer_are_left(runs: Runs) -> None:
 
 def test_rank_zero_prints_once_and_says_how_to_go_on(runs: Runs) -> None:
     assert runs.printed.count(f"saved {runs.home / 'straight' / 'checkpoints' / 'step_000020'}\n") == 1
-    assert "finished at step 20 of 20: 20 steps, loss " in runs.printed
+    assert "finished at step 20 of 20: loss " in runs.printed
     assert "to go on: the same command (resume=auto) with more train.steps" in runs.printed
     assert "counts packed rows" in runs.printed
     assert "Warning" not in runs.printed

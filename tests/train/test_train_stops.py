@@ -1,9 +1,10 @@
-"""What ends a run early: SIGTERM, a killed rank. Real processes, real signals."""
+"""What ends a run early: SIGTERM, Ctrl-C, a killed rank, a full disk. Real processes, real signals."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_packed_sft.train.metrics import read_metrics
+from megatron_packed_sft.train.signals import StopRequest
 from tests.train.counting_chats import write_dataset
 from tests.train.launch import RECIPE, environment, run_in_turn, torchrun
 
@@ -85,12 +87,57 @@ def test_sigterm_saves_and_leaves_and_the_rest_of_the_run_is_the_same_bit_for_bi
     assert len(losses(output)) == until
 
 
-def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_leaves_although_every_rank_hears_it_twice(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "interrupted"
+    with running(data, output) as process:
+        # A terminal signals all processes in the foreground, and torchrun then passes its own on.
+        for one in [*psutil.Process(process.pid).children(), process]:
+            one.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    stopped_at = num_steps(output)
+    assert f"stopped by SIGINT at step {stopped_at} of 100000" in printed
+    assert (output / "checkpoints" / "latest").read_text() == f"step_{stopped_at:06d}\n"
+    assert "megatron_packed_sft" not in printed  # no trace of ours
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_packed_sft.train.signals._ONE_WISH_SECONDS", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.made_here is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path: Path, lost: int) -> None:
     with running(data, tmp_path / "killed") as process:
         ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
-        ranks[1].kill()
+        ranks[lost].kill()
         printed, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "packed-sft train: error: rank 0 lost the connection to another rank" in printed
+    assert f"rank {1 - lost} lost the connection to another rank" in printed
     assert "run the same command again: it goes on from the last checkpoint" in printed
     assert "loop.py" not in printed  # no trace of ours
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(data: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        command = [sys.executable, str(RECIPE), *arguments(data, disk / "run", 1)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
+        assert done.returncode == 1
+        [line] = done.stderr.splitlines()
+        checkpoints = disk / "run" / "checkpoints"
+        assert line == (
+            f"packed-sft train: error: cannot write {checkpoints / 'step_000001'}: its disk is full; make room or "
+            "choose another output, then run the same command again"
+        )
+        assert list(checkpoints.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
