@@ -84,6 +84,9 @@ def run_application(
         return 2
     except PackedSFTError as error:
         return _refused(name, error)
+    except BrokenPipeError:  # the reader of a pipe, such as head, had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would complain
+        return 1
     except KeyboardInterrupt:
         print(f"packed-sft {name}: interrupted; run the same command again to go on", file=sys.stderr)
         return 130

@@ -128,7 +128,7 @@ def _sources(config: PrepareConfig) -> list[Source]:
     return [
         Source(
             name=name,
-            paths=_paths(name, source.path),
+            paths=_paths("input" if config.input is not None else f"sources.{name}.path", source.path),
             schema=source.schema,
             mapping=source.mapping,
             weight=source.weight,
@@ -138,8 +138,8 @@ def _sources(config: PrepareConfig) -> list[Source]:
     ]
 
 
-def _paths(name: str, given: Any) -> tuple[str, ...]:
+def _paths(key: str, given: Any) -> tuple[str, ...]:
     paths = [given] if isinstance(given, str) else given
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-        raise InvalidInputError(f"sources.{name}.path is {given!r}; give a path, or a list of paths")
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise InvalidInputError(f"{key} is {given!r}; give a path, or a list of paths")
     return tuple(paths)

@@ -31,9 +31,9 @@ class Counts:
 
     Example:
         >>> counts = Counts(num_rows=2)
-        >>> counts.drop("duplicate", "chats.jsonl:2")
+        >>> counts.drop("duplicate", "chats.jsonl, line 2")
         >>> counts.dropped, counts.examples
-        ({'duplicate': 1}, {'duplicate': ['chats.jsonl:2']})
+        ({'duplicate': 1}, {'duplicate': ['chats.jsonl, line 2']})
     """
 
     num_rows: int = 0

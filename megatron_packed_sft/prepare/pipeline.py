@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_packed_sft.prepare.publish_stage import (
     may_replace,
     num_shards,
     publish,
-    row_bytes,
+    stored_bytes,
 )
 from megatron_packed_sft.prepare.report import PrepareReport, SplitReport
 from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
@@ -85,7 +85,9 @@ class Preparation:
             request = self._encode_request(scanned, tokenizer, work.tokens)
             encoded = self._encode(request, work)
             planned = plan_splits(_in_order(encoded.stores), self.packing, work)
-            report = self._report(encoded.counts, {split: one.plan for split, one in planned.items()})
+            plans = {split: one.plan for split, one in planned.items()}
+            report = self._report(encoded.counts, plans, tokenizer)
+            report.check()
             provenance = self._provenance(scanned, request, report)
             publication = PublishRequest(
                 output=self.output,
@@ -97,16 +99,13 @@ class Preparation:
                 num_workers=self.executor.num_workers,
                 progress=self._shows_bars,
             )
-            plans = {split: one.plan for split, one in planned.items()}
             reused = is_published(publication, work)
             if not reused:
                 if encoded.num_reused and remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
                     encoded = self._encode(request, work)  # the same tokens again, so that the plans still hold
                 publish(publication, plans, encoded.stores, work)
         stages = [self._scan_line(scanned), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
-        report = self._report(encoded.counts, plans, stages)
-        report.check()
-        return report
+        return replace(report, stages=stages)
 
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""
@@ -118,9 +117,9 @@ class Preparation:
         plans = {split: self.packing.pack(split, lengths) for split, lengths in _in_order(found.lengths).items()}
         dry_run = f"{counted(found.num_units, 'unit')} encoded; nothing was written"
         stages = [self._scan_line(scanned), ("dry run", dry_run)]
-        report = self._report(found.counts, plans, stages, found.looked_at)
+        report = self._report(found.counts, plans, tokenizer)
         report.check()
-        return report
+        return replace(report, stages=stages, looked_at=found.looked_at)
 
     def _checked_tokenizer(self) -> Tokenizer:
         """The tokenizer, and no mistake left that would only be found after hours of work."""
@@ -177,22 +176,22 @@ class Preparation:
         self,
         counts: Mapping[str, Counts],
         plans: Mapping[str, Any],
-        stages: Sequence[tuple[str, str]] = (),
-        looked_at: float = 1.0,
+        tokenizer: Tokenizer,
     ) -> PrepareReport:
         encoded = Counts()
         for one in counts.values():
             encoded.add(one)
+        vocab_size = tokenizer.vocab_size
         splits = {
             split: SplitReport(
                 counts=encoded.splits.get(split, SplitCounts()),
                 plan=plan,
-                num_shards=num_shards(plan, self.shard_bytes) if self.packed_storage == MEMMAP_V1 else 1,
-                num_bytes=plan.num_bins * row_bytes(plan),
+                num_shards=num_shards(plan, self.shard_bytes, vocab_size) if self.packed_storage == MEMMAP_V1 else 1,
+                num_bytes=stored_bytes(plan, self.packed_storage, vocab_size),
             )
             for split, plan in plans.items()
         }
-        return PrepareReport(self.output, self.work_dir, self.packed_storage, counts, splits, stages, looked_at)
+        return PrepareReport(self.output, self.packed_storage, self.tokenizer_path, counts, splits, stages=[])
 
     def _provenance(
         self, scanned: Sequence[ScannedSource], request: EncodeRequest, report: PrepareReport

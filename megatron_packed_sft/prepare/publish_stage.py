@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.executor import worker_died
@@ -18,13 +20,14 @@ from megatron_packed_sft.storage import json_document
 from megatron_packed_sft.storage.atomic import Staging, write_file
 from megatron_packed_sft.storage.checksum import checksum
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
+from megatron_packed_sft.storage.layout import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1, create_shard_writer
 from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
 MADE_BY = "packed-sft prepare"
 LEGACY_NOTE = "prepare.json"  # what dataset.json is to shards
-_BYTES_PER_TOKEN = 5  # int32 id and a byte of mask
+_LARGEST_SHORT_VOCABULARY = 1 << 16  # pickled ids below it take three bytes, others five; a mask entry takes two
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class PublishRequest:
 
 def is_published(request: PublishRequest, work: WorkDirectory) -> bool:
     """Whether the output is what a request would make of it, as far as opening it tells."""
-    noted = work.receipt("publish", request.fingerprint)
+    noted = work.receipt(_receipt_name(request), request.fingerprint)
     return noted is not None and noted["published"] == _published(request)
 
 
@@ -74,23 +77,47 @@ def publish(
         write(request, plans, stores, replace)
     except BrokenProcessPool:
         raise worker_died() from None
-    work.write_receipt("publish", request.fingerprint, {"published": _published(request)})
+    except TargetExistsError as error:
+        raise TargetExistsError(
+            f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
+            "again to replace it, or choose another output"
+        ) from error
+    work.write_receipt(_receipt_name(request), request.fingerprint, {"published": _published(request)})
 
 
-def num_shards(plan: PackPlan, shard_bytes: int) -> int:
+def num_shards(plan: PackPlan, shard_bytes: int, vocab_size: int | None) -> int:
     """How many shards of about this size hold a plan.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
-        >>> num_shards(pack([4, 4, 4], pack_size=4), shard_bytes=40)
+        >>> num_shards(pack([4, 4, 4], pack_size=4), shard_bytes=40, vocab_size=128_256)
         2
     """
-    return min(math.ceil(plan.num_bins * row_bytes(plan) / shard_bytes), plan.num_bins)
+    return min(math.ceil(stored_bytes(plan, MEMMAP_V1, vocab_size) / shard_bytes), plan.num_bins)
 
 
-def row_bytes(plan: PackPlan) -> int:
-    """What a bin takes on disk, all but."""
-    return max(plan.pack_size, stored_width(plan)) * _BYTES_PER_TOKEN
+def stored_bytes(plan: PackPlan, packed_storage: str, vocab_size: int | None) -> int:
+    """What the rows of a plan take on disk, all but: shards are padded, legacy files are not.
+
+    Example:
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> stored_bytes(pack([4, 3], pack_size=4), MEMMAP_V1, vocab_size=128_256)  # an int32 id and a byte of mask
+        40
+    """
+    if packed_storage == MEMMAP_V1:
+        bytes_per_token = np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize
+        return plan.num_bins * _width(plan) * bytes_per_token
+    is_short = vocab_size is not None and vocab_size <= _LARGEST_SHORT_VOCABULARY
+    return plan.accounting.num_tokens_packed * (5 if is_short else 7)
+
+
+def _width(plan: PackPlan) -> int:
+    return max(plan.pack_size, stored_width(plan))
+
+
+def _receipt_name(request: PublishRequest) -> str:
+    """One receipt per output: several may share a work directory, one for each pack size, say."""
+    return f"published/{request.output.name}-{checksum(str(request.output).encode())[:8]}"
 
 
 def _write_shards(
@@ -98,7 +125,8 @@ def _write_shards(
 ) -> None:
     with DatasetWriter(request.output, overwrite=replace) as dataset:
         for split, plan in plans.items():
-            paths = [dataset.shard_path(split, number) for number in range(num_shards(plan, request.shard_bytes))]
+            num_files = num_shards(plan, request.shard_bytes, stores[split].manifest.vocab_size)
+            paths = [dataset.shard_path(split, number) for number in range(num_files)]
             materialize_shards(
                 plan,
                 stores[split],
@@ -116,7 +144,7 @@ def _write_legacy(
     with Staging(request.output, overwrite=replace) as staging:
         sizes: dict[str, int] = {}
         for split, plan in plans.items():
-            width = max(plan.pack_size, stored_width(plan))
+            width = _width(plan)
             file = staging.path / f"{split}.npy"
             with create_shard_writer(
                 LEGACY,

@@ -37,11 +37,11 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """The whole preparation; `is_estimate` when a dry run looked at a part of the input only."""
+    """The whole preparation, or a dry run of it, which may have looked at a part of the input only."""
 
     output: Path
-    work: Path
     packed_storage: str
+    tokenizer_path: str
     sources: Mapping[str, Counts]
     splits: Mapping[str, SplitReport]
     stages: Sequence[tuple[str, str]]  # name of the stage, what it did

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -64,13 +65,14 @@ def how_to_use(report: PrepareReport) -> list[str]:
     setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
     return [
         "Train on it:",
-        f"  torchrun --nproc-per-node 2 recipes/sft.py packed_storage={_short(report)} {setting}",
+        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={_short(report)} {setting}",
         "In a recipe:",
         f"  packed_storage: {_short(report)}",
         "  data:",
         f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
         "In Python:",
-        "  from megatron_packed_sft import create_sft_dataset",
+        "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",
+        f"  tokenizer = load_tokenizer({json.dumps(os.path.abspath(report.tokenizer_path), ensure_ascii=False)})",
         f"  dataset = create_sft_dataset({json.dumps(path, ensure_ascii=False)}, tokenizer, "
         f"seq_length={first.plan.pack_size})",
     ]
@@ -81,11 +83,11 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
     settings = provenance["settings"]
     tokenizer, template = provenance["tokenizer"], provenance["chat_template"]
     facts = "dataset.json" if report.packed_storage == MEMMAP_V1 else "prepare.json"
-    sources = [
-        f"- **{name}** (schema {source['schema']}, weight {source['weight']:g}): "
-        + ", ".join(f"`{file['name']}` ({file['size']:,} bytes, {file['checksum']})" for file in source["files"])
-        for name, source in provenance["sources"].items()
-    ]
+    sources: list[str] = []
+    for name, source in provenance["sources"].items():
+        split = f", all of it {source['split']}" if source["split"] else ""
+        sources.append(f"- **{name}** (schema {source['schema']}, weight {source['weight']:g}{split})")
+        sources += [f"  - `{file['name']}`, {file['size']:,} bytes, {file['checksum']}" for file in source["files"]]
     return "\n".join(
         [
             "# Packed SFT data",

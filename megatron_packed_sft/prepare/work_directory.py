@@ -1,10 +1,12 @@
 """The directory a preparation works in: one at a time, and a receipt for each stage that is whole.
 
 OUTPUT.work/
-lock                       held while a preparation runs
-encode.json plan.json publish.json    receipts
-tokens/train/part_000000 ...          the token store of a split, and tokens/receipts/ for its parts
-plans/train.npz            the plan of a split
+  lock                             held while a preparation runs
+  tokens/train/part_000000 ...     the token store of a split
+  tokens/receipts/unit_000000.json what became of each unit of work; its parts have the same number
+  encode.json                      the receipt for all of them
+  plans/train.npz, train.json      the plan of a split, and its receipt
+  published/OUTPUT-1a2b3c4d.json   the receipt of each output that was made from here
 """
 
 from __future__ import annotations
@@ -92,9 +94,8 @@ class WorkDirectory:
     def forget(self) -> None:
         """Remove everything that earlier runs left, and nothing else: somebody may keep other things here."""
         with os_errors("clear", self.path):
-            for name in ("encode.json", "publish.json"):
-                (self.path / name).unlink(missing_ok=True)
-            for name in ("tokens", "plans"):
+            (self.path / "encode.json").unlink(missing_ok=True)
+            for name in ("tokens", "plans", "published"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
 
     def __enter__(self) -> Self:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,6 +234,16 @@ def test_an_interrupt_is_one_sentence(conf: Path, capfd: pytest.CaptureFixture[s
 
     assert run("output=x", task=task)[0] == 130
     assert capfd.readouterr().err == "packed-sft sample: interrupted; run the same command again to go on\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "megatron_packed_sft.prepare", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+        assert run.wait() == 1
 
 
 def test_cfg_job_prints_the_configuration_and_does_not_run(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -276,22 +276,6 @@ def test_duplicates_are_dropped_once_asked_and_counted(tokenizer_path: str, tmp_
     assert sources[1]["dropped"] == {"duplicate": 2}
 
 
-def test_the_summary_tells_how_to_use_the_data(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
-    output = tmp_path / "data"
-    shown = prepare(f"input={few}", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL).out
-    assert f"packed_storage=memmap_v1 data.path={output}" in shown
-    assert f'create_sft_dataset("{output}", tokenizer, seq_length=1024)' in shown
-    card = (output / "README.md").read_text()
-    assert "few.jsonl" in card
-    assert "packing.pack_size: 1024" in card
-    assert str(tmp_path) not in card
-
-
-def test_quiet_prints_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
-    arguments = (f"input={few}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
-    assert prepare(*arguments, "--quiet") == (0, "", "")
-
-
 def test_a_multirun_packs_several_sizes_from_one_token_store(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
     done = prepare(
         f"input={few}", f"output={tmp_path}/data_${{packing.pack_size}}", f"work_dir={tmp_path}/work", TEMPLATE,
@@ -301,3 +285,16 @@ def test_a_multirun_packs_several_sizes_from_one_token_store(few: Path, tokenize
     assert done.code == 0, done.err
     assert [open_dataset(tmp_path / f"data_{size}").figures["train"]["pack_size"] for size in (256, 512)] == [256, 512]
     assert done.out.count("1 reused, 0 encoded") == 1
+
+
+def test_a_work_directory_remembers_every_output_that_was_made_from_it(
+    few: Path, tokenizer_path: str, tmp_path: Path
+) -> None:
+    arguments = (f"input={few}", f"tokenizer.path={tokenizer_path}", TEMPLATE, f"work_dir={tmp_path}/work")
+    sizes = [(f"output={tmp_path}/data_{size}", f"packing.pack_size={size}") for size in (256, 512)]
+    for size in sizes:
+        assert " published" in prepare(*arguments, *size).out
+    for size in sizes:
+        again = prepare(*arguments, *size).out
+        assert "1 reused, 0 encoded" in again
+        assert "is up to date; left as it is" in again

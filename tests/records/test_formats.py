@@ -8,7 +8,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
@@ -40,6 +40,7 @@ def test_all_formats_give_the_same_conversations_and_hashes(tmp_path: Path, unit
         assert [content_hash(row) for row in found] == [content_hash(row) for row in expected]
 
 
+@settings(deadline=None)
 @given(st.lists(JSON_VALUES, max_size=6), st.sampled_from([None, 1]), st.integers(1, 40))
 def test_elements_of_an_array_are_found_without_parsing_them(elements: list[Any], indent: int, size: int) -> None:
     text = f" {json.dumps(elements, indent=indent, ensure_ascii=False)}\n\n".encode()

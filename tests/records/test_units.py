@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
@@ -26,6 +26,7 @@ from tests.records.chat_files import FORMATS, chats, lines_of, raw_rows, values,
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"\r\n", b"defgh"]), max_size=60).map(b"".join)
 
 
+@settings(deadline=None)
 @given(TEXT, st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_pieces_are_the_stream_cut_behind_line_breaks_whatever_the_blocks(
     text: bytes, unit_bytes: int, sizes: list[int]
