@@ -62,11 +62,12 @@ def first_rank_speaks() -> Iterator[None]:
     try:
         yield
     except PackedSFTError as error:  # rank 0's is printed where all errors are
-        _tell_torchrun(error)
         if isinstance(error, LostRankError):
             if own_rank() == 1:
                 _say(error)
-        elif own_rank() != 0:
+            raise  # without a word to torchrun, which would take it for the cause
+        _tell_torchrun(error)
+        if own_rank() != 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends when rank 0 has reported it
             time.sleep(_HEAD_START_SECONDS)
             _say(error)

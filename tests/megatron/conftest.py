@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,23 @@ def one_rank() -> Iterator[None]:
     """Megatron's groups, for a single process."""
     with run_of_one():
         yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset directory for the tests inside releases of Megatron-Bridge."""
+    from tests.megatron.test_bridge import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("data") / "dataset", train=10, validation=4)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    """A process group of this process alone, without Megatron's groups."""
+    from tests.megatron.bridge_releases import group_of_one
+
+    with group_of_one(tmp_path) as group:
+        yield group
 
 
 @pytest.fixture(scope="session")

@@ -19,30 +19,18 @@ from tests.megatron.bridge_releases import (
     TARGET,
     assert_same_batch,
     expected_rows,
-    group_of_one,
     installed,
     iterators_of,
     load,
     switched,
 )
-from tests.megatron.test_bridge import EOS, PACK_SIZE, write_dataset
+from tests.megatron.test_bridge import EOS, PACK_SIZE
 
 
 @pytest.fixture(autouse=True)
 def _release() -> Iterator[None]:
     with installed("0.6.2"):
         yield
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "dataset", train=10, validation=4)
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Any]:
-    with group_of_one(tmp_path) as group:
-        yield group
 
 
 @dataclasses.dataclass
