@@ -15,7 +15,6 @@ from megatron_packed_sft.records.units import Unit, scan_units
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _SMALLEST_UNIT, _LARGEST_UNIT, _UNITS_PER_FILE = 256 << 10, 32 << 20, 64
-_TYPICAL_COMPRESSION = 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ScannedSource:
     def units(self) -> Iterator[tuple[Unit, int]]:
         """Its work, cut independently of how many processes there are; with each unit's share of its file's bytes."""
         for file in self.files:
-            yield from _with_shares(file, scan_units(file, unit_bytes(file)))
+            yield from _with_shares(file)
 
     @property
     def num_bytes(self) -> int:
@@ -84,16 +83,22 @@ def unit_bytes(file: InputFile) -> int:
     return min(max(file.size // _UNITS_PER_FILE, _SMALLEST_UNIT), _LARGEST_UNIT)
 
 
-def _with_shares(file: InputFile, units: Iterator[Unit]) -> Iterator[tuple[Unit, int]]:
-    """Share a file's stored bytes among its units, for progress: exact in all, a guess for each compressed one."""
-    left = file.size
+def _with_shares(file: InputFile) -> Iterator[tuple[Unit, int]]:
+    """Share a file's stored bytes among its units, for progress: nearly right for each, exact for all together."""
+    num_read = num_given = 0
+
+    def read(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    units = ((unit, num_read) for unit in scan_units(file, unit_bytes(file), read))
     current = next(units, None)
     while current is not None:
         following = next(units, None)
-        size = len(current.payload) if current.payload is not None else current.stop - current.start
-        share = left if following is None else min(left, size // (_TYPICAL_COMPRESSION if file.compression else 1))
-        left -= share
-        yield current, share
+        unit, num_read_for_it = current
+        num_now = file.size if following is None else min(num_read_for_it, file.size)
+        yield unit, num_now - num_given
+        num_given = num_now
         current = following
 
 

@@ -114,7 +114,7 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
             "## Settings",
             "",
             "```",
-            *(f"{key}: {value}" for group, values in settings.items() for key, value in _flat(group, values)),
+            *(f"{key}: {_plain(value)}" for group, values in settings.items() for key, value in _flat(group, values)),
             "```",
             "",
         ]
@@ -194,6 +194,11 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [entry for key, inner in value.items() for entry in _flat(f"{prefix}.{key}", inner)]
     return [(prefix, value)]
+
+
+def _plain(value: Any) -> str:
+    """A setting as one would write it in a configuration, not as Python would."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _cell(value: Any) -> str:

@@ -7,7 +7,7 @@ import gzip
 import importlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
@@ -106,8 +106,15 @@ def read_range(path: str, start: int, stop: int) -> bytes:
     return data
 
 
-def read_blocks(path: str, compression: str | None = None) -> Iterator[bytes]:
+def read_blocks(
+    path: str, compression: str | None = None, on_read: Callable[[int], None] | None = None
+) -> Iterator[bytes]:
     """The content of a file in blocks, decompressed.
+
+    Args:
+        path: a local file or a URL.
+        compression: `gzip`, `zstd` or none.
+        on_read: told how many stored bytes were read, again and again.
 
     Example:
         >>> b"".join(read_blocks(__file__))[:3]
@@ -117,7 +124,7 @@ def read_blocks(path: str, compression: str | None = None) -> Iterator[bytes]:
     num_bytes = 0
     with open_file(path) as file, reading(path):
         try:
-            for block in decompress(file):
+            for block in decompress(file if on_read is None else cast(BinaryIO, _CountedFile(file, on_read))):
                 num_bytes += len(block)
                 yield block
         except _DamagedError as error:
@@ -125,6 +132,18 @@ def read_blocks(path: str, compression: str | None = None) -> Iterator[bytes]:
                 f"{path} is cut or damaged: {compression} says '{error}' after {num_bytes:,} decompressed bytes; "
                 "get the file again"
             ) from error
+
+
+class _CountedFile:
+    """A file that tells how much of it was read; as much of one as decompressors use."""
+
+    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
+        self._file, self._on_read = file, on_read
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._on_read(len(data))
+        return data
 
 
 class _DamagedError(Exception):

@@ -46,6 +46,17 @@ def cut_parquet(file: InputFile, unit_bytes: int) -> Iterator[Piece]:
             yield Piece(start, row, start + 1)
 
 
+def count_parquet(file: InputFile) -> int:
+    """How many rows a Parquet file has.
+
+    Example:
+        >>> count_parquet(find_files("chats.parquet")[0])  # doctest: +SKIP
+        2000
+    """
+    with _open_parquet(file.path) as parquet:
+        return int(parquet.metadata.num_rows)
+
+
 def read_parquet(file: InputFile, start: int, stop: int, payload: bytes | None) -> Iterator[dict[str, Any]]:
     """The rows of one piece.
 
@@ -71,6 +82,16 @@ def read_parquet(file: InputFile, start: int, stop: int, payload: bytes | None) 
             yield from _rows(batch)
 
 
+def count_dataset(file: InputFile) -> int:
+    """How many rows a dataset saved by `datasets.save_to_disk` has.
+
+    Example:
+        >>> count_dataset(find_files("saved_chats")[0])  # doctest: +SKIP
+        2000
+    """
+    return len(_open_dataset(file.path, file.checksum))
+
+
 def cut_dataset(file: InputFile, unit_bytes: int) -> Iterator[Piece]:
     """Ranges of rows of about `unit_bytes` of a dataset saved by `datasets.save_to_disk`.
 
@@ -78,7 +99,7 @@ def cut_dataset(file: InputFile, unit_bytes: int) -> Iterator[Piece]:
         >>> list(cut_dataset(find_files("saved_chats")[0], 4 << 20))  # doctest: +SKIP
         [Piece(start=0, stop=2000, first_row=1, payload=None)]
     """
-    total = len(_open_dataset(file.path, file.checksum))
+    total = count_dataset(file)
     num_rows = max(1, total * unit_bytes // max(1, file.size))
     for start in range(0, total, num_rows):
         yield Piece(start, min(start + num_rows, total), start + 1)

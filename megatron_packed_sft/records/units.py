@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,8 +82,15 @@ class RawRow(NamedTuple):
         return Location(self.file.path, self.number, "line" if self.file.format == "jsonl" else "row")
 
 
-def scan_units(file: InputFile, unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
+def scan_units(
+    file: InputFile, unit_bytes: int = UNIT_BYTES, on_read: Callable[[int], None] | None = None
+) -> Iterator[Unit]:
     r"""Cut a file into units of about `unit_bytes`; the file is streamed, never held.
+
+    Args:
+        file: what to cut.
+        unit_bytes: least size of a unit, but for the last.
+        on_read: told how many stored bytes the units so far took, again and again.
 
     Example:
         >>> import tempfile, pathlib
@@ -95,7 +102,7 @@ def scan_units(file: InputFile, unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
     """
     if unit_bytes < 1:
         raise InvalidInputError(f"unit_bytes is {unit_bytes}; it must be at least 1")
-    for number, piece in enumerate(_pieces(file, unit_bytes)):
+    for number, piece in enumerate(_pieces(file, unit_bytes, on_read or _ignore)):
         yield Unit(file, number, *piece)
 
 
@@ -122,16 +129,27 @@ def read_unit(unit: Unit) -> Iterator[RawRow]:
         yield RawRow(value, file, number)
 
 
-def _pieces(file: InputFile, unit_bytes: int) -> Iterator[Piece]:
-    if file.format == "parquet":
-        return tables.cut_parquet(file, unit_bytes)
-    if file.format == "hf_dataset":
-        return tables.cut_dataset(file, unit_bytes)
-    blocks = read_blocks(file.path, file.compression)
+def _ignore(num_bytes: int) -> None:
+    """Nobody wants to know."""
+
+
+def _pieces(file: InputFile, unit_bytes: int, on_read: Callable[[int], None]) -> Iterator[Piece]:
+    if file.format in ("parquet", "hf_dataset"):
+        return _told_by_rows(file, unit_bytes, on_read)
+    blocks = read_blocks(file.path, file.compression, on_read)
     if file.format == "json":
         elements = array_elements(blocks, file.path)
         return cut_stream(elements, MARK, unit_bytes, carry=True, path=file.path, noun="row")
     return cut_stream(blocks, _NEWLINE, unit_bytes, carry=file.compression is not None, path=file.path, noun="line")
+
+
+def _told_by_rows(file: InputFile, unit_bytes: int, on_read: Callable[[int], None]) -> Iterator[Piece]:
+    """Pieces of a table; each is taken to hold its rows' share of the stored bytes."""
+    is_parquet = file.format == "parquet"
+    num_rows = (tables.count_parquet if is_parquet else tables.count_dataset)(file)
+    for piece in (tables.cut_parquet if is_parquet else tables.cut_dataset)(file, unit_bytes):
+        on_read(file.size * piece.stop // num_rows - file.size * piece.start // num_rows)
+        yield piece
 
 
 def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
@@ -148,8 +166,9 @@ def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
         try:
             value = parse(row)
         except orjson.JSONDecodeError as error:
-            said = f"is not valid JSON ({error.msg} at character {error.pos + 1})"
-            value = RowError("", f"{said}; {_remedy(file, row, number)}")
+            value = _not_utf8(row) or RowError(
+                "", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file, row, number)}"
+            )
         except RowError as error:
             value = error
         else:
@@ -157,6 +176,16 @@ def _parsed_rows(unit: Unit) -> Iterator[RawRow]:
                 value = RowError("", f"is {kind_of(value)}, not an object; {_remedy(file, row, number)}")
         raw = RawRow(value, file, number)
         yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))
+
+
+def _not_utf8(row: bytes) -> RowError | None:
+    """The error for a row in another encoding; orjson gives a wrong place and speaks of surrogates."""
+    try:
+        row.decode()
+    except UnicodeDecodeError as error:
+        at, byte = error.start + 1, row[error.start]
+        return RowError("", f"is not UTF-8 (0x{byte:02X} at byte {at:,}); write the file in UTF-8, or remove the row")
+    return None
 
 
 def _remedy(file: InputFile, row: bytes, number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,21 +100,68 @@ def test_a_full_disk_is_one_sentence_and_publishes_nothing(rows: Path, tokenizer
         assert files_of(output) == files_of(tmp_path / "whole" / "data")
 
 
-def test_two_preparations_of_one_output_do_not_mix(rows: Path, tokenizer_path: str, tmp_path: Path) -> None:
+def small_disk(command: list[str], folder: Path, size: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with a real file system of this size at a folder, that only it sees."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    script = (
+        f"{shlex.join(mount)} || exit 77; {shlex.join(command)}; code=$?; ls -A {shlex.quote(str(folder))}; exit $code"
+    )
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    return done
+
+
+@pytest.mark.parametrize("full", ["output", "work_dir"])
+def test_a_disk_that_really_is_full_is_one_sentence_with_the_bytes_needed(
+    full: str, tokenizer_path: str, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [chat(f"{row}? " * 20, "Because. " * 50) for row in range(3000)])
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    places = {"output": tmp_path / "data", "work_dir": tmp_path / "work", full: disk / "data"}
+    arguments = [
+        f"input={path}", f"tokenizer.path={tokenizer_path}", "template=chatml", "packing.pack_size=1024",
+        *(f"{name}={place}" for name, place in places.items()),
+    ]  # fmt: skip
+    failed = small_disk([*COMMAND, *arguments], disk, "256k")
+    assert failed.returncode == 1, failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert f"{disk}/" in failed.stderr
+    assert "No space left on device; it needs " in failed.stderr
+    assert failed.stdout.split() == ([] if full == "output" else ["data"]), "a leftover fills the disk"
+    assert not (tmp_path / "data").exists()
+    done = prepare(*arguments)
+    assert done.code == 0, done.err
+    assert validate(places["output"]).ok
+
+
+@pytest.mark.parametrize("work_dirs", [["work", "work"], ["one", "two"]])
+def test_two_preparations_of_one_output_do_not_mix(
+    rows: Path, tokenizer_path: str, tmp_path: Path, work_dirs: list[str]
+) -> None:
     arguments = [
         f"input={rows}/*.jsonl", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", "template=chatml",
         "packing.pack_size=64", "executor.num_workers=1",
     ]  # fmt: skip
     runs = [
-        subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen(
+            [*COMMAND, *arguments, f"work_dir={tmp_path / work_dir}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for work_dir in work_dirs
     ]
+    refused = "another preparation is working in" if len(set(work_dirs)) == 1 else "was published by somebody else"
     codes = []
     for run in runs:
         _, err = run.communicate(timeout=120)
         codes.append(run.returncode)
         if run.returncode:
-            assert "another preparation is working in" in err
+            assert refused in err
+            assert err.count("\n") == 1
     assert 0 in codes
     assert validate(tmp_path / "data").ok
     assert not [name for name in os.listdir(tmp_path) if "staging" in name]

@@ -14,6 +14,8 @@ from megatron_packed_sft import create_sft_dataset, open_dataset, open_token_sto
 from megatron_packed_sft.encode.load import load_tokenizer
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_rows
+from tests.records.chat_files import FORMATS
+from tests.records.chat_files import write_rows as write_file
 
 TEMPLATE = "template=chatml"
 SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
@@ -80,6 +82,44 @@ def test_any_number_of_workers_gives_the_same_bytes(
         contents.append(files_of(output))
     assert all(content == contents[0] for content in contents)
     assert len(contents[0]) > 4
+
+
+def test_every_format_gives_the_same_tokens_whatever_null_keys_it_adds(tokenizer_path: str, tmp_path: Path) -> None:
+    rows = []
+    for number, (name, arguments) in enumerate([("find", {"city": "Rome"}), ("add", {"a": 1, "b": 2}), ("now", {})]):
+        tool = {
+            "name": name,
+            "parameters": {"type": "object", "properties": {key: {"type": "any"} for key in arguments}},
+        }
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        thinking = {"role": "assistant", "content": "Done.", "reasoning_content": "It is said."}
+        turns = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "Yes"},
+            thinking,
+        ]
+        more = {"tools": [{"type": "function", "function": tool}]} if number != 1 else {}
+        rows.append({"messages": [*chat(f"Say {number}.", "One moment.")["messages"], *turns], **more})
+    rows.append(chat("Without any tool?", "Yes."))
+    stores = {}
+    for suffix in FORMATS:
+        path = write_file(tmp_path / f"rows.{suffix}", rows)
+        given = (
+            f"input={path}",
+            f"output={tmp_path}/of_{suffix}",
+            f"tokenizer.path={tokenizer_path}",
+            TEMPLATE,
+            *SMALL,
+        )
+        done = prepare(*given)
+        assert done.code == 0, done.err
+        store = open_token_store(tmp_path / f"of_{suffix}.work" / "tokens" / "train")
+        stores[suffix] = [[array.tolist() for array in store[number]] for number in range(len(store))]
+    assert all(store == stores["jsonl"] for store in stores.values())
+    text = load_tokenizer(tokenizer_path).decode(stores["parquet"][0][0])
+    assert '{"city": "Rome"}' in text
+    assert "null" not in text
+    assert "None" not in text
 
 
 def test_texts_need_no_template_and_chats_say_that_they_do(tokenizer_path: str, tmp_path: Path) -> None:

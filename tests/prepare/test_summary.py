@@ -30,6 +30,8 @@ def test_the_summary_tells_how_to_use_the_data(few: Path, tokenizer_path: str, t
     card = (output / "README.md").read_text()
     assert "few.jsonl" in card
     assert "packing.pack_size: 1024" in card
+    assert "packing.max_len: null" in card
+    assert 'encode.roles_to_train: ["assistant"]' in card
     assert str(tmp_path) not in card
 
 

@@ -124,7 +124,7 @@ def test_a_bad_line_is_told_with_file_and_line_and_the_rest_is_read(
     assert errors[0].startswith(f"{path}, line 2: the row is not valid JSON (")
     assert errors[0].endswith("at character 10); mend or remove it")
     assert errors[1] == f"{path}, line 4: the row is a list, not an object; mend or remove it"
-    assert errors[2].startswith(f"{path}, line 5: the row is not valid JSON (")
+    assert errors[2].startswith(f"{path}, line 5: the row is not UTF-8 (0xFF at byte 11); write the file in UTF-8")
     assert errors[3] == f"{path}, line 7: the row is null, not an object; mend or remove it"
     assert len(errors) == 4
 
