@@ -74,6 +74,7 @@ def train(config: TrainConfig) -> None:
 def _train(config: TrainConfig) -> None:
     # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint
+    from megatron_packed_sft.train.checkpoint_files import refuse_damaged
     from megatron_packed_sft.train.data import open_data
 
     check_settings(config)
@@ -85,6 +86,7 @@ def _train(config: TrainConfig) -> None:
     if checkpoint is not None:
         resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
         _refuse_other_run(resumption, config, data)
+        refuse_damaged(checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
     _plan(config, data, resumption)
     if own_rank() == 0:
         with os_errors("create", output):

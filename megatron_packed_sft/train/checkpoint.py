@@ -21,9 +21,10 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.storage import json_document
 from megatron_packed_sft.storage.atomic import Staging, os_errors, replace_file, write_file
+from megatron_packed_sft.train.checkpoint_files import file_sizes, make_durable, refuse_missing
 from megatron_packed_sft.train.config import ModelConfig
 
 STATE: Final = "training_state.json"
@@ -44,6 +45,7 @@ class TrainingState:
         scheduler: the learning-rate scheduler's state.
         model: the model's shape, to tell another one before its tensors are read.
         files: name -> bytes of the checkpoint's other files, to tell when one is missing or cut.
+        checksums: name -> checksum of each, to tell when one was damaged.
     """
 
     step: int
@@ -51,6 +53,7 @@ class TrainingState:
     scheduler: Mapping[str, Any]
     model: Mapping[str, Any]
     files: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """As JSON that carries its own checksum."""
@@ -79,8 +82,9 @@ class TrainingState:
                 f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
-        mappings = {name: fields.optional_object(name) or {} for name in ("data", "scheduler", "model", "files")}
-        _refuse_damage(checkpoint, mappings["files"])
+        names = ("data", "scheduler", "model", "files", "checksums")
+        mappings = {name: fields.optional_object(name) or {} for name in names}
+        refuse_missing(checkpoint, mappings["files"])
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
 
 
@@ -115,6 +119,7 @@ class CheckpointDirectory:
 
         _gather_results_in_process()
         target = self.path / f"step_{state.step:06d}"
+        num_ranks = torch.distributed.get_world_size()
         is_first = torch.distributed.get_rank() == 0
         staging = Staging(target, overwrite=True) if is_first else None
         folder = [str(staging.path) if staging is not None else ""]
@@ -123,10 +128,11 @@ class CheckpointDirectory:
             with _write_errors(target):
                 dist_checkpointing.save(tensors, folder[0])
             torch.distributed.barrier()
+            sizes = file_sizes(Path(folder[0]))
+            checksums = _gathered(make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks]))
             if staging is not None:
-                whole = replace(state, files=_sizes(staging.path))
+                whole = replace(state, files=sizes, checksums=checksums)
                 write_file(staging.path / STATE, whole.to_bytes())
-                _fsync_files(staging.path)
                 staging.publish()
                 replace_file(self.path / LATEST, f"{target.name}\n".encode())
                 self._remove_old()
@@ -242,29 +248,8 @@ def _write_errors(target: Path) -> Iterator[None]:
         ) from None
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    with os_errors("list", directory):
-        files = sorted(path for path in directory.rglob("*") if path.is_file())
-        return {str(path.relative_to(directory)): path.stat().st_size for path in files}
-
-
-def _refuse_damage(checkpoint: Path, recorded: Mapping[str, int]) -> None:
-    found = _sizes(checkpoint)
-    for name, size in recorded.items():
-        if found.get(name) != size:
-            state = f"has {found[name]} bytes" if name in found else "is missing"
-            raise ShardFileError(
-                f"{checkpoint / name} {state}, and {size} were written; restore it, or remove {checkpoint.name} to go "
-                "on from the checkpoint before"
-            )
-
-
-def _fsync_files(directory: Path) -> None:
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with os_errors("write", Path(folder) / name):
-                fd = os.open(Path(folder) / name, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+def _gathered(own: dict[str, str]) -> dict[str, str]:
+    """The entries of all ranks; a collective call."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own)
+    return {name: value for part in parts for name, value in sorted(part.items())}

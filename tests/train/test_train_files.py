@@ -13,6 +13,7 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, find_checkpoint
+from megatron_packed_sft.train.checkpoint_files import file_sizes, make_durable, refuse_damaged
 from megatron_packed_sft.train.metrics import (
     METRICS,
     TENSORBOARD,
@@ -65,6 +66,22 @@ def test_a_checkpoint_with_a_missing_or_cut_file_is_refused(tmp_path: Path) -> N
         TrainingState.load(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"12345678")
     assert TrainingState.load(tmp_path) == state
+
+
+def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_file(tmp_path: Path) -> None:
+    names = ["a.distcp", "b.distcp", "c.distcp"]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode() * 100)
+    assert list(file_sizes(tmp_path)) == names
+    checksums = {name: make_durable(tmp_path, [name])[name] for name in names}
+    for rank in range(2):
+        refuse_damaged(tmp_path, checksums, rank=rank, num_ranks=2)
+    damaged = bytearray((tmp_path / "b.distcp").read_bytes())
+    damaged[50] ^= 1
+    (tmp_path / "b.distcp").write_bytes(damaged)
+    refuse_damaged(tmp_path, checksums, rank=0, num_ranks=2)
+    with pytest.raises(ShardFileError, match=r"b\.distcp was damaged: its checksum differs; restore it, or remove"):
+        refuse_damaged(tmp_path, checksums, rank=1, num_ranks=2)
 
 
 def make_record(step: int) -> tuple[StepRecord, Totals]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_packed_sft.train.app import main
+from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.counting_chats import VOCAB_SIZE, write_dataset, write_legacy
 from tests.train.launch import run_in_turn
@@ -164,6 +167,22 @@ def test_only_whole_checkpoints_with_a_pointer_are_left(runs: Runs) -> None:
     assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step_000010", "step_000020"]
     assert (checkpoints / "latest").read_text() == "step_000020\n"
     assert (runs.home / "straight" / "config.yaml").read_text().startswith("packed_storage: memmap_v1\n")
+
+
+def test_a_checkpoint_of_two_ranks_that_was_damaged_since_is_refused(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = shutil.copytree(runs.home / "straight" / "checkpoints" / "step_000010", tmp_path / "step_000010")
+    state = TrainingState.load(checkpoint)
+    assert state.checksums.keys() == state.files.keys()
+    assert sum(name.endswith(".distcp") for name in state.files) >= 2
+    resume = [f"data.path={runs.home / 'data'}", f"output={tmp_path / 'run'}", f"resume={checkpoint}"]
+    for name in state.files:
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert main(resume) == 1
+        assert f"{checkpoint / name} was damaged: its checksum differs" in capsys.readouterr().err
+        (checkpoint / name).write_bytes(content)
 
 
 def test_rank_zero_prints_once_and_says_how_to_go_on(runs: Runs) -> None:
