@@ -102,7 +102,7 @@ def scan_units(
     """
     if unit_bytes < 1:
         raise InvalidInputError(f"unit_bytes is {unit_bytes}; it must be at least 1")
-    for number, piece in enumerate(_pieces(file, unit_bytes, on_read or _ignore)):
+    for number, piece in enumerate(_pieces(file, unit_bytes, on_read)):
         yield Unit(file, number, *piece)
 
 
@@ -129,13 +129,11 @@ def read_unit(unit: Unit) -> Iterator[RawRow]:
         yield RawRow(value, file, number)
 
 
-def _ignore(num_bytes: int) -> None:
-    """Nobody wants to know."""
-
-
-def _pieces(file: InputFile, unit_bytes: int, on_read: Callable[[int], None]) -> Iterator[Piece]:
+def _pieces(file: InputFile, unit_bytes: int, on_read: Callable[[int], None] | None) -> Iterator[Piece]:
     if file.format in ("parquet", "hf_dataset"):
-        return _told_by_rows(file, unit_bytes, on_read)
+        cut = tables.cut_parquet if file.format == "parquet" else tables.cut_dataset
+        pieces = cut(file, unit_bytes)
+        return pieces if on_read is None else _told_by_rows(file, pieces, on_read)
     blocks = read_blocks(file.path, file.compression, on_read)
     if file.format == "json":
         elements = array_elements(blocks, file.path)
@@ -143,11 +141,10 @@ def _pieces(file: InputFile, unit_bytes: int, on_read: Callable[[int], None]) ->
     return cut_stream(blocks, _NEWLINE, unit_bytes, carry=file.compression is not None, path=file.path, noun="line")
 
 
-def _told_by_rows(file: InputFile, unit_bytes: int, on_read: Callable[[int], None]) -> Iterator[Piece]:
+def _told_by_rows(file: InputFile, pieces: Iterator[Piece], on_read: Callable[[int], None]) -> Iterator[Piece]:
     """Pieces of a table; each is taken to hold its rows' share of the stored bytes."""
-    is_parquet = file.format == "parquet"
-    num_rows = (tables.count_parquet if is_parquet else tables.count_dataset)(file)
-    for piece in (tables.cut_parquet if is_parquet else tables.cut_dataset)(file, unit_bytes):
+    num_rows = (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
+    for piece in pieces:
         on_read(file.size * piece.stop // num_rows - file.size * piece.start // num_rows)
         yield piece
 

@@ -19,6 +19,7 @@ from tests.records.chat_files import write_rows as write_file
 
 TEMPLATE = "template=chatml"
 SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
+LONG_FILES: dict[str, dict[str, int]] = {"jsonl": {}, "jsonl.gz": {}, "parquet": {"row_group_size": 300}}
 
 
 @pytest.fixture
@@ -71,14 +72,19 @@ def test_any_number_of_workers_gives_the_same_bytes(
     chats: Path, tokenizer_path: str, tmp_path: Path, storage: str
 ) -> None:
     contents = []
+    files = [
+        write_file(tmp_path / f"long.{suffix}", [{"text": f"{suffix} {row} " * 100} for row in range(1000)], **more)
+        for suffix, more in LONG_FILES.items()
+    ]
     for num_workers in (1, 2) if storage == "legacy" else (1, 2, 7):
         output = tmp_path / f"with_{num_workers}"
         done = prepare(
-            f"input={chats}/*", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, f"storage={storage}",
-            "packing.pack_size=1024", f"executor.num_workers={num_workers}", "split.validation_fraction=0.1",
-            "shard_megabytes=1", "deduplicate=true",
+            f"input=[{chats}/*,{','.join(map(str, files))}]", f"output={output}", f"tokenizer.path={tokenizer_path}",
+            TEMPLATE, f"storage={storage}", "packing.pack_size=1024", f"executor.num_workers={num_workers}",
+            "split.validation_fraction=0.1", "shard_megabytes=1", "deduplicate=true",
         )  # fmt: skip
         assert done.code == 0, done.err
+        assert int(done.out.partition("encode ")[2].split()[0]) > len(files) + 8  # long files are cut into units
         contents.append(files_of(output))
     assert all(content == contents[0] for content in contents)
     assert len(contents[0]) > 4
