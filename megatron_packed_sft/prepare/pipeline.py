@@ -40,7 +40,7 @@ from megatron_packed_sft.prepare.publish_stage import (
 from megatron_packed_sft.prepare.report import PrepareReport, SplitReport
 from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
 from megatron_packed_sft.prepare.splits import SPLITS, SplitRule
-from megatron_packed_sft.prepare.summary import card, counted
+from megatron_packed_sft.prepare.summary import byte_count, card, counted
 from megatron_packed_sft.prepare.token_stores import remove_damaged_parts
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1
@@ -219,7 +219,7 @@ class Preparation:
     def _scan_line(self, scanned: Sequence[ScannedSource]) -> tuple[str, str]:
         num_files = sum(len(one.files) for one in scanned)
         num_bytes = sum(one.num_bytes for one in scanned)
-        return "scan", f"{counted(num_files, 'file')}, {num_bytes / 1e6:,.1f} MB, in {counted(len(scanned), 'source')}"
+        return "scan", f"{counted(num_files, 'file')}, {byte_count(num_bytes)}, in {counted(len(scanned), 'source')}"
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
         what = "is up to date; left as it is" if reused else "published"

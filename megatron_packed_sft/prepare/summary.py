@@ -38,6 +38,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def byte_count(number: int) -> str:
+    """Bytes in a unit that leaves something before the point.
+
+    Example:
+        >>> byte_count(9_700), byte_count(43_500_000)
+        ('9.7 kB', '43.5 MB')
+    """
+    return f"{number / 1e6:,.1f} MB" if number >= 1e6 else f"{number / 1e3:,.1f} kB"
+
+
 def summary(report: PrepareReport) -> str:
     """What was done, what became of every row, and how to use the result."""
     total = report.total
@@ -169,7 +179,7 @@ def _split_table(report: PrepareReport) -> list[str]:
                 split.plan.pack_size,
                 f"{100 * stats.utilization:.2f} %",
                 split.num_shards,
-                f"{split.num_bytes / 1e6:,.1f} MB",
+                byte_count(split.num_bytes),
             ]
         )
     return table(["split", "sequences", "tokens", "trained", "bins", "pack size", "full", "files", "on disk"], rows)

@@ -75,9 +75,11 @@ def test_bytes_on_disk_are_told_beforehand(few: Path, tokenizer_path: str, tmp_p
     write_rows(few, [chat(f"Say {number}. " * 9, f"It is {number}. " * 9) for number in range(900)])
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     dry, real = (prepare(*arguments, f"storage={storage}", *more) for more in (["--dry-run"], []))
-    [told] = {line.split()[-2] for shown in (dry.out, real.out) for line in shown.splitlines() if "train  " in line}
+    [told] = {
+        line.rsplit("  ")[-1] for shown in (dry.out, real.out) for line in shown.splitlines() if "train  " in line
+    }
     stored = sum(path.stat().st_size for path in (tmp_path / "data").rglob("*.npy"))
-    assert float(told) * 1e6 == pytest.approx(stored, rel=0.15)
+    assert float(told.split()[0]) * {"kB": 1e3, "MB": 1e6}[told.split()[1]] == pytest.approx(stored, rel=0.15)
 
 
 def test_quiet_prints_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
