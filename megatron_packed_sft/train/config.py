@@ -199,7 +199,7 @@ class CheckpointConfig:
     """When to save.
 
     Args:
-        every: steps between two checkpoints; 0 saves only at the end and on SIGTERM.
+        every: steps between two checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
         keep: how many to keep, the newest ones; 0 keeps all.
     """
 

@@ -27,6 +27,9 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
+    for key in ("output", "resume"):
+        if not getattr(config, key):  # it would be the working directory
+            yield f"{key} is empty; give it a value, or leave the key out"
     yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
     train, validation, checkpoint = config.train, config.validation, config.checkpoint

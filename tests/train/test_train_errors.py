@@ -64,6 +64,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["parallel.pipeline=0"], "parallel.pipeline is 0; it must be at least 1"),
         (["resume=/no/such/step_000100"], "resume=/no/such/step_000100 is not a directory"),
         (["validation.paths=[/no/such/data]"], "/no/such/data does not exist"),
+        (["output="], "output is empty; give it a value"),
+        (["resume="], "resume is empty; give it a value"),
         (["seed=-1"], "seed is -1; it must be at least 0"),
         (["data.prefetch=-1"], "data.prefetch is -1; it must be at least 0"),
         (["data.eos_id=-1"], "data.eos_id is -1; it must be at least 0"),
