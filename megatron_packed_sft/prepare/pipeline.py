@@ -97,13 +97,14 @@ class Preparation:
                 provenance=provenance,
                 card=card(report, provenance),
                 num_workers=self.executor.num_workers,
-                progress=self._shows_bars,
             )
             reused = is_published(publication, work)
             if not reused:
                 if encoded.num_reused and remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
                     encoded = self._encode(request, work)  # the same tokens again, so that the plans still hold
-                publish(publication, plans, encoded.stores, work)
+                num_bins = sum(plan.num_bins for plan in plans.values())
+                with Progress("publish", num_bins, "bin", quiet=self.quiet, interval=self.log_interval) as progress:
+                    publish(publication, plans, encoded.stores, work, progress.update)
         stages = [self._scan_line(scanned), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
         return replace(report, stages=stages)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,6 @@ class PublishRequest:
     provenance: Mapping[str, Any]
     card: str
     num_workers: int
-    progress: bool
 
     @property
     def fingerprint(self) -> str:
@@ -65,16 +64,20 @@ def is_published(request: PublishRequest, work: WorkDirectory) -> bool:
 
 
 def publish(
-    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], work: WorkDirectory
+    request: PublishRequest,
+    plans: Mapping[str, PackPlan],
+    stores: Mapping[str, TokenStore],
+    work: WorkDirectory,
+    on_bins: Callable[[int], object],
 ) -> None:
-    """Write the output.
+    """Write the output, and tell `on_bins` how many bins were written, again and again.
 
     What an earlier preparation published there is replaced in one step; anything else is left alone, with an error.
     """
     replace = may_replace(request.output)
     write = _write_shards if request.packed_storage == MEMMAP_V1 else _write_legacy
     try:
-        write(request, plans, stores, replace)
+        write(request, plans, stores, replace, on_bins)
     except BrokenProcessPool:
         raise worker_died() from None
     except TargetExistsError as error:
@@ -121,7 +124,11 @@ def _receipt_name(request: PublishRequest) -> str:
 
 
 def _write_shards(
-    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], replace: bool
+    request: PublishRequest,
+    plans: Mapping[str, PackPlan],
+    stores: Mapping[str, TokenStore],
+    replace: bool,
+    on_bins: Callable[[int], object],
 ) -> None:
     with DatasetWriter(request.output, overwrite=replace) as dataset:
         for split, plan in plans.items():
@@ -133,13 +140,17 @@ def _write_shards(
                 paths,
                 num_workers=request.num_workers,
                 pad_id=request.pad_id,
-                progress=request.progress,
+                on_bins=on_bins,
             )
         dataset.finalize(provenance=request.provenance, card=request.card)
 
 
 def _write_legacy(
-    request: PublishRequest, plans: Mapping[str, PackPlan], stores: Mapping[str, TokenStore], replace: bool
+    request: PublishRequest,
+    plans: Mapping[str, PackPlan],
+    stores: Mapping[str, TokenStore],
+    replace: bool,
+    on_bins: Callable[[int], object],
 ) -> None:
     with Staging(request.output, overwrite=replace) as staging:
         sizes: dict[str, int] = {}
@@ -154,7 +165,7 @@ def _write_legacy(
                 vocab_size=stores[split].manifest.vocab_size,
                 pad_id=request.pad_id,
             ) as writer:
-                materialize(plan, stores[split], writer, width=width, pad_id=request.pad_id, progress=request.progress)
+                materialize(plan, stores[split], writer, width=width, pad_id=request.pad_id, on_bins=on_bins)
                 writer.finalize()
             metadata = json.dumps([_pack_metadata(plan)], indent=2) + "\n"
             write_file(staging.path / f"{split}_metadata.json", metadata.encode())

@@ -8,14 +8,13 @@ Memory is two blocks, whatever the number of bins; tokens are read through the s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.measures import sizes_of
@@ -77,7 +76,7 @@ def materialize(
     bins: npt.NDArray[Any] | Sequence[int] | None = None,
     width: int | None = None,
     pad_id: int = 0,
-    progress: bool = False,
+    on_bins: Callable[[int], object] | None = None,
 ) -> int:
     """Write the bins of a plan, in its reading order, as bins 0, 1, 2, ... of a writer; return the tokens written.
 
@@ -91,18 +90,17 @@ def materialize(
         bins: canonical numbers of the bins to write; all of them, in reading order, when not given.
         width: of the writer's rows; the plan's pack_size when not given.
         pad_id: fills rows and padded sequences; the writer's pad_id.
-        progress: show a bar over the bins.
+        on_bins: told how many bins were written, again and again; a bar's `update`, say.
 
     Example:
         >>> with MemmapShardWriter("out", plan.num_bins, plan.pack_size) as writer:  # doctest: +SKIP
-        ...     materialize(plan, store, writer)
+        ...     materialize(plan, store, writer, on_bins=tqdm(total=plan.num_bins).update)
         ...     writer.finalize()
     """
     chosen = plan.bin_order.astype(np.int64) if bins is None else np.asarray(bins, np.int64)
     width = plan.pack_size if width is None else width
     _check_fit(plan, store, width)
-    with tqdm(total=len(chosen), unit="bin", desc="materialize", disable=not progress) as bar:
-        return _write_bins(plan, store, writer, chosen, width, pad_id, bar)
+    return _write_bins(plan, store, writer, chosen, width, pad_id, on_bins or _nobody_asks)
 
 
 def materialize_shards(
@@ -112,7 +110,7 @@ def materialize_shards(
     *,
     num_workers: int = 1,
     pad_id: int = 0,
-    progress: bool = False,
+    on_bins: Callable[[int], object] | None = None,
 ) -> list[ShardManifest]:
     """Write a plan as several memmap_v1 shards, by several processes; the bytes do not depend on how many.
 
@@ -129,15 +127,19 @@ def materialize_shards(
     _check_fit(plan, store, stored_width(plan))
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
     job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id)
-    with tqdm(total=plan.num_bins, unit="bin", desc="materialize", disable=not progress) as bar:
-        if num_workers == 1 or len(paths) == 1:
-            return [job.write_shard(Path(path), run, bar) for path, run in zip(paths, runs, strict=True)]
-        with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
-            futures = {pool.submit(_write_shard, Path(path), run): run for path, run in zip(paths, runs, strict=True)}
-            for future in as_completed(futures):
-                future.result()
-                bar.update(len(futures[future]))
-            return [future.result() for future in futures]
+    on_bins = on_bins or _nobody_asks
+    if num_workers == 1 or len(paths) == 1:
+        return [job.write_shard(Path(path), run, on_bins) for path, run in zip(paths, runs, strict=True)]
+    with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
+        futures = {pool.submit(_write_shard, Path(path), run): run for path, run in zip(paths, runs, strict=True)}
+        for future in as_completed(futures):
+            future.result()
+            on_bins(len(futures[future]))
+        return [future.result() for future in futures]
+
+
+def _nobody_asks(num_bins: int) -> None:
+    """No progress is shown."""
 
 
 class _Job(NamedTuple):
@@ -148,7 +150,7 @@ class _Job(NamedTuple):
     width: int
     pad_id: int
 
-    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], bar: tqdm[Any] | None = None) -> ShardManifest:
+    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object]) -> ShardManifest:
         """Write and publish one shard."""
         manifest = self.store.manifest
         with MemmapShardWriter(
@@ -162,7 +164,7 @@ class _Job(NamedTuple):
             plan_fingerprint=self.plan.order_fingerprint,
             pad_seq_to_mult=self.plan.pad_seq_to_mult,
         ) as writer:
-            _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, bar)
+            _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
             return writer.finalize()
 
 
@@ -174,7 +176,7 @@ def _receive(job: _Job) -> None:
 
 
 def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> ShardManifest:
-    return _received[0].write_shard(path, bins)
+    return _received[0].write_shard(path, bins, _nobody_asks)
 
 
 def _write_bins(
@@ -184,15 +186,14 @@ def _write_bins(
     bins: npt.NDArray[np.int64],
     width: int,
     pad_id: int,
-    bar: tqdm[Any] | None,
+    on_bins: Callable[[int], object],
 ) -> int:
     num_tokens = 0
     blocks = _blocks(plan, store, bins, max(1, _BLOCK_BYTES // (width * 5)), width, pad_id)
     for first, block in _one_ahead(blocks):
         writer.write_block(first, block)
         num_tokens += int(block.packed_len.sum(dtype=np.int64))
-        if bar is not None:
-            bar.update(len(block))
+        on_bins(len(block))
     return num_tokens
 
 
