@@ -137,11 +137,8 @@ def _wants_progress(arguments: argparse.Namespace) -> bool:
     return not arguments.quiet and not arguments.json and sys.stderr.isatty()
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _validate(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.prepare.summary import counted
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
@@ -162,10 +159,10 @@ def _validate(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         for note in report.notes:
             print(f"note: {note}")
-        verdict = "sound" if report.ok else _count(report.num_findings, "finding")
-        counts = f"{_count(report.num_shards, 'shard')}, {_count(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
+        verdict = "sound" if report.ok else counted(report.num_findings, "finding")
+        counts = f"{counted(report.num_shards, 'shard')}, {counted(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
         if report.level == "full":
-            counts += f", {_count(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
+            counts += f", {counted(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
         print(f"{report.path}: {verdict} ({report.level}: {counts})")
     return 0 if report.ok else 1
 
@@ -196,6 +193,7 @@ def _sample_data(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.prepare.summary import counted
     from megatron_packed_sft.storage.convert import convert
 
     report = convert(
@@ -214,8 +212,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(report), indent=2))
     elif not arguments.quiet:
         print(
-            f"{report.target}: {_count(report.num_files, 'file')}, {_count(report.num_bins, 'bin')}, "
-            f"{_count(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
+            f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
+            f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
         )
         if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
             print(

@@ -88,7 +88,7 @@ def run_application(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would complain
         return 1
     except KeyboardInterrupt:
-        print(f"packed-sft {name}: interrupted; run the same command again to go on", file=sys.stderr)
+        _say(f"packed-sft {name}: interrupted; run the same command again to go on")
         return 130
     return max(codes, default=0)
 
@@ -108,28 +108,39 @@ def _checked(config: DictConfig, schema: type[ConfigT]) -> ConfigT:
 
 
 def _complain(name: str, problem: str) -> None:
-    """Say what is wrong, once: under torchrun every rank finds the same mistake, and the first one speaks."""
+    _say(f"packed-sft {name}: error: {problem}")
+
+
+def _say(text: str) -> None:
+    """Say it once: under torchrun every rank finds the same mistake, and the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"packed-sft {name}: error: {problem}", file=sys.stderr)
+        print(text, file=sys.stderr)
 
 
 def _help(name: str, description: str, examples: str, flags: Mapping[str, str]) -> str:
-    shorthands = "".join(f"  {flag:<12}the same as {override}\n" for flag, override in flags.items())
-    groups = sorted(entry.name for entry in config_directory().iterdir() if entry.is_dir())
+    shorthands = "".join(f"  {flag:<14}the same as {override}\n" for flag, override in flags.items())
+    groups = "".join(f"  {group:<14}{', '.join(choices)}\n" for group, choices in _groups(name).items())
     return (
         f"usage: packed-sft {name} [KEY=VALUE ...] [--cfg job] [--multirun]\n\n{description.strip()}\n\n"
         f"examples:\n{examples.rstrip()}\n\noptions:\n{shorthands}"
-        "  --cfg job   print the configuration that would be used, and stop\n"
-        "  --multirun  one run for each combination of values, such as packing.pack_size=2048,4096\n"
+        "  --cfg job     print the configuration that would be used, and stop\n"
+        "  --multirun    one run for each combination of values, written as KEY=FIRST,SECOND\n"
         "  --hydra-help  Hydra's own options\n\n"
-        f"groups of settings, chosen by GROUP=NAME: {', '.join(groups)}\n\n"
+        f"groups of settings, chosen by GROUP=NAME:\n{groups}\n"
         f"keys and their defaults (??? must be given):\n\n{OmegaConf.to_yaml(_default(name))}"
     )
 
 
-def _default(name: str) -> DictConfig:
+def _default(name: str, *, with_hydra: bool = False) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=str(config_directory())):
-        return compose(config_name=name)
+        return compose(config_name=name, return_hydra_config=with_hydra)
+
+
+def _groups(name: str) -> dict[str, list[str]]:
+    """The groups of one application and what can be chosen from each."""
+    chosen = _default(name, with_hydra=True).hydra.runtime.choices
+    own = sorted(group for group in chosen if "/" not in group)
+    return {group: sorted(file.stem for file in (config_directory() / group).glob("*.yaml")) for group in own}
 
 
 @contextmanager

@@ -151,11 +151,15 @@ def _open(path: Path, split: str, packed_storage: str) -> RowSource:
         known = ", ".join(sorted({"auto", *_STORAGES, *PACKED_STORAGE}))
         raise InvalidInputError(f"packed_storage {packed_storage!r} is unknown; use one of {known}")
     if is_token_store(path):
-        raise InvalidInputError(f"{path} is a token store; pass plan= to read packs out of it, or materialize it first")
+        raise InvalidInputError(
+            f"{path} is a token store; name a plan to read packs out of it, or materialize it first"
+        )
     for name, storage in _STORAGES.items():
         if storage.recognises(path):
             if wanted not in ("auto", name):
-                raise InvalidInputError(f"{path} is {name}, but packed_storage asks for {packed_storage!r}")
+                raise InvalidInputError(
+                    f"{path} is {name}, but packed_storage asks for {packed_storage!r}; set packed_storage to {name}"
+                )
             return storage.open(path, split)
     if path.suffix in (".parquet", ".pq"):
         raise InvalidInputError(

@@ -40,8 +40,12 @@ def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bo
 
         return HuggingFaceTokenizer(location, fast=fast)
     if len(models) != 1:
-        names = ", ".join(model.name for model in models) or "none"
-        raise InvalidInputError(f"{path} should hold one SentencePiece .model file but holds {names}; name the file")
+        if not models:
+            raise InvalidInputError(
+                f"{path} has no tokenizer.json and no SentencePiece .model file; give the folder or file of a tokenizer"
+            )
+        names = ", ".join(model.name for model in models)
+        raise InvalidInputError(f"{path} holds several SentencePiece models, {names}; name one of them")
     from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
 
     return SentencePieceTokenizer(models[0])

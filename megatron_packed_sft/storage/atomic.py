@@ -74,6 +74,8 @@ def translated(error: OSError, action: str, path: str | os.PathLike[str], needed
         message += "; check who owns it and its permissions"
     elif error.errno == errno.EROFS:
         message += "; choose a path on a writable disk"
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+        message += "; check the path"
     result = kind(message)
     result.errno = error.errno  # kept for callers that tell a missing file from a broken disk
     return result

@@ -226,7 +226,7 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
         ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
         ({"path": "nothing"}, "does not exist and matches nothing"),
         ({"path": "s3://bucket/data"}, "is remote"),
-        ({"path": "store"}, "is a token store; pass plan="),
+        ({"path": "store"}, "is a token store; name a plan to read packs"),
         ({"path": "empty"}, "holds no packed data of a known kind"),
         ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),
     ],

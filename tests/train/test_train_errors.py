@@ -90,7 +90,8 @@ def test_a_wrong_key_or_value_is_one_sentence(
 
 def test_a_storage_that_is_not_there_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     legacy = write_legacy(data, tmp_path / "data.npy")
-    assert error_of(capsys, f"data.path={legacy}").endswith("but packed_storage asks for 'memmap_v1'")
+    message = error_of(capsys, f"data.path={legacy}")
+    assert message.endswith("but packed_storage asks for 'memmap_v1'; set packed_storage to legacy_npy_pickle")
     message = error_of(capsys, f"data.path={legacy}", "storage=legacy")
     assert message.endswith("does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer")
 
