@@ -29,6 +29,7 @@ FILES = (
     "gsm8k_test.messages.jsonl",
     "taskmaster4.messages.jsonl",
     "oasst_en100.messages.jsonl",
+    "gpteacher.alpaca.jsonl.gz",
 )
 # The template both sides use; the peer needs the marks, or its mask is all zero.
 TEMPLATE = (
@@ -46,7 +47,10 @@ def _lines(path: Path) -> list[bytes]:
 
 def gather(data: Path, target: Path, times: int = 1) -> int:
     """One JSONL of role and content, for both sides; returns the number of bytes."""
-    rows = [json.loads(line)["messages"] for name in FILES for line in _lines(data / name)]
+    from megatron_packed_sft.records.schemas import adapter
+
+    to_chat: Any = adapter()
+    rows = [to_chat(json.loads(line)).messages for name in FILES for line in _lines(data / name)]
     with open(target, "w") as out:
         for number in range(times):
             for messages in rows:

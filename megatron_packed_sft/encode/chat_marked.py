@@ -133,11 +133,10 @@ class ChatMarker:
                 f"{self._renderer.name} changes what its generation blocks wrote; put the marks where it is written",
             )
         roles = [message.get("role", "") for message in messages]
-        for_assistants = [choice for role, choice in zip(roles, wanted, strict=True) if role == "assistant"]
-        others = [choice and role != "assistant" for role, choice in zip(roles, wanted, strict=True)]
         looks_like_control = self._to_trace.search(words) or self._tools_need_marks(tools)
-        if all(for_assistants) and not any(others) and not looks_like_control:
+        if wanted == [role == "assistant" for role in roles] and not looks_like_control:
             return MarkedText(text, joined(self._with_end(text, block, None) for block in blocks))
+        others = [choice and role != "assistant" for role, choice in zip(roles, wanted, strict=True)]
         trace = self._trace(messages, tools, text)
         literal = self._literal(trace)
         owners = self._owners(blocks, trace, roles)

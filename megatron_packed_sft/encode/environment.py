@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
-# No template can name a variable with a blank in it.
-_MARKS = "generation marks"
+# Variables that stand where a generation block begins and ends: empty texts, or its marks.
+_BEGIN, _END = "generation_block_begins", "generation_block_ends"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 # Not `format`, by which a template could reach attributes of its arguments.
 _STRING_METHODS = frozenset(
@@ -51,14 +51,8 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_write", [nodes.ContextReference()])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _write(self, context: Context, caller: Callable[[], str]) -> str:
-        marks = context.get(_MARKS)
-        if marks is None:
-            return caller()
-        return f"{marks.open}{caller()}{marks.close}"
+        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end], lineno=line)  # what it sets, nobody outside sees
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -129,13 +123,12 @@ class Renderer:
         self.name = name
         # Jinja would put its globals together anew for every render, which takes a fifth of a short chat's time.
         self._variables = {**self._template.globals, "documents": None, **(variables or {})}
+        self._template.globals = {}
         blocks = _generation_blocks(self.tree)
         if any(_generation_blocks(block) for block in blocks):
             raise InvalidInputError(f"{name} has a generation block inside another; leave one of them out")
         self.has_generation_marks = bool(blocks)
-        self.marks_are_direct = not any(
-            _generation_blocks(node) for node in self.tree.find_all(_INDIRECT) if node not in blocks
-        )
+        self.marks_are_direct = not any(_generation_blocks(node) for node in self.tree.find_all(_INDIRECT))
 
     def render(
         self,
@@ -151,7 +144,8 @@ class Renderer:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
-            _MARKS: marks,
+            _BEGIN: marks.open if marks else "",
+            _END: marks.close if marks else "",
         }
         try:
             return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
@@ -162,12 +156,12 @@ class Renderer:
             raise RowRefusedError("template_error", f"{self.name}: {type(error).__name__}: {error}") from None
 
 
-def _generation_blocks(inside: nodes.Node) -> list[nodes.CallBlock]:
-    return [
-        node
-        for node in inside.find_all(nodes.CallBlock)
-        if isinstance(node.call.node, nodes.ExtensionAttribute) and node.call.node.name == "_write"
-    ]
+def _generation_blocks(inside: nodes.Node) -> list[nodes.Scope]:
+    return [block for block in inside.find_all(nodes.Scope) if _is_begin(block.body[0])]
+
+
+def _is_begin(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Output) and isinstance(node.nodes[0], nodes.Name) and node.nodes[0].name == _BEGIN
 
 
 def _raise_exception(message: str) -> None:

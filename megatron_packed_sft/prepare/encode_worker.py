@@ -24,7 +24,7 @@ from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.row_error import RowError
 from megatron_packed_sft.records.rows import Row
 from megatron_packed_sft.records.schemas import adapter
-from megatron_packed_sft.records.units import Unit, read_unit
+from megatron_packed_sft.records.units import RawRow, Unit, read_unit
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
 _ROWS_AT_ONCE = 256
@@ -77,9 +77,14 @@ class HashedUnit(NamedTuple):
 class ReadRow(NamedTuple):
     """A row that could be read, with where it came from and the hash of its content."""
 
-    where: str
+    raw: RawRow
     row: Row
     content: bytes
+
+    @property
+    def where(self) -> str:
+        """File and line, in words; made when asked for, since most rows are never asked."""
+        return str(self.raw.where)
 
 
 class UnitEncoder:
@@ -138,6 +143,9 @@ class UnitEncoder:
         counts.num_cut_tokens += encoded.num_cut_tokens
         counts.num_straddling += encoded.num_straddling
         rule = self.settings.split_rule
+        if source.weight == 1 and (source.split or not rule.holds_out) and len(encoded.row):
+            sink.append(source.split or TRAIN, encoded.input_ids, encoded.train, encoded.lengths, counts)
+            return
         chosen: dict[str, list[int]] = {}
         for sequence, index in enumerate(encoded.row.tolist()):
             content = batch[index].content
@@ -166,7 +174,7 @@ def read_rows(task: UnitTask) -> Iterator[ReadRow | RowError]:
             continue
         try:
             row = adapt(raw.value)
-            yield ReadRow(str(raw.where), row, content_hash(row))
+            yield ReadRow(raw, row, content_hash(row))
         except RowError as error:
             yield error.at(raw.where)
 

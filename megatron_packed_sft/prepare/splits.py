@@ -36,6 +36,11 @@ class SplitRule:
         if not 0 <= self.seed < _RANGE:
             raise InvalidInputError(f"split.seed is {self.seed}; it must be from 0 to 2**64 - 1")
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether any row is held out by this rule."""
+        return self.validation_fraction + self.test_fraction > 0
+
     def split_of(self, content: bytes) -> str:
         """The split of the row with this content hash."""
         draw = self._draw(content, 0)

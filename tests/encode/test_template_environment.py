@@ -93,6 +93,18 @@ def test_generation_blocks_are_marked_only_when_asked() -> None:
     assert renderer.render([{"x": 1}], marks=MARKS) == "a«b{'x': 1}»c«»"
 
 
+def test_a_generation_block_sees_its_loop_and_keeps_what_it_sets_to_itself_as_in_transformers() -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = (
+        "{% set x = 1 %}{% set seen = namespace(n=0) %}{% for message in messages %}{% generation %}"
+        "{% set x = 2 %}{% set seen.n = seen.n + 1 %}{{ loop.index }}{{ message.content }}{{ x }}"
+        "{% endgeneration %}{{ x }}{% if loop.last %}.{% endif %}{% endfor %}{{ x }}{{ seen.n }}"
+    )
+    messages = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    [expected], _ = utils.render_jinja_template([messages], chat_template=source)
+    assert Renderer(source).render(messages) == expected == "1a212b21.12"
+
+
 def test_generation_blocks_in_captured_output_are_known_to_be_indirect() -> None:
     for source in (
         "{% set x %}{% generation %}b{% endgeneration %}{% endset %}{{ x }}",
