@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ import torch
 from megatron_packed_sft import create_sft_dataset
 from megatron_packed_sft.megatron import bridge
 from tests.megatron.test_bridge import EOS, PACK_SIZE
-from tests.oracle.bridge import CONTRACT_OF, fetch
+from tests.oracle.bridge import CONTRACT_OF, bare_module, fetch
 
 TARGET = "megatron_packed_sft.megatron.bridge.PackedSFTDatasetProvider"
 YAML = """
@@ -124,14 +123,9 @@ class Prefixes:
 
 
 def _stand_in(name: str, path: list[str] | None = None, **names: Any) -> None:
-    module = ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=path is not None)
-    if path is not None:
-        module.__path__ = path
-    vars(module).update(names)
-    sys.modules[name] = module
+    bare_module(name, path, **names)
     parent, _, leaf = name.rpartition(".")
-    setattr(sys.modules[parent], leaf, module)
+    setattr(sys.modules[parent], leaf, sys.modules[name])
 
 
 def load(name: str) -> Any:

@@ -82,17 +82,17 @@ def _only_modules_of(release: Path) -> Iterator[None]:
     for name in saved:
         del sys.modules[name]
     try:
-        _bare("megatron", [])
-        _bare("megatron.bridge", [str(release / "megatron" / "bridge")])
+        bare_module("megatron", [])
+        bare_module("megatron.bridge", [str(release / "megatron" / "bridge")])
         for name in _BARE_PACKAGES:
-            _bare(f"megatron.bridge.{name}", [str(release.joinpath("megatron", "bridge", *name.split(".")))])
-        _bare("megatron.core", [])
+            bare_module(f"megatron.bridge.{name}", [str(release.joinpath("megatron", "bridge", *name.split(".")))])
+        bare_module("megatron.core", [])
         switch = SimpleNamespace(is_enabled=lambda: False)
-        _bare("megatron.core.msc_utils", MultiStorageClientFeature=switch)
-        _bare("megatron.core.tokenizers", MegatronTokenizer=object)
-        _bare("megatron.bridge.training.tokenizers.tokenizer", MegatronTokenizer=object)
-        _bare("megatron.bridge.utils.common_utils", get_rank_safe=lambda: 0, get_local_rank_preinit=lambda: 0)
-        _bare("datasets", builder=SimpleNamespace(), load_dataset=None)
+        bare_module("megatron.core.msc_utils", MultiStorageClientFeature=switch)
+        bare_module("megatron.core.tokenizers", MegatronTokenizer=object)
+        bare_module("megatron.bridge.training.tokenizers.tokenizer", MegatronTokenizer=object)
+        bare_module("megatron.bridge.utils.common_utils", get_rank_safe=lambda: 0, get_local_rank_preinit=lambda: 0)
+        bare_module("datasets", builder=SimpleNamespace(), load_dataset=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -102,7 +102,8 @@ def _only_modules_of(release: Path) -> Iterator[None]:
         sys.modules.update(saved)
 
 
-def _bare(name: str, path: list[str] | None = None, **names: Any) -> None:
+def bare_module(name: str, path: list[str] | None = None, **names: Any) -> None:
+    """Put a module into `sys.modules` that holds just these names; with a path it is a package."""
     module = ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=path is not None)
     if path is not None:
