@@ -256,8 +256,10 @@ class HuggingFaceTokenizer:
 
     def _id_of(self, name: str) -> int | None:
         token = self._template_variables.get(name)
-        added = {one["content"]: one["id"] for one in self._document["added_tokens"]}
-        return added.get(token, None if token is None else self._backend.token_to_id(token))
+        if token is None:
+            return None
+        added: dict[str, int] = {one["content"]: one["id"] for one in self._document["added_tokens"]}
+        return added[token] if token in added else self._backend.token_to_id(token)
 
 
 def _load_again(path: str, fast: bool, expected: tuple[str, str | None]) -> HuggingFaceTokenizer:

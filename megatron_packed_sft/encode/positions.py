@@ -105,13 +105,16 @@ def encoded_texts(
         >>> encoded_texts(ids, np.array([2]), at[:-1], at[1:], (np.array([2]), np.array([5]))).train.tolist()
         [0, 1]
     """
-    train = np.zeros(len(input_ids), np.uint8)
-    num_straddling = 0
-    if len(ranges[0]):
-        from megatron_packed_sft.encode.kernels import mark_trained  # numba takes 0.2 s to import
-
-        num_straddling = mark_trained(token_starts, token_ends, *ranges, train)
-    return EncodedTexts(input_ids, train, lengths, int(num_straddling))
+    begins, ends = ranges
+    if len(begins) == 0:
+        return EncodedTexts(input_ids, np.zeros(len(input_ids), np.uint8), lengths, 0)
+    # Ranges ascend and do not touch: if a token lies in any, then in the first that ends after the token begins.
+    candidate = np.searchsorted(ends, token_starts, side="right")
+    is_behind_all = candidate == len(ends)
+    candidate[is_behind_all] = 0
+    trained = ~is_behind_all & (token_starts < token_ends) & (begins[candidate] < token_ends)
+    straddling = trained & ((token_starts < begins[candidate]) | (token_ends > ends[candidate]))
+    return EncodedTexts(input_ids, trained.view(np.uint8), lengths, int(np.count_nonzero(straddling)))
 
 
 def interleave(num_texts: int, groups: Sequence[tuple[Sequence[int], EncodedTexts]]) -> EncodedTexts:
