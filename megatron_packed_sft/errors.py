@@ -2,6 +2,7 @@
 
     PackedSFTError
     ├── InvalidInputError      an argument or a row handed to us is wrong        (also a ValueError)
+    │   └── StateMismatchError     a loader's state is from other data or another order
     ├── WriterStateError       a writer was used out of turn: bin twice, bin missing, written after the end
     ├── TargetExistsError      something is already published under that name    (also a FileExistsError)
     ├── StorageIOError         the operating system said no                      (also an OSError)
@@ -26,6 +27,18 @@ class PackedSFTError(Exception):
 
 class InvalidInputError(PackedSFTError, ValueError):
     """An argument, or a row of data handed to us, is wrong."""
+
+
+class StateMismatchError(InvalidInputError):
+    """A loader's state is from other data or another order: `problem` says so, `differing` names the fields."""
+
+    def __init__(self, problem: str, differing: tuple[str, ...]) -> None:
+        super().__init__(problem, differing)  # both, so that it can be pickled
+        self.problem = problem
+        self.differing = differing
+
+    def __str__(self) -> str:
+        return f"{self.problem}, or pass allow_mismatch={self.differing} to the sampler or loader to go on anyway"
 
 
 class WriterStateError(PackedSFTError):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 
 FORMAT: Final = "packed_sft_loader_state"
 VERSION: Final = 1
@@ -139,7 +139,7 @@ None); give load_state_dict what state_dict returned
             >>> old = LoaderState(consumed_samples=8, fingerprint="ab12", num_samples=10, shuffle=True, seed=1)
             >>> old.check(dataclasses.replace(old, seed=2))
             Traceback (most recent call last):
-            megatron_packed_sft.errors.InvalidInputError: the state is from another run: seed was 1 and is 2 now; \
+            megatron_packed_sft.errors.StateMismatchError: the state is from another run: seed was 1 and is 2 now; \
 resume with what the state was saved with, or pass allow_mismatch=('seed',) to the sampler or loader to go on anyway
         """
         refuse_unknown(allow_mismatch)
@@ -151,10 +151,10 @@ resume with what the state was saved with, or pass allow_mismatch=('seed',) to t
         }
         refused = [name for name in differing if name not in allow_mismatch]
         if refused:
-            raise InvalidInputError(
-                f"the state is from another run: {', '.join(differing[name] for name in refused)}; resume with what "
-                f"the state was saved with, or pass allow_mismatch={tuple(differing)} to the sampler or loader to go "
-                "on anyway"
+            problems = ", ".join(differing[name] for name in refused)
+            raise StateMismatchError(
+                f"the state is from another run: {problems}; resume with what the state was saved with",
+                tuple(differing),
             )
         for problem in differing.values():
             _log.warning("resuming with another order than before, as allowed by allow_mismatch: %s", problem)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, run_application
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 from megatron_packed_sft.storage.atomic import os_errors, replace_file
 from megatron_packed_sft.train.batch import StepPlan, data_parallel_size, plan_steps
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
@@ -32,8 +31,6 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
-
-_ALLOW_MISMATCH = re.compile(r"pass allow_mismatch=\((.*?)\) to the sampler or loader")
 
 
 class Resumption(NamedTuple):
@@ -87,7 +84,7 @@ def _train(config: TrainConfig) -> None:
         resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
         _refuse_other_run(resumption, config, data)
         refuse_damaged(checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
-    _plan(config, data, resumption)
+    _plan(config, data, resumption)  # for what it refuses; rank 0's choice of a checkpoint decides the real one
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
@@ -172,14 +169,13 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
     loader = training_loader(data, config)
     try:
         loader.load_state_dict(dict(state.data))
+    except StateMismatchError as error:  # the loader's words speak of its argument; here it is a key
+        override = f"data.allow_mismatch=[{', '.join(error.differing)}]"
+        raise InvalidInputError(
+            f"cannot resume from {checkpoint}: {error.problem}, or set {override} to go on anyway"
+        ) from None
     except InvalidInputError as error:
-        # The loader speaks of its own argument; here it is a key.
-        text = _ALLOW_MISMATCH.sub(_as_override, str(error))
-        raise InvalidInputError(f"cannot resume from {checkpoint}: {text}") from None
-
-
-def _as_override(found: re.Match[str]) -> str:
-    return f"set data.allow_mismatch=[{', '.join(re.findall(r'[a-z_]+', found[1]))}]"
+        raise InvalidInputError(f"cannot resume from {checkpoint}: {error}") from None
 
 
 def _silence_known_warnings() -> None:

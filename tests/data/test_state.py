@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_another_run_is_refused_by_name_unless_that_name_is_allowed(
         STATE.check(current)
     assert f"{name} was {before!r} and is {now!r} now" in str(caught.value)
     assert f"allow_mismatch=({name!r},)" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # out of a worker process, say
     with caplog.at_level(logging.WARNING):
         STATE.check(current, allow_mismatch=(name,))
     assert name in caplog.text
