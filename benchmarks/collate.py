@@ -21,9 +21,9 @@ import torch
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
 from megatron_packed_sft import BinBlock, MemmapShard, open_shard
-from megatron_packed_sft.data.collate import BatchBuffers, collate
-from megatron_packed_sft.data.contracts import CollateOptions
-from megatron_packed_sft.data.row_pieces import piece_from_rows, piece_from_shard
+from megatron_packed_sft.data.batch.collate import BatchBuffers, collate
+from megatron_packed_sft.data.batch.contracts import CollateOptions
+from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shard
 from tests.oracle.bridge import load, open_dataset
 
 EOS = 2
@@ -124,11 +124,11 @@ def ours(shards: Sequence[MemmapShard], width: int, *, reuse: bool = False, **ar
 
     def make(picked: Rows) -> dict[str, Any]:
         if len(shards) == 1:
-            pieces = [piece_from_shard(shards[0], picked)]
+            pieces = [locate_in_shard(shards[0], picked)]
         else:
             local = picked % len(shards[0])
             pieces = [
-                piece_from_shard(shards[place % len(shards)], local[place : place + 1], (place,))
+                locate_in_shard(shards[place % len(shards)], local[place : place + 1], (place,))
                 for place in range(len(picked))
             ]
         return collate(pieces, len(picked), options, buffers)
@@ -146,7 +146,7 @@ def ours_from_samples(shard: MemmapShard, width: int) -> Case:
             found = shard[row]
             boundaries = np.append(found.seq_start_id, len(found.input_ids))
             samples.append({"input_ids": found.input_ids, "loss_mask": found.loss_mask, "seq_boundaries": boundaries})
-        return collate([piece_from_rows(samples)], len(picked), options)
+        return collate([locate_in_samples(samples)], len(picked), options)
 
     return make
 

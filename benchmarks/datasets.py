@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.measure import in_own_process, print_table, private_megabytes, timed
 from benchmarks.storage import POOL, VOCAB_SIZE, memmap_blocks, part, rows
 from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset
-from megatron_packed_sft.data.order import SampleOrder
+from megatron_packed_sft.data.order.sample_order import SampleOrder
 
 NUM_READS = 20_000
 

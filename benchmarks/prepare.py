@@ -47,7 +47,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def gather(data: Path, target: Path, times: int = 1) -> int:
     """One JSONL of role and content, for both sides; returns the number of bytes."""
-    from megatron_packed_sft.records.schemas import adapter
+    from megatron_packed_sft.records.schemas.registry import adapter
 
     to_chat: Any = adapter()
     rows = [to_chat(json.loads(line)).messages for name in FILES for line in _lines(data / name)]
@@ -91,7 +91,7 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
 def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast: bool) -> dict[str, float]:
     """The whole of `packed-sft prepare`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from megatron_packed_sft.encode.chat_options import EncodeOptions
+    from megatron_packed_sft.encode.options import EncodeOptions
     from megatron_packed_sft.prepare.executor import LocalExecutor
     from megatron_packed_sft.prepare.pipeline import Preparation
     from megatron_packed_sft.prepare.plan_stage import PackingOptions
@@ -125,7 +125,7 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
-    from megatron_packed_sft.encode.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 
     texts = []
     with open(jsonl) as lines:
@@ -151,10 +151,10 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
 def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     """The encode stage in this process, without writing: parse, adapt, render, tokenize, mask."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from megatron_packed_sft.encode.chat_options import EncodeOptions
-    from megatron_packed_sft.encode.load import load_tokenizer
-    from megatron_packed_sft.prepare.encode_stage import unit_tasks
-    from megatron_packed_sft.prepare.encode_worker import EncodeSettings, UnitEncoder
+    from megatron_packed_sft.encode.options import EncodeOptions
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.prepare.encode_stage import slice_tasks
+    from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder
     from megatron_packed_sft.prepare.sources import Source, scan
     from megatron_packed_sft.prepare.splits import SplitRule
 
@@ -166,11 +166,11 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
         skip_errors=False,
         tokens=None,
     )
-    encoder = UnitEncoder(settings)
+    encoder = SliceEncoder(settings)
     warm_up = Path(jsonl).with_name("warm_up.jsonl")
     warm_up.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    encoder.encode(next(unit_tasks(scan([Source("chats", (str(warm_up),))]))))
-    tasks = list(unit_tasks(scan([Source("chats", (jsonl,))])))
+    encoder.encode(next(slice_tasks(scan([Source("chats", (str(warm_up),))]))))
+    tasks = list(slice_tasks(scan([Source("chats", (jsonl,))])))
     start = time.perf_counter()
     for task in tasks:
         encoder.encode(task)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.data.blend import Blend
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -26,31 +25,32 @@ if TYPE_CHECKING:
         PackedDataset,
     )
     from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
-    from megatron_packed_sft.data.loader import PackedLoader
-    from megatron_packed_sft.data.order import SampleOrder
+    from megatron_packed_sft.data.loading.loader import PackedLoader
+    from megatron_packed_sft.data.order.blend import Blend
+    from megatron_packed_sft.data.order.sample_order import SampleOrder
+    from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
-    from megatron_packed_sft.data.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
-    from megatron_packed_sft.encode.chat import RowEncoder
-    from megatron_packed_sft.encode.chat_options import EncodeOptions
-    from megatron_packed_sft.encode.load import load_tokenizer
-    from megatron_packed_sft.encode.templates import ChatTemplate, load_template
+    from megatron_packed_sft.encode.encoder import RecordEncoder
+    from megatron_packed_sft.encode.options import EncodeOptions
+    from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
     from megatron_packed_sft.errors import PackedSFTError
+    from megatron_packed_sft.packing.bin_order import Steps
     from megatron_packed_sft.packing.effective_batch import effective_batch
-    from megatron_packed_sft.packing.ordering import Steps
     from megatron_packed_sft.packing.packer import pack
     from megatron_packed_sft.packing.plan import PackPlan
-    from megatron_packed_sft.packing.strategies import known_strategies, register_strategy
+    from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
     from megatron_packed_sft.storage.bins import BinBlock, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
     from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
-    from megatron_packed_sft.storage.manifest import ShardManifest
-    from megatron_packed_sft.storage.memmap_reader import MemmapShard
-    from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
+    from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+    from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+    from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
     from megatron_packed_sft.storage.readers import PackedShard, open_shard
-    from megatron_packed_sft.storage.report import Finding, ValidationReport
     from megatron_packed_sft.storage.validate import validate
+    from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
     from megatron_packed_sft.storage.writers import PackedShardWriter, create_shard_writer
     from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
@@ -59,46 +59,46 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _HOMES = {
     "BinBlock": "storage.bins",
-    "Blend": "data.blend",
-    "ChatTemplate": "encode.templates",
+    "Blend": "data.order.blend",
+    "ChatTemplate": "encode.templates.load",
     "ConversionReport": "storage.convert",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
-    "EncodeOptions": "encode.chat_options",
-    "Finding": "storage.report",
+    "EncodeOptions": "encode.options",
+    "Finding": "storage.validation_report",
     "GPTSFTPackedDataset": "data.datasets",
     "GPTSFTPackedMemmapDataset": "data.datasets",
     "GPTSFTPackedMultiShardDataset": "data.datasets",
     "GPTSFTPlannedDataset": "data.datasets",
-    "GlobalBatchSampler": "data.samplers",
-    "IndexSampler": "data.samplers",
+    "GlobalBatchSampler": "data.order.samplers",
+    "IndexSampler": "data.order.samplers",
     "LegacyPickleWriter": "storage.legacy.writer",
     "LegacyShard": "storage.legacy.reader",
-    "MemmapShard": "storage.memmap_reader",
-    "MemmapShardWriter": "storage.memmap_writer",
-    "MicroBatchSampler": "data.samplers",
+    "MemmapShard": "storage.memmap_v1.reader",
+    "MemmapShardWriter": "storage.memmap_v1.writer",
+    "MicroBatchSampler": "data.order.samplers",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
     "PackedDataset": "data.datasets",
-    "PackedLoader": "data.loader",
+    "PackedLoader": "data.loading.loader",
     "PackedSFTError": "errors",
     "PackedShard": "storage.readers",
     "PackedShardWriter": "storage.writers",
-    "RowEncoder": "encode.chat",
-    "SampleOrder": "data.order",
+    "RecordEncoder": "encode.encoder",
+    "SampleOrder": "data.order.sample_order",
     "SamplePackDataset": "data.sample_packs",
-    "ShardManifest": "storage.manifest",
-    "Steps": "packing.ordering",
+    "ShardManifest": "storage.memmap_v1.manifest",
+    "Steps": "packing.bin_order",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
-    "ValidationReport": "storage.report",
+    "ValidationReport": "storage.validation_report",
     "convert": "storage.convert",
     "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.writers",
     "effective_batch": "packing.effective_batch",
-    "known_strategies": "packing.strategies",
-    "load_template": "encode.templates",
-    "load_tokenizer": "encode.load",
+    "known_strategies": "packing.strategies.registry",
+    "load_template": "encode.templates.load",
+    "load_tokenizer": "encode.tokenizers.load",
     "materialize": "tokens.materialize",
     "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
@@ -107,7 +107,7 @@ _HOMES = {
     "pack": "packing.packer",
     "publish_store": "tokens.store",
     "register_storage": "data.factory",
-    "register_strategy": "packing.strategies",
+    "register_strategy": "packing.strategies.registry",
     "validate": "storage.validate",
 }
 
@@ -138,7 +138,7 @@ __all__ = [
     "PackedSFTError",
     "PackedShard",
     "PackedShardWriter",
-    "RowEncoder",
+    "RecordEncoder",
     "SampleOrder",
     "SamplePackDataset",
     "ShardManifest",

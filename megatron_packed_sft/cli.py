@@ -138,8 +138,8 @@ def _wants_progress(arguments: argparse.Namespace) -> bool:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from megatron_packed_sft.prepare.summary import counted
     from megatron_packed_sft.storage.validate import validate
+    from megatron_packed_sft.support.wording import counted
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
     report = (validate_token_store if is_token_store(arguments.path) else validate)(
@@ -183,7 +183,7 @@ _APPLICATIONS = {"prepare": _prepare, "train": _train}
 
 
 def _sample_data(arguments: argparse.Namespace) -> int:
-    from megatron_packed_sft.records.sample_chats import write_sample_data
+    from megatron_packed_sft.records.samples.sample_chats import write_sample_data
 
     files = write_sample_data(arguments.directory, num_rows=arguments.rows, seed=arguments.seed)
     if not arguments.quiet:
@@ -193,8 +193,8 @@ def _sample_data(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megatron_packed_sft.prepare.summary import counted
     from megatron_packed_sft.storage.convert import convert
+    from megatron_packed_sft.support.wording import counted
 
     report = convert(
         arguments.sources,

@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from megatron_packed_sft.cli import main as packed_sft
-from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.sample_chats import sample_conversations
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.train.metrics import read_metrics
 

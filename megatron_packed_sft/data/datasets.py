@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.blend_order import BlendOrder
-from megatron_packed_sft.data.bridge_arguments import refuse_meaningless
-from megatron_packed_sft.data.order import Order, SampleOrder
+from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
+from megatron_packed_sft.data._tokenizer_ids import check_tokenizer, eos_id_of
+from megatron_packed_sft.data.bin_readers import BinReader, LegacyBinReader, PlanBinReader, ShardBinReader
+from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.pack_metadata import PackMetadata
-from megatron_packed_sft.data.sources import LegacySource, PlanSource, RowSource, ShardSource
-from megatron_packed_sft.data.tokenizer_ids import check_tokenizer, eos_id_of
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.checksum import checksum
-from megatron_packed_sft.storage.memmap_reader import open_memmap_shard
+from megatron_packed_sft.storage.memmap_v1.reader import open_memmap_shard
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.data.contracts import CollateOptions
+    from megatron_packed_sft.data.batch.contracts import CollateOptions
 
 
 class PackedDataset:
@@ -64,7 +64,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        source: RowSource,
+        source: BinReader,
         tokenizer: Any,
         *,
         max_seq_length: int = 1024,
@@ -160,7 +160,7 @@ class PackedDataset:
     def options(self) -> CollateOptions:
         """How rows become batches."""
         if self._options is None:  # the first use imports torch, which opening a dataset should not wait for
-            from megatron_packed_sft.data.contracts import CollateOptions
+            from megatron_packed_sft.data.batch.contracts import CollateOptions
 
             self._options = CollateOptions(**self._collate_arguments)
         return self._options
@@ -180,10 +180,10 @@ class PackedDataset:
 
     def collate_fn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of rows that `__getitem__` returned."""
-        from megatron_packed_sft.data.collate import collate
-        from megatron_packed_sft.data.row_pieces import piece_from_rows
+        from megatron_packed_sft.data.batch.collate import collate
+        from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 
-        return collate([piece_from_rows(rows)], len(rows), self.options)
+        return collate([locate_in_samples(rows)], len(rows), self.options)
 
     def fetch_batch(self, indices: Sequence[int]) -> dict[str, Any]:
         """Make a batch of samples in one go: the compiled kernel reads the rows where they lie.
@@ -191,7 +191,7 @@ class PackedDataset:
         Example:
             >>> dataset.fetch_batch([0, 1, 2])  # doctest: +SKIP
         """
-        from megatron_packed_sft.data.collate import collate
+        from megatron_packed_sft.data.batch.collate import collate
 
         rows, is_padding = self._locate(indices)
         pieces = self.source.pieces(rows, np.arange(len(rows)), is_padding)
@@ -227,7 +227,7 @@ class GPTSFTPackedMemmapDataset(PackedDataset):
     """
 
     def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any, **arguments: Any) -> None:
-        super().__init__(ShardSource.of_shards([open_memmap_shard(file_path)]), tokenizer, **arguments)
+        super().__init__(ShardBinReader.of_shards([open_memmap_shard(file_path)]), tokenizer, **arguments)
 
 
 class GPTSFTPackedMultiShardDataset(PackedDataset):
@@ -241,7 +241,7 @@ class GPTSFTPackedMultiShardDataset(PackedDataset):
         if not shard_dirs:
             raise InvalidInputError("shard_dirs is empty; name at least one shard")
         super().__init__(
-            ShardSource.of_shards([open_memmap_shard(path) for path in shard_dirs]), tokenizer, **arguments
+            ShardBinReader.of_shards([open_memmap_shard(path) for path in shard_dirs]), tokenizer, **arguments
         )
 
 
@@ -253,7 +253,7 @@ class GPTSFTPackedDataset(PackedDataset):
     """
 
     def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any, **arguments: Any) -> None:
-        super().__init__(LegacySource(file_path), tokenizer, **arguments)
+        super().__init__(LegacyBinReader(file_path), tokenizer, **arguments)
 
 
 class GPTSFTPlannedDataset(PackedDataset):
@@ -272,7 +272,7 @@ class GPTSFTPlannedDataset(PackedDataset):
     ) -> None:
         store = token_store if isinstance(token_store, TokenStore) else open_token_store(token_store)
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        super().__init__(PlanSource(store, loaded, pad_id=eos_id_of(tokenizer)), tokenizer, **arguments)
+        super().__init__(PlanBinReader(store, loaded, pad_id=eos_id_of(tokenizer)), tokenizer, **arguments)
 
 
 def _row_dict(row: PackedBin, is_padding: bool) -> dict[str, Any]:

@@ -9,17 +9,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data.blend import Blend
-from megatron_packed_sft.data.blend_order import BlendOrder
+from megatron_packed_sft.data._tokenizer_ids import eos_id_of
+from megatron_packed_sft.data.bin_readers import (
+    BinReader,
+    JoinedBinReader,
+    LegacyBinReader,
+    PlanBinReader,
+    ShardBinReader,
+)
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.order import SampleOrder
-from megatron_packed_sft.data.sources import JoinedSource, LegacySource, PlanSource, RowSource, ShardSource
-from megatron_packed_sft.data.tokenizer_ids import eos_id_of
+from megatron_packed_sft.data.order.blend import Blend
+from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
-from megatron_packed_sft.storage.layout import MANIFEST
-from megatron_packed_sft.storage.memmap_reader import open_memmap_shard
+from megatron_packed_sft.storage.memmap_v1.reader import open_memmap_shard
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1, PACKED_STORAGE
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
@@ -33,15 +39,15 @@ class Storage(NamedTuple):
     """A kind of storage: how to tell that a path is one, and how to open it (path, split) -> rows."""
 
     recognises: Callable[[Path], bool]
-    open: Callable[[Path, str], RowSource]
+    open: Callable[[Path, str], BinReader]
 
 
-def _open_memmap(path: Path, split: str) -> RowSource:
+def _open_memmap(path: Path, split: str) -> BinReader:
     if (path / DATASET).exists():
-        return ShardSource.of_dataset(open_dataset(path), split)
+        return ShardBinReader.of_dataset(open_dataset(path), split)
     if (path / MANIFEST).exists():
-        return ShardSource.of_shards([open_memmap_shard(path)])
-    return ShardSource.of_shards([open_memmap_shard(found.parent) for found in sorted(path.glob(f"*/{MANIFEST}"))])
+        return ShardBinReader.of_shards([open_memmap_shard(path)])
+    return ShardBinReader.of_shards([open_memmap_shard(found.parent) for found in sorted(path.glob(f"*/{MANIFEST}"))])
 
 
 def _is_memmap(path: Path) -> bool:
@@ -52,19 +58,19 @@ def _is_memmap(path: Path) -> bool:
 
 _STORAGES: dict[str, Storage] = {
     MEMMAP_V1: Storage(_is_memmap, _open_memmap),
-    LEGACY: Storage(lambda path: path.suffix == ".npy" and path.is_file(), lambda path, split: LegacySource(path)),
+    LEGACY: Storage(lambda path: path.suffix == ".npy" and path.is_file(), lambda path, split: LegacyBinReader(path)),
 }
 
 
 def register_storage(
-    name: str, *, recognises: Callable[[Path], bool], open: Callable[[Path, str], RowSource], replace: bool = False
+    name: str, *, recognises: Callable[[Path], bool], open: Callable[[Path, str], BinReader], replace: bool = False
 ) -> None:
     """Teach `create_sft_dataset` another storage.
 
     Args:
         name: what `packed_storage` calls it.
         recognises: whether a path is of that kind; asked in the order of registration, built-in ones first.
-        open: (path, split) -> a `RowSource`.
+        open: (path, split) -> a `BinReader`.
         replace: allow to replace a storage of that name.
 
     Example:
@@ -117,10 +123,10 @@ def create_sft_dataset(
         if len(paths) != 1 or packed_storage not in ("auto", "token_store"):
             raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        sources: list[RowSource] = [PlanSource(open_token_store(paths[0]), loaded, pad_id=eos_id_of(tokenizer))]
+        sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=eos_id_of(tokenizer))]
     else:
         sources = [_open(one, split, packed_storage) for one in paths]
-    source = sources[0] if len(sources) == 1 else JoinedSource(sources)
+    source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
     order = None
     if weights is not None:
         blend = Blend(weights, [len(one) for one in sources])
@@ -145,7 +151,7 @@ def create_sft_dataset(
     return dataset
 
 
-def _open(path: Path, split: str, packed_storage: str) -> RowSource:
+def _open(path: Path, split: str, packed_storage: str) -> BinReader:
     wanted = PACKED_STORAGE.get(packed_storage, packed_storage)
     if wanted != "auto" and wanted not in _STORAGES:
         known = ", ".join(sorted({"auto", *_STORAGES, *PACKED_STORAGE}))

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.array_file import ArrayFileWriter
+from megatron_packed_sft.disk.atomic import Staging, write_file
+from megatron_packed_sft.disk.checked_files import CheckedDirectory
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.disk.file_record import parse_file_records
+from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
-from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.array_file import ArrayFileWriter
-from megatron_packed_sft.storage.atomic import Staging, write_file
-from megatron_packed_sft.storage.checked_files import CheckedDirectory
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.storage.file_record import parse_file_records
-from megatron_packed_sft.storage.layout import MANIFEST, SMALL_HEADER, ArraySpec
 
 FORMAT = "sample_lengths_v1"
 LENGTHS = "lengths.npy"

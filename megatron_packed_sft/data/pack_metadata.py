@@ -7,11 +7,11 @@ import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.atomic import os_errors
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.data.sources import RowSource
+    from megatron_packed_sft.data.bin_readers import BinReader
 
 _NEEDED = ("dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen")
 
@@ -33,7 +33,7 @@ class PackMetadata:
     pack_size: int | None = None
 
     @classmethod
-    def of(cls, source: RowSource) -> PackMetadata:
+    def of(cls, source: BinReader) -> PackMetadata:
         """From what a source knows of its rows."""
         figures = source.figures
         if figures.max_seq_len is None or figures.max_seqs_per_bin is None or figures.min_packed_len is None:

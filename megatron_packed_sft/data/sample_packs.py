@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed_sft.data.length_store import SampleLength, check_unchanged, compute_lengths, measured
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.checksum import checksum
 
 
 class SamplePackDataset:

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.attention import PackedAttention
 from megatron_packed_sft.megatron.cpu import adapt_to_cpu
-from megatron_packed_sft.records.dependencies import load
+from megatron_packed_sft.support.dependencies import load
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from megatron_packed_sft.data.collate import widen
+from megatron_packed_sft.data.batch.collate import widen
 from megatron_packed_sft.errors import InvalidInputError
 
 if TYPE_CHECKING:

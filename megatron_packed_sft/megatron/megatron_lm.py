@@ -17,7 +17,7 @@ import torch
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
-from megatron_packed_sft.data.order import Int64Array, SampleOrder
+from megatron_packed_sft.data.order.sample_order import Int64Array, SampleOrder
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.ordering import Steps
+from megatron_packed_sft.packing.bin_order import Steps
 
 # Tables with one entry per possible length are made; beyond this they would cost more than the data.
 LARGEST_PACK_SIZE = 1 << 22

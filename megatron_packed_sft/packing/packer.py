@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.batches import hold_back, trained_tokens_by_bin
-from megatron_packed_sft.packing.measures import MEASURES, longest_that_fits, sizes_of
+from megatron_packed_sft.packing.bin_order import Steps, balanced, shuffled, steps_from
+from megatron_packed_sft.packing.items import OVERFLOWS, Units, make_units
 from megatron_packed_sft.packing.options import check_choices, check_combinations, check_counts
-from megatron_packed_sft.packing.ordering import Steps, balanced, shuffled, steps_from
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.problem import Bins, Int64, Problem, histogram_of
-from megatron_packed_sft.packing.strategies import check_strategy, run_strategy
-from megatron_packed_sft.packing.units import OVERFLOWS, Units, make_units
+from megatron_packed_sft.packing.sizes import MEASURES, longest_that_fits, sizes_of
+from megatron_packed_sft.packing.strategies.problem import Bins, Int64, Problem, histogram_of
+from megatron_packed_sft.packing.strategies.registry import check_strategy, run_strategy
+from megatron_packed_sft.packing.whole_batches import hold_back, trained_tokens_by_bin
 
 _logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.accounting import Accounting
 from megatron_packed_sft.packing.fingerprint import fingerprint_of
-from megatron_packed_sft.packing.measures import sizes_of
-from megatron_packed_sft.packing.problem import Int32, Int64
-from megatron_packed_sft.packing.units import Chunks
+from megatron_packed_sft.packing.items import Chunks
+from megatron_packed_sft.packing.sizes import sizes_of
+from megatron_packed_sft.packing.strategies.problem import Int32, Int64
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.packing.aligned import AlignedPlan
+    from megatron_packed_sft.packing.alignment import AlignedPlan
     from megatron_packed_sft.packing.stats import PlanStats
 
 
@@ -159,7 +159,7 @@ class PackPlan:
             >>> pack([4, 4, 4], pack_size=4).aligned(world_size=2, drop_last=False).bins.tolist()
             [0, 1, 2, 0]
         """
-        from megatron_packed_sft.packing.aligned import align
+        from megatron_packed_sft.packing.alignment import align
 
         return align(self, world_size, drop_last)
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.packing.accounting import REASONS, Accounting
-from megatron_packed_sft.packing.measures import MEASURES
+from megatron_packed_sft.packing.items import Chunks
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.plan_check import check_plan
-from megatron_packed_sft.packing.units import Chunks
+from megatron_packed_sft.packing.sizes import MEASURES
 
 _VERSION = 1
 _HEADER = "plan.json"

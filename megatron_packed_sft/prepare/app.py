@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.config.application import run_application
-from megatron_packed_sft.encode.chat_options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import PrepareConfig, SourceConfig
 from megatron_packed_sft.prepare.executor import create_executor

@@ -14,10 +14,10 @@ from megatron_packed_sft.prepare.counts import ERRORS, Counts
 from megatron_packed_sft.prepare.duplicates import find_duplicates
 from megatron_packed_sft.prepare.encode_worker import (
     EncodeSettings,
-    UnitResult,
-    UnitTask,
-    encode_unit,
-    hash_unit,
+    SliceResult,
+    SliceTask,
+    encode_slice,
+    hash_slice,
     start_encoder,
 )
 from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
@@ -75,7 +75,7 @@ def encode_sources(
         # If fewer errors are allowed than that run had, its units are looked at again, to say which rows they were.
         if _num_errors(*counts.values()) <= request.max_errors:
             return EncodedSources(stores, counts, whole["num_units"], num_reused=whole["num_units"])
-    encoder = UnitRun(request, work, progress)
+    encoder = SliceRun(request, work, progress)
     encoder.run(executor)
     stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(encoder.parts.items())}
     if not stores:
@@ -93,7 +93,7 @@ def encode_sources(
     return EncodedSources(stores, encoder.counts, encoder.num_units, encoder.num_reused)
 
 
-class UnitRun:
+class SliceRun:
     """The units of one run: those that are whole are taken over, the others go to the executor.
 
     Args:
@@ -107,7 +107,7 @@ class UnitRun:
         self._request, self._work, self._progress, self._every = request, work, progress, every
         self._rows_left = _rows_left(request)
         self._files: dict[int, InputFile] = {}  # of the units that the executor has
-        self._results: dict[int, UnitResult] = {}
+        self._results: dict[int, SliceResult] = {}
         self._seen = Counts()
         self.num_units = self.num_reused = 0
 
@@ -118,7 +118,7 @@ class UnitRun:
             executor = LocalExecutor(1)
         executor = executor.fitting(sum(one.num_bytes for one in self._request.sources))
         duplicates = self._duplicates(executor) if self._request.deduplicate else {}
-        for result in executor.run(encode_unit, self._tasks(duplicates), start_encoder, self._request.settings):
+        for result in executor.run(encode_slice, self._tasks(duplicates), start_encoder, self._request.settings):
             self._files.pop(result.number).refuse_changed()  # or its receipt would vouch for other rows
             self._take(result)
             if self._work is not None:
@@ -126,21 +126,21 @@ class UnitRun:
                 self._work.write_receipt(_receipt_name(result.number), result.fingerprint, noted)
 
     def _duplicates(self, executor: Executor) -> dict[int, frozenset[int]]:
-        """Unit -> positions of rows that equal an earlier one, among those that this run looks at."""
+        """Slice -> positions of records that equal an earlier one, among those that this run looks at."""
         rows_left = _rows_left(self._request)
-        tasks = (task for task in unit_tasks(self._request.sources, rows_left) if task.number % self._every == 0)
+        tasks = (task for task in slice_tasks(self._request.sources, rows_left) if task.number % self._every == 0)
         hashes = {}
         self._progress.begin("compare")
-        for unit in executor.run(hash_unit, tasks, _nothing):
+        for unit in executor.run(hash_slice, tasks, _nothing):
             hashes[unit.number] = unit.hashes
             _take_off(rows_left, unit.source, len(unit.hashes))
             self._progress.update(unit.num_bytes, rows=len(unit.hashes))
         self._progress.begin("encode")
         return find_duplicates(hashes)
 
-    def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[UnitTask]:
+    def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[SliceTask]:
         """The units that must be encoded; the whole ones are counted on the way."""
-        for task in unit_tasks(self._request.sources, self._rows_left):
+        for task in slice_tasks(self._request.sources, self._rows_left):
             if task.number % self._every:
                 continue
             self.num_units += 1
@@ -154,7 +154,7 @@ class UnitRun:
                 self.num_reused += 1
                 self._take(reused)
 
-    def _fingerprint(self, task: UnitTask) -> str:
+    def _fingerprint(self, task: SliceTask) -> str:
         return fingerprint_of(
             {
                 "unit": task.unit.key(),
@@ -168,7 +168,7 @@ class UnitRun:
             }
         )
 
-    def _whole(self, task: UnitTask) -> UnitResult | None:
+    def _whole(self, task: SliceTask) -> SliceResult | None:
         if self._work is None:
             return None
         noted = self._work.receipt(_receipt_name(task.number), task.fingerprint)
@@ -183,9 +183,9 @@ class UnitRun:
         counts = Counts.from_json(noted["counts"])
         if _num_errors(counts) and not self._request.settings.skip_errors:
             return None  # read again, to say what is wrong
-        return UnitResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"], {})
+        return SliceResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"], {})
 
-    def _take(self, result: UnitResult) -> None:
+    def _take(self, result: SliceResult) -> None:
         self._results[result.number] = result
         _take_off(self._rows_left, result.source, result.counts.num_rows)
         sequences = result.counts.splits.values()
@@ -222,9 +222,9 @@ class UnitRun:
         return parts
 
 
-def unit_tasks(
+def slice_tasks(
     sources: Sequence[ScannedSource], rows_left: Mapping[str, int | None] | None = None
-) -> Iterator[UnitTask]:
+) -> Iterator[SliceTask]:
     """All units of all sources, numbered in the order of the configuration.
 
     Args:
@@ -237,7 +237,7 @@ def unit_tasks(
             max_rows = None if rows_left is None else rows_left[one.source.name]
             if max_rows is not None and max_rows <= 0:
                 break
-            yield UnitTask(number, one.source, unit, num_bytes, max_rows=max_rows)
+            yield SliceTask(number, one.source, unit, num_bytes, max_rows=max_rows)
             number += 1
 
 

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.chat import EncodedRows, RowEncoder
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.interface import Tokenizer
-from megatron_packed_sft.encode.templates import load_template_if_any
+from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.templates.load import load_template_if_any
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.counts import BAD_ROW, DUPLICATE, ERRORS, NOTHING_LEFT, SAMPLED_OUT, Counts
 from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.prepare.splits import TRAIN, SplitRule
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.rows import Row
-from megatron_packed_sft.records.schemas import adapter
-from megatron_packed_sft.records.units import RawRow, Unit, read_unit
+from megatron_packed_sft.records.record import Record
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
 _ROWS_AT_ONCE = 256
@@ -42,19 +42,19 @@ class EncodeSettings:
     tokens: Path | None  # where parts are written; None: only count
 
 
-class UnitTask(NamedTuple):
+class SliceTask(NamedTuple):
     """One unit, and what the parent knows about it."""
 
     number: int
     source: Source
-    unit: Unit
+    unit: FileSlice
     num_bytes: int  # its share of the file, for progress
     fingerprint: str = ""
     max_rows: int | None = None
     duplicates: frozenset[int] = frozenset()  # positions of rows that an earlier unit or row had already
 
 
-class UnitResult(NamedTuple):
+class SliceResult(NamedTuple):
     """What became of a unit."""
 
     number: int
@@ -65,7 +65,7 @@ class UnitResult(NamedTuple):
     lengths: dict[str, npt.NDArray[np.int32]]  # split -> lengths, when only counting
 
 
-class HashedUnit(NamedTuple):
+class HashedSlice(NamedTuple):
     """The content hashes of a unit's rows, [rows, 2]."""
 
     number: int
@@ -74,11 +74,11 @@ class HashedUnit(NamedTuple):
     hashes: npt.NDArray[np.uint64]
 
 
-class ReadRow(NamedTuple):
+class ReadRecord(NamedTuple):
     """A row that could be read, with where it came from and the hash of its content."""
 
-    raw: RawRow
-    row: Row
+    raw: RawRecord
+    row: Record
     content: bytes
 
     @property
@@ -87,7 +87,7 @@ class ReadRow(NamedTuple):
         return str(self.raw.where)
 
 
-class UnitEncoder:
+class SliceEncoder:
     """Encodes units; keeps the tokenizer and the compiled template for the next one."""
 
     def __init__(self, settings: EncodeSettings) -> None:
@@ -96,21 +96,21 @@ class UnitEncoder:
         self._vocab_size = settings.tokenizer.vocab_size
         self._template = load_template_if_any(settings.template_name, self._tokenizer)
         # Rows with nothing to train on are refused here, where file and line are known.
-        self._encoder = RowEncoder(self._tokenizer, self._template, replace(settings.options, on_empty="drop"))
+        self._encoder = RecordEncoder(self._tokenizer, self._template, replace(settings.options, on_empty="drop"))
 
-    def encode(self, task: UnitTask) -> UnitResult:
+    def encode(self, task: SliceTask) -> SliceResult:
         """Read, adapt, encode and store the rows of one unit."""
         counts = Counts(num_bytes=task.num_bytes)
         sink: _Sink = _LengthSink() if self.settings.tokens is None else self._part_sink(self.settings.tokens, task)
         with sink:
             rows = self._rows(task, counts)
             while batch := list(islice(rows, _ROWS_AT_ONCE)):
-                encoded = self._encoder.encode_rows([one.row for one in batch])
+                encoded = self._encoder.encode_records([one.row for one in batch])
                 self._store(task.source, batch, encoded, counts, sink)
             parts, lengths = sink.finish()
-        return UnitResult(task.number, task.source.name, task.fingerprint, counts, parts, lengths)
+        return SliceResult(task.number, task.source.name, task.fingerprint, counts, parts, lengths)
 
-    def _part_sink(self, tokens: Path, task: UnitTask) -> _PartSink:
+    def _part_sink(self, tokens: Path, task: SliceTask) -> _PartSink:
         return _PartSink(
             tokens,
             task.number,
@@ -120,17 +120,19 @@ class UnitEncoder:
             overwrite=True,
         )
 
-    def _rows(self, task: UnitTask, counts: Counts) -> Iterator[ReadRow]:
+    def _rows(self, task: SliceTask, counts: Counts) -> Iterator[ReadRecord]:
         for position, read in enumerate(read_rows(task)):
             counts.num_rows += 1
-            if isinstance(read, RowError):
+            if isinstance(read, RecordError):
                 self._refuse(counts, BAD_ROW, str(read))
             elif position in task.duplicates:
                 counts.drop(DUPLICATE, read.where)
             else:
                 yield read
 
-    def _store(self, source: Source, batch: list[ReadRow], encoded: EncodedRows, counts: Counts, sink: _Sink) -> None:
+    def _store(
+        self, source: Source, batch: list[ReadRecord], encoded: EncodedRecords, counts: Counts, sink: _Sink
+    ) -> None:
         for index, reason, detail in encoded.dropped:
             problem = f"{batch[index].where}: {detail}"
             if reason in ERRORS:
@@ -165,31 +167,31 @@ class UnitEncoder:
         counts.drop(reason, problem)
 
 
-def read_rows(task: UnitTask) -> Iterator[ReadRow | RowError]:
+def read_rows(task: SliceTask) -> Iterator[ReadRecord | RecordError]:
     """The rows of a unit in one form; the error in place of a row that has none."""
     adapt = adapter(task.source.schema, task.source.mapping or None)
-    for raw in islice(read_unit(task.unit), task.max_rows):
-        if isinstance(raw.value, RowError):
+    for raw in islice(read_slice(task.unit), task.max_rows):
+        if isinstance(raw.value, RecordError):
             yield raw.value
             continue
         try:
             row = adapt(raw.value)
-            yield ReadRow(raw, row, content_hash(row))
-        except RowError as error:
+            yield ReadRecord(raw, row, content_hash(row))
+        except RecordError as error:
             yield error.at(raw.where)
 
 
-def hash_unit(task: UnitTask) -> HashedUnit:
+def hash_slice(task: SliceTask) -> HashedSlice:
     """Hash the rows of a unit; those that cannot be read count as different from all others."""
     digests = [
-        (task.number << 32 | position).to_bytes(16, "big") if isinstance(read, RowError) else read.content
+        (task.number << 32 | position).to_bytes(16, "big") if isinstance(read, RecordError) else read.content
         for position, read in enumerate(read_rows(task))
     ]
     hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
-    return HashedUnit(task.number, task.source.name, task.num_bytes, hashes)
+    return HashedSlice(task.number, task.source.name, task.num_bytes, hashes)
 
 
-def _gather(encoded: EncodedRows, sequences: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:
+def _gather(encoded: EncodedRecords, sequences: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:
     """Ids, train mask and lengths of some of the sequences, in the given order."""
     lengths = encoded.lengths[sequences]
     ends = np.cumsum(encoded.lengths)
@@ -268,14 +270,14 @@ class _LengthSink:
         pass
 
 
-_encoder: list[UnitEncoder] = []  # in a worker process: made once
+_encoder: list[SliceEncoder] = []  # in a worker process: made once
 
 
 def start_encoder(settings: EncodeSettings) -> None:
-    """Set a process up for `encode_unit`."""
-    _encoder[:] = [UnitEncoder(settings)]
+    """Set a process up for `encode_slice`."""
+    _encoder[:] = [SliceEncoder(settings)]
 
 
-def encode_unit(task: UnitTask) -> UnitResult:
+def encode_slice(task: SliceTask) -> SliceResult:
     """Encode a unit in a process that `start_encoder` set up."""
     return _encoder[0].encode(task)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.prepare.counts import Counts
-from megatron_packed_sft.prepare.encode_stage import EncodeRequest, UnitRun, nothing_left
+from megatron_packed_sft.prepare.encode_stage import EncodeRequest, SliceRun, nothing_left
 from megatron_packed_sft.prepare.executor import Executor
 from megatron_packed_sft.prepare.progress import Progress
 
@@ -30,7 +30,7 @@ def estimate(request: EncodeRequest, executor: Executor, progress: Progress) -> 
     total = sum(one.num_bytes for one in request.sources)
     every = 1 if request.limit is not None else max(1, -(-total // ENOUGH_BYTES))
     progress.expect(total // every)
-    run = UnitRun(request, None, progress, every)
+    run = SliceRun(request, None, progress, every)
     run.run(executor)
     counts, lengths = run.counts, run.lengths
     if not lengths:

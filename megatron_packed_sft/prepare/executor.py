@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, TypeVar
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.storage.process_pool import process_pool
+from megatron_packed_sft.support.processes import process_pool
 
 # Starting a process, with its tokenizer, takes as long as encoding some megabytes.
 _BYTES_PER_WORKER = 8 << 20

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.interface import Tokenizer
-from megatron_packed_sft.encode.load import load_tokenizer
-from megatron_packed_sft.encode.templates import load_template_if_any
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.templates.load import load_template_if_any
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.encode_stage import EncodedSources, EncodeRequest, encode_sources
@@ -40,10 +40,11 @@ from megatron_packed_sft.prepare.publish_stage import (
 from megatron_packed_sft.prepare.report import PrepareReport, SplitReport
 from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
 from megatron_packed_sft.prepare.splits import SPLITS, SplitRule
-from megatron_packed_sft.prepare.summary import byte_count, card, counted
+from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.token_stores import remove_damaged_parts
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1
+from megatron_packed_sft.support.wording import byte_count, counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import Staging, write_file
+from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.executor import worker_died
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
-from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.atomic import Staging, write_file
-from megatron_packed_sft.storage.checksum import checksum
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
-from megatron_packed_sft.storage.layout import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1, create_shard_writer
 from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.splits import SPLITS
 from megatron_packed_sft.records.files import InputFile, find_files
-from megatron_packed_sft.records.units import Unit, scan_units
+from megatron_packed_sft.records.slices import FileSlice, scan_slices
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _SMALLEST_UNIT, _LARGEST_UNIT, _UNITS_PER_FILE = 256 << 10, 32 << 20, 64
@@ -55,7 +55,7 @@ class ScannedSource:
     source: Source
     files: tuple[InputFile, ...]
 
-    def units(self) -> Iterator[tuple[Unit, int]]:
+    def units(self) -> Iterator[tuple[FileSlice, int]]:
         """Its work, cut independently of how many processes there are; with each unit's share of its file's bytes."""
         for file in self.files:
             yield from _with_shares(file)
@@ -78,12 +78,12 @@ class ScannedSource:
         }
 
 
-def unit_bytes(file: InputFile) -> int:
+def slice_bytes(file: InputFile) -> int:
     """How much of a file is one unit: small enough to share among many processes, large enough to be worth a part."""
     return min(max(file.size // _UNITS_PER_FILE, _SMALLEST_UNIT), _LARGEST_UNIT)
 
 
-def _with_shares(file: InputFile) -> Iterator[tuple[Unit, int]]:
+def _with_shares(file: InputFile) -> Iterator[tuple[FileSlice, int]]:
     """Share a file's stored bytes among its units, for progress: nearly right for each, exact for all together."""
     num_read = num_given = 0
 
@@ -91,7 +91,7 @@ def _with_shares(file: InputFile) -> Iterator[tuple[Unit, int]]:
         nonlocal num_read
         num_read += num_bytes
 
-    units = ((unit, num_read) for unit in scan_units(file, unit_bytes(file), read))
+    units = ((unit, num_read) for unit in scan_slices(file, slice_bytes(file), read))
     current = next(units, None)
     while current is not None:
         following = next(units, None)

@@ -6,46 +6,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed_sft.packing.accounting import REASONS
 from megatron_packed_sft.prepare.report import PrepareReport
 from megatron_packed_sft.storage.writers import MEMMAP_V1
+from megatron_packed_sft.support.wording import byte_count, table
 
 _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Lines of a table: first column to the left, the others to the right.
-
-    Example:
-        >>> table(["split", "bins"], [["train", 1234]])
-        ['split   bins', 'train  1,234']
-    """
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    Example:
-        >>> counted(1, "file"), counted(2000, "file")
-        ('1 file', '2,000 files')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def byte_count(number: int) -> str:
-    """Bytes in a unit that leaves something before the point.
-
-    Example:
-        >>> byte_count(9_700), byte_count(43_500_000)
-        ('9.7 kB', '43.5 MB')
-    """
-    return f"{number / 1e6:,.1f} MB" if number >= 1e6 else f"{number / 1e3:,.1f} kB"
 
 
 def summary(report: PrepareReport) -> str:
@@ -209,10 +177,6 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 def _plain(value: Any) -> str:
     """A setting as one would write it in a configuration, not as Python would."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.prepare.splits import SPLITS
-from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_packed_sft._version import __version__
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
-from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.atomic import os_errors, replace_file
-from megatron_packed_sft.storage.checksum import checksum
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> str:

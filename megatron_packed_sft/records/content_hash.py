@@ -7,17 +7,17 @@ from typing import Any
 import orjson
 import xxhash
 
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.rows import Conversation, Row, TextRow
+from megatron_packed_sft.records.record import Conversation, Record, TextRecord
+from megatron_packed_sft.records.record_error import RecordError
 
 
-def content_hash(row: Row) -> bytes:
+def content_hash(row: Record) -> bytes:
     """Sixteen bytes that depend on the row alone: not on its file, schema, or the order of keys.
 
     Flags that say which messages are trained on are part of it.
 
     Example:
-        >>> from megatron_packed_sft.records.schemas import adapter
+        >>> from megatron_packed_sft.records.schemas.registry import adapter
         >>> chat = adapter()({"messages": [{"role": "user", "content": "Hi"}]})
         >>> same = adapter()({"conversations": [{"value": "Hi", "from": "human"}]})
         >>> content_hash(chat) == content_hash(same)
@@ -27,13 +27,13 @@ def content_hash(row: Row) -> bytes:
     if isinstance(row, Conversation):
         train = row.train if row.train and any(flag is not None for flag in row.train) else None
         content = ("conversation", row.messages, row.tools or None, train)
-    elif isinstance(row, TextRow):
+    elif isinstance(row, TextRecord):
         content = ("text", row.pieces)
     else:
         content = ("tokenized", row.input_ids, row.train)
     try:
         return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
     except TypeError as error:  # columns of Parquet may hold what JSON cannot, and files integers beyond 64 bits
-        raise RowError(
+        raise RecordError(
             "", f"cannot be written as JSON ({error}); write such values as strings, or leave them out"
         ) from error

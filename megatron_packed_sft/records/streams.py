@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
-from megatron_packed_sft.records.dependencies import load
+from megatron_packed_sft.support.dependencies import load
 
 BLOCK_BYTES = 1 << 20
 # Four bytes of zstd may stand for 128 KB, so a file is fed in slices that shrink when much comes out of them.

@@ -106,14 +106,14 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
         >>> find_violations(block, vocab_size=100, pad_id=0)[0]  # doctest: +SKIP
         [Violation(row=3, field='loss_mask', message='is 2 at position 17, not 0 or 1')]
     """
-    from megatron_packed_sft.storage import kernels
+    from megatron_packed_sft.storage import bin_kernel
 
     num_rows, width = block.input_ids.shape
     codes = np.zeros(num_rows, np.uint8)
     positions = np.zeros(num_rows, np.int64)
-    totals = np.zeros(kernels.NUM_TOTALS, np.int64)
-    totals[kernels.MIN_PACKED_LENGTH] = width
-    num_bad = kernels.check_rows(
+    totals = np.zeros(bin_kernel.NUM_TOTALS, np.int64)
+    totals[bin_kernel.MIN_PACKED_LENGTH] = width
+    num_bad = bin_kernel.check_bins(
         block.input_ids.view(f"<u{block.input_ids.dtype.itemsize}"),
         block.loss_mask,
         block.packed_len,
@@ -135,33 +135,33 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
 def _describe(
     block: BinBlock, row: int, code: int, position: int, width: int, vocab_size: int, pad_id: int | None
 ) -> Violation:
-    from megatron_packed_sft.storage import kernels
+    from megatron_packed_sft.storage import bin_kernel
 
-    if code == kernels.BAD_LENGTH:
+    if code == bin_kernel.BAD_LENGTH:
         return Violation(row, "packed_len", f"is {position}, not in 1..{width}")
-    if code == kernels.BAD_OFFSETS:
+    if code == bin_kernel.BAD_OFFSETS:
         return Violation(row, "seq_offsets", f"give it {position} sequences, or point outside seq_starts")
-    if code == kernels.FIRST_START_NOT_ZERO:
+    if code == bin_kernel.FIRST_START_NOT_ZERO:
         return Violation(row, "seq_starts", f"begin with {position}, not 0")
-    if code == kernels.STARTS_NOT_INCREASING:
+    if code == bin_kernel.STARTS_NOT_INCREASING:
         return Violation(row, "seq_starts", f"do not increase at entry {position}")
-    if code == kernels.START_BEYOND_LENGTH:
+    if code == bin_kernel.START_BEYOND_LENGTH:
         return Violation(row, "seq_starts", f"entry {position} is not below its length {int(block.packed_len[row])}")
-    if code == kernels.MASK_NOT_BINARY:
+    if code == bin_kernel.MASK_NOT_BINARY:
         return Violation(
             row, "loss_mask", f"is {int(block.loss_mask[row, position])} at position {position}, not 0 or 1"
         )
-    if code == kernels.MASK_AT_SEQUENCE_END:
+    if code == bin_kernel.MASK_AT_SEQUENCE_END:
         return Violation(
             row,
             "loss_mask",
             f"is 1 at position {position}, the last token of a sequence, which predicts nothing: "
             "the mask must be next-token aligned",
         )
-    if code == kernels.ID_OUT_OF_RANGE:
+    if code == bin_kernel.ID_OUT_OF_RANGE:
         value = int(block.input_ids[row, position])
         return Violation(row, "input_ids", f"is {value} at position {position}, not in 0..{vocab_size - 1}")
-    if code == kernels.DIRTY_MASK_PADDING:
+    if code == bin_kernel.DIRTY_MASK_PADDING:
         return Violation(row, "loss_mask", f"is not 0 in the padding, at position {position}")
     value = int(block.input_ids[row, position])
     return Violation(row, "input_ids", f"is {value} in the padding, at position {position}, not pad_id {pad_id}")

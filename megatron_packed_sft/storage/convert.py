@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage import layout
-from megatron_packed_sft.storage.atomic import Staging, fsync_directory, os_errors
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
-from megatron_packed_sft.storage.memmap_reader import MemmapShard, open_memmap_shard
-from megatron_packed_sft.storage.parquet_reader import ParquetShard
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
+from megatron_packed_sft.storage.parquet.reader import ParquetShard
 from megatron_packed_sft.storage.writers import MEMMAP_V1, PackedShardWriter, create_shard_writer, storage_name
 
 Source = LegacyShard | ParquetShard | MemmapShard
@@ -213,13 +213,13 @@ def _plan(sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sp
                 dataset = open_dataset(path)
                 for name, entries in dataset.splits.items():
                     jobs += [_Job(dataset.shard_path(name, entry), name, None) for entry in entries]
-            elif path.is_dir() and not (path / layout.MANIFEST).exists():
+            elif path.is_dir() and not (path / MANIFEST).exists():
                 inside = sorted(
                     p for pattern in ("*.npy", "*.parquet", "*.pq", "*/manifest.json") for p in path.glob(pattern)
                 )
                 if not inside:
                     raise InvalidInputError(f"{path} holds no .npy, no Parquet file and no shard; check the path")
-                jobs += [_Job(p.parent if p.name == layout.MANIFEST else p, split, None) for p in inside]
+                jobs += [_Job(p.parent if p.name == MANIFEST else p, split, None) for p in inside]
             else:
                 jobs.append(_Job(path, split, None))
     if len(jobs) == 1 and len(given) == 1 and _is_single(given[0]):
@@ -236,7 +236,7 @@ def _plan(sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sp
 def _is_single(source: str | os.PathLike[str]) -> bool:
     """Whether a source names one shard or file itself, and not a directory or pattern that happens to hold one."""
     path = Path(source)
-    return path.is_file() or (path / layout.MANIFEST).exists()
+    return path.is_file() or (path / MANIFEST).exists()
 
 
 def _expand(source: str | os.PathLike[str]) -> list[Path]:
@@ -279,6 +279,6 @@ def _blocks(source: Source, width: int, pad_id: int) -> Iterator[BinBlock]:
 
 
 def _clear_sequence_ends(block: BinBlock) -> int:
-    from megatron_packed_sft.storage import kernels
+    from megatron_packed_sft.storage import bin_kernel
 
-    return int(kernels.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts))
+    return int(bin_kernel.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts))

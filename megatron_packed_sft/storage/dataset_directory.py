@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
+from megatron_packed_sft.disk.checked_files import CheckedDirectory
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
-from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.atomic import fsync_directory, os_errors, write_file
-from megatron_packed_sft.storage.checked_files import CheckedDirectory
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.storage.manifest import CREATED_BY, MAX_NUM_BINS, ShardManifest
-from megatron_packed_sft.storage.memmap_reader import MemmapShard, open_memmap_shard
-from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
-from megatron_packed_sft.storage.staged_writer import StagedWriter
+from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, ShardManifest
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 DATASET = "dataset.json"
 FORMAT = "packed_sft_dataset_v1"

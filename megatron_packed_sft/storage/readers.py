@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.memmap_reader import MemmapShard, open_memmap_shard
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 
 
 class PackedShard(Protocol):

@@ -12,14 +12,15 @@ from typing import Any, get_args
 
 from tqdm import tqdm
 
+from megatron_packed_sft.disk.atomic import os_errors
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
-from megatron_packed_sft.storage import layout
-from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, open_dataset, summarize
-from megatron_packed_sft.storage.manifest import ShardManifest
-from megatron_packed_sft.storage.memmap_reader import checked_shard
-from megatron_packed_sft.storage.report import Finding, Level, ValidationReport
-from megatron_packed_sft.storage.shard_content import ShardContent
+from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.content_check import ShardContent
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.reader import checked_shard
+from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 
 
 def validate(
@@ -45,7 +46,7 @@ def validate(
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
         if os.path.lexists(location / DATASET):
             _validate_dataset(location, report, bar)
-        elif os.path.lexists(location / layout.MANIFEST):
+        elif os.path.lexists(location / MANIFEST):
             _validate_shard(location, report, bar)
         else:
             for shard in _shards_below(location):
@@ -59,7 +60,7 @@ def _shards_below(directory: Path) -> list[Path]:
     with os_errors("list", directory):
         found = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not found:
-        raise ShardError(f"{directory} holds neither {layout.MANIFEST} nor {DATASET} nor shards; check the path")
+        raise ShardError(f"{directory} holds neither {MANIFEST} nor {DATASET} nor shards; check the path")
     return found
 
 
@@ -114,7 +115,7 @@ def _report_strangers(directory: Path, expected: set[str], report: ValidationRep
 
 def _validate_shard(path: Path, report: ValidationReport, bar: tqdm[Any]) -> ShardManifest | None:
     report.num_shards += 1
-    _report_strangers(path, {layout.MANIFEST, *layout.ARRAY_FILES}, report)
+    _report_strangers(path, {MANIFEST, *layout.ARRAY_FILES}, report)
     try:
         with checked_shard(path) as shard:
             _note_what_cannot_be_checked(path, shard.manifest, report)
@@ -133,9 +134,7 @@ def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: Va
         report.notes.append(f"{path}: an old manifest without checksums; damage inside valid values cannot be seen")
     elif not manifest.is_self_checked:
         report.add(
-            Finding(
-                str(path / layout.MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum"
-            )
+            Finding(str(path / MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum")
         )
     if manifest.vocab_size is None:
         report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
-from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 MEMMAP_V1 = "memmap_v1"
 LEGACY = "legacy_npy_pickle"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_packed_sft.disk import json_document, npy
+from megatron_packed_sft.disk.file_record import FileRecord, parse_file_records
 from megatron_packed_sft.errors import UnsupportedFormatError
-from megatron_packed_sft.storage import json_document, layout
-from megatron_packed_sft.storage.file_record import FileRecord, parse_file_records
 
 FORMAT = "token_store_v1"
 VERSION = "1.0"
@@ -45,7 +45,7 @@ class TokenPartManifest:
     @property
     def id_limit(self) -> int:
         """Every id is below it."""
-        return self.vocab_size if self.vocab_size is not None else layout.ID_LIMITS[self.dtype]
+        return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of this manifest; what is None is left out."""
@@ -80,8 +80,8 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
     dtype = values.text("dtype")
-    if dtype not in layout.ID_LIMITS:
-        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(layout.ID_LIMITS))}")
+    if dtype not in npy.ID_LIMITS:
+        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(npy.ID_LIMITS))}")
     algorithm, files = parse_file_records(values, FILES)
     if files is None:
         raise values.error("files", "is missing")
@@ -92,7 +92,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         num_trained_tokens=values.integer("num_trained_tokens", 0, num_tokens),
         max_seq_len=values.integer("max_seq_len", 1, num_tokens),
         dtype=dtype,
-        vocab_size=values.optional_integer("vocab_size", 1, layout.ID_LIMITS[dtype]),
+        vocab_size=values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
         chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
         files=files,
@@ -102,11 +102,11 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     )
 
 
-def part_arrays(manifest: TokenPartManifest) -> tuple[layout.ArraySpec, layout.ArraySpec, layout.ArraySpec]:
+def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, npy.ArraySpec, npy.ArraySpec]:
     """The three array files of a part, in the order of `FILES`."""
-    header = layout.SMALL_HEADER
+    header = npy.SMALL_HEADER
     return (
-        layout.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),
-        layout.ArraySpec(TRAIN, layout.MASK_DTYPE, (manifest.num_tokens,), header),
-        layout.ArraySpec(OFFSETS, OFFSET_DTYPE, (manifest.num_sequences + 1,), header),
+        npy.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),
+        npy.ArraySpec(TRAIN, npy.MASK_DTYPE, (manifest.num_tokens,), header),
+        npy.ArraySpec(OFFSETS, OFFSET_DTYPE, (manifest.num_sequences + 1,), header),
     )

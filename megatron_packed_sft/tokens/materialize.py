@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.measures import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.packing.sizes import sizes_of
 from megatron_packed_sft.storage.bins import BinBlock
-from megatron_packed_sft.storage.manifest import ShardManifest
-from megatron_packed_sft.storage.memmap_writer import MemmapShardWriter
-from megatron_packed_sft.storage.process_pool import process_pool
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.writers import PackedShardWriter
+from megatron_packed_sft.support.processes import process_pool
 from megatron_packed_sft.tokens.store import TokenStore
 
 _BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
@@ -236,7 +236,7 @@ def _blocks(
     width: int,
     pad_id: int,
 ) -> Iterator[tuple[int, BinBlock]]:
-    from megatron_packed_sft.tokens import kernels
+    from megatron_packed_sft.tokens import gather_kernel
 
     shape = (min(rows_at_once, len(bins)), width)
     # Two buffers: one is written by the caller while the other is filled (see _one_ahead).
@@ -248,7 +248,7 @@ def _blocks(
         num_rows = len(pieces.counts)
         for part, positions, inside in store.by_part(pieces.sequences):
             starts, _ = part.spans(inside)
-            kernels.fill_rows(
+            gather_kernel.fill_rows(
                 part.arrays.ids,
                 part.arrays.train,
                 starts + pieces.starts[positions],
@@ -260,9 +260,9 @@ def _blocks(
                 mask,
             )
         if plan.pad_seq_to_mult > 1:
-            kernels.fill_gaps(pieces.rows, pieces.columns + pieces.lengths, pieces.ends, pad_id, ids, mask)
+            gather_kernel.fill_gaps(pieces.rows, pieces.columns + pieces.lengths, pieces.ends, pad_id, ids, mask)
         tails = np.full(num_rows, width, np.int64)
-        kernels.fill_gaps(np.arange(num_rows), pieces.packed_len, tails, pad_id, ids, mask)
+        gather_kernel.fill_gaps(np.arange(num_rows), pieces.packed_len, tails, pad_id, ids, mask)
         yield (
             first,
             BinBlock(

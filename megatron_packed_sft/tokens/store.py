@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
+from megatron_packed_sft.disk.checked_files import CheckedDirectory
+from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.file_maps import LazyMaps
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
-from megatron_packed_sft.storage import json_document, layout
-from megatron_packed_sft.storage.atomic import os_errors, replace_file
-from megatron_packed_sft.storage.checked_files import CheckedDirectory
-from megatron_packed_sft.storage.checksum import checksum
-from megatron_packed_sft.storage.manifest import CREATED_BY, MAX_MANIFEST_BYTES
-from megatron_packed_sft.storage.mapping import LazyMaps
+from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
 from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
 
 STORE = "store.json"
@@ -164,7 +165,7 @@ class TokenStore:
         Example:
             >>> store.gather([5, 0, 5]).offsets  # doctest: +SKIP
         """
-        from megatron_packed_sft.tokens import kernels
+        from megatron_packed_sft.tokens import gather_kernel
 
         wanted = np.asarray(sequences, np.int64)
         lengths = np.zeros(len(wanted), np.int64)
@@ -177,7 +178,7 @@ class TokenStore:
             np.empty(int(targets[-1]), self.manifest.dtype), np.empty(int(targets[-1]), np.uint8), targets
         )
         for part, positions, starts in copies:
-            kernels.copy_sequences(
+            gather_kernel.copy_sequences(
                 part.arrays.ids,
                 part.arrays.train,
                 starts,
@@ -196,7 +197,7 @@ def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
         >>> len(open_token_store("store"))  # doctest: +SKIP
     """
     location = Path(os.path.abspath(path))
-    if (location / layout.MANIFEST).exists():
+    if (location / MANIFEST).exists():
         return TokenStore(location, [TokenPart.open(location)])
     with CheckedDirectory.open(location) as directory:
         data = directory.read(STORE, MAX_STORE_BYTES)
@@ -252,5 +253,5 @@ def publish_store(path: str | os.PathLike[str]) -> TokenStore:
 
 
 def _read_manifest(directory: CheckedDirectory) -> tuple[TokenPartManifest, str]:
-    data = directory.read(layout.MANIFEST, MAX_MANIFEST_BYTES)
-    return parse_part_manifest(data, str(directory.path / layout.MANIFEST)), checksum(data)
+    data = directory.read(MANIFEST, MAX_MANIFEST_BYTES)
+    return parse_part_manifest(data, str(directory.path / MANIFEST)), checksum(data)

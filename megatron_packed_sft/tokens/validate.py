@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.disk.hashing_reader import HashingReader
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.storage import layout
-from megatron_packed_sft.storage.checked_files import CheckedDirectory, CheckedFile
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.storage.hashing_reader import HashingReader
-from megatron_packed_sft.storage.report import Finding, Level, ValidationReport
+from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
 from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
 
@@ -98,7 +98,7 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
     elif file.name == TRAIN and trained != manifest.num_trained_tokens:
         report.add(
             Finding(
-                str(part.path / layout.MANIFEST),
+                str(part.path / MANIFEST),
                 f"num_trained_tokens is {manifest.num_trained_tokens}, the array says {trained}",
                 field="num_trained_tokens",
             )

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk import json_document, npy
+from megatron_packed_sft.disk.array_file import GrowingArrayFile
+from megatron_packed_sft.disk.atomic import write_file
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage import json_document, layout
-from megatron_packed_sft.storage.array_file import GrowingArrayFile
-from megatron_packed_sft.storage.atomic import write_file
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.storage.manifest import CREATED_BY
-from megatron_packed_sft.storage.staged_writer import StagedWriter
+from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
 
@@ -51,10 +52,10 @@ class TokenPartWriter(StagedWriter):
         chat_template_fingerprint: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        largest = layout.ID_LIMITS[layout.ID_DTYPE]
+        largest = npy.ID_LIMITS[npy.ID_DTYPE]
         if vocab_size is not None and not 1 <= vocab_size <= largest:
             raise InvalidInputError(f"vocab_size is {vocab_size}; it must be in 1..{largest}")
-        self.dtype = layout.id_dtype_for(vocab_size)
+        self.dtype = npy.id_dtype_for(vocab_size)
         self.vocab_size = vocab_size
         self._id_limit = vocab_size if vocab_size is not None else largest
         self._tokenizer = tokenizer
@@ -66,7 +67,7 @@ class TokenPartWriter(StagedWriter):
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
             self._ids = self._new_file(part_manifest.IDS, self.dtype)
-            self._train = self._new_file(part_manifest.TRAIN, layout.MASK_DTYPE)
+            self._train = self._new_file(part_manifest.TRAIN, npy.MASK_DTYPE)
             self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
             self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
 
@@ -86,7 +87,7 @@ class TokenPartWriter(StagedWriter):
         self._require_open()
         name = f"sequences from {self._num_sequences} on: "
         ids = cast_checked(as_int_array(input_ids, f"{name}input_ids"), self.dtype, self._id_limit, f"{name}input_ids")
-        mask = cast_checked(as_int_array(train, f"{name}train"), layout.MASK_DTYPE, 2, f"{name}train")
+        mask = cast_checked(as_int_array(train, f"{name}train"), npy.MASK_DTYPE, 2, f"{name}train")
         counts: npt.NDArray[np.int64] = as_int_array(lengths, f"{name}lengths").astype(np.int64)
         if len(counts) == 0:
             return
@@ -128,7 +129,7 @@ class TokenPartWriter(StagedWriter):
                 checksum_algorithm=DEFAULT_ALGORITHM,
                 created_by=CREATED_BY,
             )
-            write_file(self._staging.path / layout.MANIFEST, json_document.render(manifest.to_json()))
+            write_file(self._staging.path / MANIFEST, json_document.render(manifest.to_json()))
             self._staging.publish()
         return manifest
 

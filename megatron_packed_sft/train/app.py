@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, run_application
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
-from megatron_packed_sft.storage.atomic import os_errors, replace_file
-from megatron_packed_sft.train.batch import StepPlan, data_parallel_size, plan_steps
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
+from megatron_packed_sft.train.config_checks import check_settings
 from megatron_packed_sft.train.failures import first_rank_speaks, lost_ranks_explained, num_ranks, own_rank
-from megatron_packed_sft.train.settings import check_settings
+from megatron_packed_sft.train.step_schedule import StepSchedule, data_parallel_size, schedule_steps
 
 if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
@@ -117,7 +117,7 @@ def _run(
 
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
-    from megatron_packed_sft.train.parts import build_parts
+    from megatron_packed_sft.train.model_and_optimizer import build_parts
     from megatron_packed_sft.train.report import ConsoleReporter, Reporter
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see an older listing
@@ -147,9 +147,9 @@ def _run(
         reporter.close()
 
 
-def _plan(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepPlan:
+def _plan(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepSchedule:
     state = None if resumption is None else resumption.state
-    return plan_steps(
+    return schedule_steps(
         config.train,
         num_bins=len(data.dataset),
         num_sequences=data.dataset.source.figures.num_sequences,
@@ -189,7 +189,7 @@ def _silence_known_warnings() -> None:
 
 
 def _opening_lines(
-    data: TrainingData, plan: StepPlan, backend: Backend, resumption: Resumption | None
+    data: TrainingData, plan: StepSchedule, backend: Backend, resumption: Resumption | None
 ) -> Iterator[str]:
     source = data.dataset.source
     yield f"data: {source.description}, {len(data.dataset):,} rows of up to {source.figures.pack_size:,} tokens"

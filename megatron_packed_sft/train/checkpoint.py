@@ -21,9 +21,9 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, UnsupportedFormatError
-from megatron_packed_sft.storage import json_document
-from megatron_packed_sft.storage.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.train.checkpoint_files import file_sizes, make_durable, refuse_missing
 from megatron_packed_sft.train.config import ModelConfig
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from megatron_packed_sft.disk.atomic import os_errors
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import ShardFileError
-from megatron_packed_sft.storage.atomic import os_errors
-from megatron_packed_sft.storage.checksum import DEFAULT_ALGORITHM, new_hasher
 
 _PIECE_BYTES = 1 << 22
 

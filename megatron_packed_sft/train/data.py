@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.data.contracts import Batch
+from megatron_packed_sft.data.batch.contracts import Batch
+from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, ShardBinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
-from megatron_packed_sft.data.loader import PackedLoader
-from megatron_packed_sft.data.order import SampleOrder
-from megatron_packed_sft.data.sources import JoinedSource, RowSource, ShardSource
+from megatron_packed_sft.data.loading.loader import PackedLoader
+from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
-from megatron_packed_sft.storage.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.train.config import DataConfig, TrainConfig
 
@@ -203,7 +203,7 @@ class CountedBatches(Iterator[Batch]):
 
 
 def _load_tokenizer(path: str) -> Any:
-    from megatron_packed_sft.encode.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 
     return load_tokenizer(path)
 
@@ -221,7 +221,7 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def _sequence_length(data: DataConfig, sources: list[RowSource]) -> int:
+def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
     longest = max(sources, key=lambda source: source.figures.pack_size)
     pack_size = longest.figures.pack_size
     if data.sequence_length is None:
@@ -237,10 +237,10 @@ def _sequence_length(data: DataConfig, sources: list[RowSource]) -> int:
     return data.sequence_length
 
 
-def _manifests(source: RowSource) -> list[ShardManifest]:
-    if isinstance(source, JoinedSource):
+def _manifests(source: BinReader) -> list[ShardManifest]:
+    if isinstance(source, JoinedBinReader):
         return [manifest for part in source.sources for manifest in _manifests(part)]
-    if not isinstance(source, ShardSource):
+    if not isinstance(source, ShardBinReader):
         return []
     # Shards of one tokenizer agree on the vocabulary; without one, each recorded the ids that it happened to see.
     num_needed = 1 if source.figures.tokenizer else len(source.references)

@@ -14,17 +14,17 @@ from signal import Signals
 
 import torch
 
-from megatron_packed_sft.data.contracts import Batch
+from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.train.batch import StepPlan
 from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, model_shape
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import StepMeter, step_record
-from megatron_packed_sft.train.parts import TrainingParts
+from megatron_packed_sft.train.model_and_optimizer import TrainingParts
 from megatron_packed_sft.train.report import Reporter
 from megatron_packed_sft.train.signals import StopRequest
+from megatron_packed_sft.train.step_schedule import StepSchedule
 
 _LOSS = "lm loss"  # what `forward_step` calls its report
 
@@ -48,7 +48,7 @@ class Trainer:
         self,
         config: TrainConfig,
         data: TrainingData,
-        plan: StepPlan,
+        plan: StepSchedule,
         parts: TrainingParts,
         checkpoints: CheckpointDirectory,
         device: torch.device,

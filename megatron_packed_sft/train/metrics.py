@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.atomic import os_errors, replace_file
 
 METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.data import blend_kernel
-from megatron_packed_sft.data.blend import Blend, whole_weights
-from megatron_packed_sft.data.blend_order import BlendOrder
-from megatron_packed_sft.data.order import SampleOrder
+from megatron_packed_sft.data.order import blend_kernel
+from megatron_packed_sft.data.order.blend import Blend, whole_weights
+from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 
 small = st.integers(0, 30)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import MemmapShard, PackedBin, open_shard
-from megatron_packed_sft.data.collate import BatchBuffers, collate, widen
-from megatron_packed_sft.data.contracts import CONTRACTS, CollateOptions
-from megatron_packed_sft.data.row_pieces import RowPiece, piece_from_rows, piece_from_shard
+from megatron_packed_sft.data.batch.collate import BatchBuffers, collate, widen
+from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
+from megatron_packed_sft.data.batch.located_bins import LocatedBins, locate_in_samples, locate_in_shard
 from tests.packed_bins import bins, make_bins, write_shard
 
 EOS = 3
@@ -72,7 +72,7 @@ def test_a_padded_batch_is_what_the_definition_says(
 ) -> None:
     _, rows = drawn
     batch = collate(
-        [piece_from_rows([sample(row) for row in rows])],
+        [locate_in_samples([sample(row) for row in rows])],
         len(rows),
         options(pad_to_max_length=pad_to_max_length, pad_seq_length_to_mult=multiple, return_doc_ids=True),
     )
@@ -112,7 +112,7 @@ def test_a_flattened_batch_is_what_hugging_face_models_take(
         docs += [len(ends) - 1] * gap
         ends.append(len(input_ids))
     batch = collate(
-        [piece_from_rows([sample(row) for row in rows])],
+        [locate_in_samples([sample(row) for row in rows])],
         len(rows),
         options("hf", pad_to_max_length=pad_to_max_length, answer_only_loss=not train_all, return_doc_ids=True),
     )
@@ -153,19 +153,19 @@ def test_every_way_into_a_batch_gives_the_same_batch(tmp_path: Path, contract: s
     assert large.arrays.input_ids.dtype == np.int32
     order = [7, 0, 11, 3]
     chosen = options(contract, compact=compact, return_doc_ids=True)
-    expected = collate([piece_from_rows([sample(rows[index]) for index in order])], 4, chosen)
-    assert_equal(collate([piece_from_shard(small, order)], 4, chosen), expected)
-    assert_equal(collate([piece_from_shard(large, np.array(order))], 4, chosen), expected)
-    mixed = [piece_from_shard(large, [0, 3], [1, 3]), piece_from_shard(small, [11, 7], [2, 0])]
+    expected = collate([locate_in_samples([sample(rows[index]) for index in order])], 4, chosen)
+    assert_equal(collate([locate_in_shard(small, order)], 4, chosen), expected)
+    assert_equal(collate([locate_in_shard(large, np.array(order))], 4, chosen), expected)
+    mixed = [locate_in_shard(large, [0, 3], [1, 3]), locate_in_shard(small, [11, 7], [2, 0])]
     assert_equal(collate(mixed, 4, chosen), expected)
-    piece = piece_from_shard(large, order)
-    writable = RowPiece(*(array.copy() for array in piece[:4]), piece.source)  # type: ignore[misc]
+    piece = locate_in_shard(large, order)
+    writable = LocatedBins(*(array.copy() for array in piece[:4]), piece.source)  # type: ignore[misc]
     assert_equal(collate([writable], 4, chosen), expected)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_a_compact_batch_holds_the_same_values_in_fewer_bytes(contract: str) -> None:
-    pieces = [piece_from_rows([sample(row) for row in make_bins(5, 64, seed=2)])]
+    pieces = [locate_in_samples([sample(row) for row in make_bins(5, 64, seed=2)])]
     compact = collate(pieces, 5, options(contract, compact=True))
     wide = collate(pieces, 5, options(contract))
     ids = "input_ids" if contract == "hf" else "tokens"
@@ -181,7 +181,7 @@ def test_reused_buffers_hold_the_same_batch_and_grow_with_it(contract: str) -> N
     rows = make_bins(9, 64, seed=3)
     first = rows[:2]
     for chosen in (rows[2:3], first, rows, first):  # larger, then smaller again
-        pieces = [piece_from_rows([sample(row) for row in chosen])]
+        pieces = [locate_in_samples([sample(row) for row in chosen])]
         kept = collate(pieces, len(chosen), options(contract, return_doc_ids=True), buffers)
         assert_equal(kept, collate(pieces, len(chosen), options(contract, return_doc_ids=True)))
     again = collate(pieces, len(first), options(contract, return_doc_ids=True), buffers)
@@ -190,7 +190,7 @@ def test_reused_buffers_hold_the_same_batch_and_grow_with_it(contract: str) -> N
 
 
 def test_without_buffers_a_batch_is_not_touched_by_the_next_one() -> None:
-    pieces = [[piece_from_rows([sample(row)])] for row in make_bins(2, 64, seed=4)]
+    pieces = [[locate_in_samples([sample(row)])] for row in make_bins(2, 64, seed=4)]
     chosen = options(pad_to_max_length=True)
     first = collate(pieces[0], 1, chosen)
     copies = {key: value.clone() for key, value in first.items() if isinstance(value, torch.Tensor)}
@@ -199,7 +199,7 @@ def test_without_buffers_a_batch_is_not_touched_by_the_next_one() -> None:
 
 
 def test_threads_collate_at_the_same_time() -> None:
-    pieces = [[piece_from_rows([sample(row)])] for row in make_bins(40, 64, seed=5)]
+    pieces = [[locate_in_samples([sample(row)])] for row in make_bins(40, 64, seed=5)]
     alone = [collate(piece, 1, options()) for piece in pieces]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda piece: collate(piece, 1, options()), pieces))
@@ -212,8 +212,8 @@ def test_threads_collate_at_the_same_time() -> None:
 def test_a_padding_sample_has_no_loss_and_keeps_its_boundaries(contract: str, answer_only_loss: bool) -> None:
     [row] = make_bins(1, 64, seed=6)
     chosen = options(contract, answer_only_loss=answer_only_loss)
-    real = collate([piece_from_rows([sample(row)])], 1, chosen)
-    padding = collate([piece_from_rows([sample(row, is_padding=True)])], 1, chosen)
+    real = collate([locate_in_samples([sample(row)])], 1, chosen)
+    padding = collate([locate_in_samples([sample(row, is_padding=True)])], 1, chosen)
     if contract == "hf":
         assert (real["labels"] != -100).any()
         assert (padding.pop("labels") == -100).all()
@@ -231,17 +231,17 @@ def test_padding_that_aligns_a_sequence_is_marked_and_a_trained_eos_is_not() -> 
         "seq_boundaries": [0, 5, 10],
         "loss_mask": [1, 1, 0, 0, 0, 1, 1, 0, 0, 0],
     }
-    batch = collate([piece_from_rows([row])], 1, options(pad_seq_to_mult=4, pad_seq_length_to_mult=4))
+    batch = collate([locate_in_samples([row])], 1, options(pad_seq_to_mult=4, pad_seq_length_to_mult=4))
     assert batch["cu_seqlens_q_padded"].tolist() == [[0, 4, 8]]
     assert batch["cu_seqlens_q"].tolist() == [[0, 2, 4]]
     assert batch["padding_mask"].int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
     everything = options(pad_seq_to_mult=4, pad_seq_length_to_mult=4, answer_only_loss=False)
-    assert collate([piece_from_rows([row])], 1, everything)["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
-    dropped = collate([piece_from_rows([row])], 1, options("bridge_0_6", pad_seq_to_mult=4, pad_seq_length_to_mult=4))
+    assert collate([locate_in_samples([row])], 1, everything)["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
+    dropped = collate([locate_in_samples([row])], 1, options("bridge_0_6", pad_seq_to_mult=4, pad_seq_length_to_mult=4))
     assert dropped["cu_seqlens_q"].tolist() == [[0, 2, 3]]
     assert dropped["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    flat = collate([piece_from_rows([row])], 1, options("hf", pad_seq_to_mult=4, answer_only_loss=False))
+    flat = collate([locate_in_samples([row])], 1, options("hf", pad_seq_to_mult=4, answer_only_loss=False))
     assert flat["labels"].tolist() == [[-100, 6, EOS, -100, -100, -100, EOS, EOS, -100, -100]]
 
 
@@ -257,7 +257,7 @@ def test_static_boundaries_have_the_same_shape_in_every_batch(contract: str) -> 
     )
     shapes = set()
     for row in make_bins(10, 64, seed=7):
-        batch = collate([piece_from_rows([sample(row)])], 1, chosen)
+        batch = collate([locate_in_samples([sample(row)])], 1, chosen)
         boundaries = batch["cu_seqlens" if contract == "bridge_0_3" else "cu_seqlens_q"]
         longest = batch["max_seqlen" if contract == "bridge_0_3" else "max_seqlen_q"]
         shapes.add(boundaries.shape)

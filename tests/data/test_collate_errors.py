@@ -11,9 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import MemmapShard, open_shard
-from megatron_packed_sft.data.collate import collate
-from megatron_packed_sft.data.contracts import CONTRACTS, CollateOptions
-from megatron_packed_sft.data.row_pieces import NUM_LINES, RowPiece, piece_from_flat, piece_from_rows, piece_from_shard
+from megatron_packed_sft.data.batch.collate import collate
+from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
+from megatron_packed_sft.data.batch.located_bins import (
+    NUM_LINES,
+    LocatedBins,
+    locate_in_arrays,
+    locate_in_samples,
+    locate_in_shard,
+)
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from tests.packed_bins import make_bins, write_shard
 
@@ -37,7 +43,7 @@ def test_a_row_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: Me
     longest = int(shard.arrays.packed_len.argmax())
     count = len(shard[longest].seq_start_id)
     needed = int(shard.arrays.packed_len[longest]) - (0 if contract == "hf" else count)
-    pieces = [piece_from_shard(shard, [0, longest] if longest else [1, longest])]
+    pieces = [locate_in_shard(shard, [0, longest] if longest else [1, longest])]
     with pytest.raises(InvalidInputError) as caught:
         collate(pieces, 2, options(contract, max_seq_length=needed - 1))
     message = str(caught.value)
@@ -49,27 +55,27 @@ def test_a_row_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: Me
 
 def test_every_place_of_a_batch_is_filled_exactly_once(shard: MemmapShard) -> None:
     with pytest.raises(InvalidInputError, match=r"row 4 is given place 1 of the batch, which is taken"):
-        collate([piece_from_shard(shard, [3], [1]), piece_from_shard(shard, [4], [1])], 2, options())
+        collate([locate_in_shard(shard, [3], [1]), locate_in_shard(shard, [4], [1])], 2, options())
     with pytest.raises(InvalidInputError, match=r"row 3 is given place 2 of the batch"):
-        collate([piece_from_shard(shard, [0, 3], [0, 2])], 2, options())
+        collate([locate_in_shard(shard, [0, 3], [0, 2])], 2, options())
     with pytest.raises(InvalidInputError, match=r"row 3 is given place -1 of the batch"):
-        collate([piece_from_shard(shard, [3], [-1])], 1, options())
+        collate([locate_in_shard(shard, [3], [-1])], 1, options())
     with pytest.raises(InvalidInputError, match=r"1 rows were given for a batch of 2"):
-        collate([piece_from_shard(shard, [3])], 2, options())
+        collate([locate_in_shard(shard, [3])], 2, options())
     with pytest.raises(InvalidInputError, match=r"0 rows were given for a batch of 0"):
         collate([], 0, options())
     with pytest.raises(InvalidInputError, match=r"2 rows have 1 positions and 2 is_padding flags"):
-        piece_from_shard(shard, [0, 1], [0])
+        locate_in_shard(shard, [0, 1], [0])
 
 
 def test_a_row_number_outside_the_shard_is_an_index_error(shard: MemmapShard) -> None:
     for row in (6, -1):
         with pytest.raises(IndexError, match=rf"bin {row} of 6"):
-            piece_from_shard(shard, [0, row])
+            locate_in_shard(shard, [0, row])
     flat = (np.zeros(4, np.int32), np.zeros(4, np.uint8), np.array([0, 4]), np.zeros(1, np.uint32), np.array([0, 1]))
     for row in (1, -1):
         with pytest.raises(IndexError, match=rf"the rows: rows \[{row}\] of 1"):
-            piece_from_flat(*flat, [row])
+            locate_in_arrays(*flat, [row])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,7 @@ def test_a_damaged_index_is_an_error_that_names_the_file(
 ) -> None:
     overwrite(shard, name, index, value)
     with pytest.raises(ShardFileError, match=message):
-        piece_from_shard(shard, [2])
+        locate_in_shard(shard, [2])
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
@@ -97,9 +103,9 @@ def test_damaged_sequence_starts_are_an_error_that_names_the_row(shard: MemmapSh
         whole = int(shard.arrays.seq_starts[index])
         overwrite(shard, "seq_starts.npy", index, value)
         with pytest.raises(ShardFileError, match=rf"row {row} is damaged: its sequence starts do not rise from 0"):
-            collate([piece_from_shard(shard, [row])], 1, options(contract))
+            collate([locate_in_shard(shard, [row])], 1, options(contract))
         overwrite(shard, "seq_starts.npy", index, whole)
-    collate([piece_from_shard(shard, [row])], 1, options(contract))
+    collate([locate_in_shard(shard, [row])], 1, options(contract))
 
 
 def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
@@ -125,7 +131,7 @@ def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
 def test_no_table_of_rows_reads_outside_its_arrays(table: list[int], starts: list[int], contract: str) -> None:
     # Only our errors, never a crash: the kernel must check each number before it uses it.
     ids, mask = np.arange(10, dtype=np.int32), np.ones(10, np.uint8)
-    piece = RowPiece(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
+    piece = LocatedBins(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
     try:
         batch = collate([piece], 1, options(contract))
     except PackedSFTError:
@@ -165,11 +171,11 @@ def test_options_that_make_no_sense_are_refused() -> None:
 )
 def test_a_row_that_is_no_packed_row_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        piece_from_rows([ROW, {**ROW, **change}])
+        locate_in_samples([ROW, {**ROW, **change}])
 
 
 def test_a_row_without_a_field_and_a_batch_without_rows_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"row 0 of the batch has no loss_mask"):
-        piece_from_rows([{"input_ids": [5], "seq_boundaries": [0, 1]}])
+        locate_in_samples([{"input_ids": [5], "seq_boundaries": [0, 1]}])
     with pytest.raises(InvalidInputError, match=r"the batch is empty"):
-        piece_from_rows([])
+        locate_in_samples([])

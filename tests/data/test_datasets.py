@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin, PackedLoader
+from megatron_packed_sft.data.bin_readers import LegacyBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -21,7 +22,6 @@ from megatron_packed_sft.data.datasets import (
     PackedDataset,
 )
 from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
-from megatron_packed_sft.data.sources import LegacySource
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.tokens.materialize import materialize_shards
@@ -283,8 +283,8 @@ def test_other_storages_can_be_registered(tmp_path: Path) -> None:
     write_everything(tmp_path)
     (tmp_path / "legacy.npy").rename(tmp_path / "rows.mine")
 
-    def open_mine(path: Path, split: str) -> LegacySource:
-        return LegacySource(path)
+    def open_mine(path: Path, split: str) -> LegacyBinReader:
+        return LegacyBinReader(path)
 
     register_storage("mine", recognises=lambda path: path.suffix == ".mine", open=open_mine, replace=True)
     dataset = create_sft_dataset(tmp_path / "rows.mine", EOS, seq_length=24, packed_storage="mine")

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data import pinning
-from megatron_packed_sft.data.loader import NUM_BATCHES_ADVISED, PackedLoader
-from megatron_packed_sft.data.order import SampleOrder
-from megatron_packed_sft.data.prefetch import Prefetcher
-from megatron_packed_sft.data.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
+from megatron_packed_sft.data.loading import pinning
+from megatron_packed_sft.data.loading.loader import NUM_BATCHES_ADVISED, PackedLoader
+from megatron_packed_sft.data.loading.prefetch import Prefetcher
+from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
 from megatron_packed_sft.errors import InvalidInputError
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_packed_sft.data.collate import collate
-from megatron_packed_sft.data.contracts import CollateOptions
-from megatron_packed_sft.data.masks import doc_ids_from_boundaries, document_mask_mod, visible_mask
-from megatron_packed_sft.data.row_pieces import piece_from_rows
+from megatron_packed_sft.data.batch.attention_masks import doc_ids_from_boundaries, document_mask_mod, visible_mask
+from megatron_packed_sft.data.batch.collate import collate
+from megatron_packed_sft.data.batch.contracts import CollateOptions
+from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 
 ROWS = [
     {"input_ids": list(range(5, 15)), "seq_boundaries": [0, 4, 5, 10], "loss_mask": [1] * 10},
@@ -23,7 +23,7 @@ ROWS = [
 
 def make_batch(contract: str, **arguments: Any) -> dict[str, Any]:
     options = CollateOptions(contract=contract, eos_id=3, max_seq_length=16, **arguments)
-    return collate([piece_from_rows(ROWS)], len(ROWS), options)
+    return collate([locate_in_samples(ROWS)], len(ROWS), options)
 
 
 @pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_6", "bridge_main", "mcore"])

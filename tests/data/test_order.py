@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.data.order import SampleOrder
+from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data.state import COMPARED, BlendState, LoaderState
+from megatron_packed_sft.data.order.state import COMPARED, BlendState, LoaderState
 from megatron_packed_sft.errors import InvalidInputError
 
 BLEND = BlendState(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft.encode.chat import RowEncoder
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.load import load_tokenizer
-from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.encode.encoder import RecordEncoder
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.records.record import Conversation
 from tests.real_data import DATA, IS_WHOLE, tokenizer_folder
 
 NAMES = ["qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3"] if IS_WHOLE else ["qwen3"]
@@ -47,9 +47,9 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
     transformers = pytest.importorskip("transformers")
     judge = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     # Some of the chats speak of control tokens; the judge would take those for control tokens.
-    encoder = RowEncoder(load_tokenizer(path), None, EncodeOptions(special_tokens_in_content="allow"))
+    encoder = RecordEncoder(load_tokenizer(path), None, EncodeOptions(special_tokens_in_content="allow"))
     rows = [Conversation(row["messages"], row.get("tools")) for row in chats()]
-    encoded = encoder.encode_rows(rows)
+    encoded = encoder.encode_records(rows)
     ends = np.cumsum(encoded.lengths)
     refused = {row: reason for row, reason, _ in encoded.dropped}
     starts = dict(zip(encoded.row.tolist(), zip(ends - encoded.lengths, ends, strict=True), strict=True))

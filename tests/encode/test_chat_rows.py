@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft.encode.chat import EncodedRows, RowEncoder
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.templates import ChatTemplate
+from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.rows import Conversation, Row, TextRow, TokenizedRow
+from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, MISTRAL, ByteTokenizer
 
 BOS, EOS = 256, 257
 
 
-def encoder(**options: Any) -> RowEncoder:
-    return RowEncoder(ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"), "mistral", EncodeOptions(**options))
+def encoder(**options: Any) -> RecordEncoder:
+    return RecordEncoder(ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"), "mistral", EncodeOptions(**options))
 
 
-def sequences(encoded: EncodedRows) -> list[tuple[int, list[int], list[int]]]:
+def sequences(encoded: EncodedRecords) -> list[tuple[int, list[int], list[int]]]:
     ends = np.cumsum(encoded.lengths)
     return [
         (int(row), encoded.input_ids[start:end].tolist(), encoded.train[start:end].tolist())
@@ -37,47 +37,47 @@ def chat(*words: str) -> Conversation:
 
 
 def test_text_rows_train_their_trained_pieces_and_end_with_a_trained_end_of_sequence() -> None:
-    [(_, ids, train)] = sequences(encoder().encode_rows([TextRow((("ab", False), ("c", True)))]))
+    [(_, ids, train)] = sequences(encoder().encode_records([TextRecord((("ab", False), ("c", True)))]))
     assert ids == [*b"abc", EOS]
     assert train == [0, 0, 1, 1]
 
 
 def test_the_end_of_a_text_row_that_ends_untrained_is_not_trained() -> None:
-    [(_, ids, train)] = sequences(encoder().encode_rows([TextRow((("a", True), ("bc", True), ("d", False)))]))
+    [(_, ids, train)] = sequences(encoder().encode_records([TextRecord((("a", True), ("bc", True), ("d", False)))]))
     assert (ids[-1], train) == (EOS, [1, 1, 1, 0, 0])
 
 
 def test_bos_and_eos_are_added_once_where_asked() -> None:
-    rows: list[Row] = [chat("q", "a"), TextRow((("<s>xy</s>", True),)), TextRow((("zz", True),))]
-    added = sequences(encoder(add_bos=True, add_eos=True).encode_rows(rows))
+    rows: list[Record] = [chat("q", "a"), TextRecord((("<s>xy</s>", True),)), TextRecord((("zz", True),))]
+    added = sequences(encoder(add_bos=True, add_eos=True).encode_records(rows))
     assert [(ids.count(BOS), ids.count(EOS)) for _, ids, _ in added] == [(1, 1)] * 3
     assert [train[0] for _, _, train in added] == [0, 1, 0]
-    bare = sequences(encoder(add_eos=False).encode_rows(rows))
+    bare = sequences(encoder(add_eos=False).encode_records(rows))
     assert [(ids.count(BOS), ids.count(EOS)) for _, ids, _ in bare] == [(1, 1), (1, 1), (0, 0)]
     assert bare[0] == added[0]
 
 
 def test_control_tokens_in_text_rows_are_control_tokens_unless_escaped() -> None:
-    row = TextRow((("a[INST]b", True),))
-    assert len(sequences(encoder(add_eos=False).encode_rows([row]))[0][1]) == 3
-    escaped = encoder(add_eos=False, special_tokens_in_text="escape").encode_rows([row])
+    row = TextRecord((("a[INST]b", True),))
+    assert len(sequences(encoder(add_eos=False).encode_records([row]))[0][1]) == 3
+    escaped = encoder(add_eos=False, special_tokens_in_text="escape").encode_records([row])
     assert bytes(escaped.input_ids.tolist()) == b"a[INST]b"
 
 
 def test_asking_for_a_token_the_tokenizer_lacks_is_an_error() -> None:
     with pytest.raises(InvalidInputError, match="add_bos is set, but tokenizer bytes has no bos token"):
-        RowEncoder(ByteTokenizer(), "chatml", EncodeOptions(add_bos=True))
+        RecordEncoder(ByteTokenizer(), "chatml", EncodeOptions(add_bos=True))
 
 
 def test_tokenized_rows_are_taken_as_they_are_and_checked() -> None:
     rows = [
-        TokenizedRow([5, 6, 7], [0, 1, 1]),
-        TokenizedRow([5, 300], [1, 1]),
-        TokenizedRow([-1, 6], [1, 1]),
-        TokenizedRow([5, 6], [1]),
-        TokenizedRow([], []),
+        TokenizedRecord([5, 6, 7], [0, 1, 1]),
+        TokenizedRecord([5, 300], [1, 1]),
+        TokenizedRecord([-1, 6], [1, 1]),
+        TokenizedRecord([5, 6], [1]),
+        TokenizedRecord([], []),
     ]
-    encoded = encoder(add_bos=True, add_eos=True).encode_rows(rows)
+    encoded = encoder(add_bos=True, add_eos=True).encode_records(rows)
     assert sequences(encoded) == [(0, [5, 6, 7], [0, 1, 1])]
     assert [(row, reason) for row, reason, _ in encoded.dropped] == [
         *((row, "invalid_ids") for row in (1, 2, 3)),
@@ -87,16 +87,16 @@ def test_tokenized_rows_are_taken_as_they_are_and_checked() -> None:
 
 
 def test_rows_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company() -> None:
-    rows: list[Row] = [
-        TextRow((("one", True),)),
-        TokenizedRow([1, 2, 3], [0, 0, 1]),
+    rows: list[Record] = [
+        TextRecord((("one", True),)),
+        TokenizedRecord([1, 2, 3], [0, 0, 1]),
         chat("q", "a"),
         Conversation([{"role": "nobody", "content": "x"}, {"role": "assistant", "content": "y"}]),
-        TokenizedRow([4, 5], [0, 1]),
-        TextRow((("six", True),)),
+        TokenizedRecord([4, 5], [0, 1]),
+        TextRecord((("six", True),)),
     ]
-    together = encoder(max_len=5).encode_rows(rows)
-    alone = [encoder(max_len=5).encode_rows([row]) for row in rows]
+    together = encoder(max_len=5).encode_records(rows)
+    alone = [encoder(max_len=5).encode_records([row]) for row in rows]
     assert [row for row, _, _ in sequences(together)] == [0, 1, 2, 4, 5]
     assert [one[1:] for one in sequences(together)] == [one[1:] for each in alone for one in sequences(each)]
     assert [(row, reason) for row, reason, _ in together.dropped] == [(3, "template_error")]
@@ -107,78 +107,80 @@ def test_rows_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company()
 
 
 def test_no_rows_give_no_sequences() -> None:
-    encoded = encoder(max_len=5).encode_rows([])
+    encoded = encoder(max_len=5).encode_records([])
     assert (len(encoded.input_ids), len(encoded.lengths), len(encoded.row), encoded.dropped) == (0, 0, 0, [])
 
 
 def test_cutting_says_what_it_cut() -> None:
     rows = [
-        TextRow((("abcd", False), ("efgh", True))),
-        TextRow((("ab", True),)),
-        TextRow((("x" * 9, False), ("y", True))),
+        TextRecord((("abcd", False), ("efgh", True))),
+        TextRecord((("ab", True),)),
+        TextRecord((("x" * 9, False), ("y", True))),
     ]
-    right = encoder(max_len=6).encode_rows(rows)
+    right = encoder(max_len=6).encode_records(rows)
     assert [ids for _, ids, _ in sequences(right)] == [[*b"abcdef"], [*b"ab", EOS]]
     assert (right.num_cut_rows, right.num_cut_tokens, right.num_cut_trained_tokens) == (1, 3 + 5, 3 + 2)
     [dropped] = right.dropped
     assert dropped == (2, "answer_cut_away", "max_len 6 of 11 tokens leaves none of the 2 trained ones")
-    left = encoder(max_len=6, truncation="left").encode_rows(rows)
+    left = encoder(max_len=6, truncation="left").encode_records(rows)
     assert [ids for _, ids, _ in sequences(left)] == [[*b"defgh", EOS], [*b"ab", EOS], [*b"xxxxy", EOS]]
     assert (left.num_cut_rows, left.num_cut_tokens, left.num_cut_trained_tokens) == (2, 3 + 5, 0)
-    whole = encoder(max_len=6, truncation="drop").encode_rows(rows)
+    whole = encoder(max_len=6, truncation="drop").encode_records(rows)
     assert [(row, reason) for row, reason, _ in whole.dropped] == [(0, "too_long"), (2, "too_long")]
     assert (whole.num_cut_rows, whole.num_cut_tokens) == (0, 0)
 
 
 def test_a_sequence_whose_only_trained_token_is_its_first_has_nothing_to_train() -> None:
-    encoded = encoder().encode_rows([TokenizedRow([5, 6], [1, 0]), TokenizedRow([5], [1])])
+    encoded = encoder().encode_records([TokenizedRecord([5, 6], [1, 0]), TokenizedRecord([5], [1])])
     assert [reason for _, reason, _ in encoded.dropped] == ["nothing_to_train", "nothing_to_train"]
-    cut = encoder(max_len=2, truncation="left").encode_rows([TokenizedRow([5, 6, 7, 8], [0, 0, 1, 0])])
+    cut = encoder(max_len=2, truncation="left").encode_records([TokenizedRecord([5, 6, 7, 8], [0, 0, 1, 0])])
     assert [reason for _, reason, _ in cut.dropped] == ["answer_cut_away"]
 
 
 def test_on_empty_error_also_stops_at_an_answer_that_was_cut_away() -> None:
     with pytest.raises(InvalidInputError, match="row 1: answer_cut_away"):
-        encoder(max_len=9, on_empty="error").encode_rows([chat("q", "a"), TextRow((("x" * 9, False), ("y", True)))])
+        encoder(max_len=9, on_empty="error").encode_records(
+            [chat("q", "a"), TextRecord((("x" * 9, False), ("y", True)))]
+        )
 
 
 def test_rows_without_text_are_empty() -> None:
-    encoded = encoder(add_bos=True).encode_rows([TextRow(()), TextRow((("", True),)), Conversation([])])
+    encoded = encoder(add_bos=True).encode_records([TextRecord(()), TextRecord((("", True),)), Conversation([])])
     assert [reason for _, reason, _ in encoded.dropped] == ["empty", "empty", "nothing_to_train"]
 
 
 def test_half_a_surrogate_pair_refuses_its_row_only() -> None:
-    encoded = encoder().encode_rows([TextRow((("a\ud800b", True),)), chat("\ud800", "a"), chat("q", "a")])
+    encoded = encoder().encode_records([TextRecord((("a\ud800b", True),)), chat("\ud800", "a"), chat("q", "a")])
     assert [(row, reason) for row, reason, _ in encoded.dropped] == [(0, "invalid_text"), (1, "invalid_text")]
     assert encoded.row.tolist() == [2]
 
 
 def test_an_encoder_is_pickled_by_its_arguments() -> None:
     tokenizer = ByteTokenizer(CHATML)
-    one = RowEncoder(tokenizer, ChatTemplate("chatml", chat_templates.CHATML), EncodeOptions(max_len=30))
-    first = one.encode_rows([chat("q", "a")])
+    one = RecordEncoder(tokenizer, ChatTemplate("chatml", chat_templates.CHATML), EncodeOptions(max_len=30))
+    first = one.encode_records([chat("q", "a")])
     other = pickle.loads(pickle.dumps(one))
     assert other.options == one.options
-    assert other.encode_rows([chat("q", "a")]).input_ids.tolist() == first.input_ids.tolist()
+    assert other.encode_records([chat("q", "a")]).input_ids.tolist() == first.input_ids.tolist()
 
 
 def test_text_rows_need_no_template_and_chats_say_that_they_do() -> None:
-    bare = RowEncoder(ByteTokenizer(MISTRAL, eos="</s>"))
-    assert len(bare.encode_rows([TextRow((("ab", True),))]).lengths) == 1
+    bare = RecordEncoder(ByteTokenizer(MISTRAL, eos="</s>"))
+    assert len(bare.encode_records([TextRecord((("ab", True),))]).lengths) == 1
     with pytest.raises(InvalidInputError, match="tokenizer bytes has no chat template; name a file, or one of chatml"):
-        bare.encode_rows([chat("q", "a")])
+        bare.encode_records([chat("q", "a")])
 
 
 def test_the_tokenizers_own_template_is_the_default() -> None:
-    own = RowEncoder(ByteTokenizer(CHATML, chat_template=chat_templates.CHATML)).encode_rows([chat("q", "a")])
-    named = RowEncoder(ByteTokenizer(CHATML), "chatml").encode_rows([chat("q", "a")])
+    own = RecordEncoder(ByteTokenizer(CHATML, chat_template=chat_templates.CHATML)).encode_records([chat("q", "a")])
+    named = RecordEncoder(ByteTokenizer(CHATML), "chatml").encode_records([chat("q", "a")])
     assert own.input_ids.tolist() == named.input_ids.tolist()
     assert own.train.tolist() == named.train.tolist()
 
 
 def test_a_template_whose_ends_are_ordinary_text_works_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        encoded = RowEncoder(ByteTokenizer(()), "chatml").encode_rows([chat("q", "<|im_end|>")])
+        encoded = RecordEncoder(ByteTokenizer(()), "chatml").encode_records([chat("q", "<|im_end|>")])
     trained = encoded.input_ids[encoded.train == 1]
     assert bytes(trained.tolist()) == b"<|im_end|><|im_end|>"
     assert "ordinary text '<|im_end|>' for tokenizer bytes" in caplog.text
@@ -187,6 +189,6 @@ def test_a_template_whose_ends_are_ordinary_text_works_and_says_so(caplog: pytes
 def test_a_missing_date_is_an_error_and_a_given_one_makes_reruns_equal() -> None:
     source = "{{ strftime_now('%d %b %Y') }}" + chat_templates.CHATML
     with pytest.raises(InvalidInputError, match="set the option date"):
-        RowEncoder(ByteTokenizer(), source).encode_rows([chat("q", "a")])
-    dated = RowEncoder(ByteTokenizer(), source, EncodeOptions(date="2026-01-31"))
+        RecordEncoder(ByteTokenizer(), source).encode_records([chat("q", "a")])
+    dated = RecordEncoder(ByteTokenizer(), source, EncodeOptions(date="2026-01-31"))
     assert dated.mark(chat("q", "a")).text.startswith("31 Jan 2026<|im_start|>")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from megatron_packed_sft.encode.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed_sft.encode.interface import EncodedTexts, MarkedText
-from megatron_packed_sft.encode.tiktoken_path import MAX_RUN
+from megatron_packed_sft.encode.tokenizers._tiktoken_path import MAX_RUN
+from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.encode import tiny_tokenizers as tiny
 
@@ -236,8 +236,10 @@ def test_it_travels_to_other_processes_and_refuses_changed_files(tmp_path: Path)
 def test_a_process_with_another_tiktoken_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "travels")
     packed = pickle.dumps(HuggingFaceTokenizer(folder))
-    monkeypatch.setattr("megatron_packed_sft.encode.tiktoken_path.checked_by", lambda: "tiktoken 99")
-    monkeypatch.setattr("megatron_packed_sft.encode.tiktoken_path.TiktokenPath.difference", lambda *_: "a text")
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._tiktoken_path.checked_by", lambda: "tiktoken 99")
+    monkeypatch.setattr(
+        "megatron_packed_sft.encode.tokenizers._tiktoken_path.TiktokenPath.difference", lambda *_: "a text"
+    )
     assert pickle.loads(packed).fast_path_refusal == "tiktoken gives other ids for 'a text'"
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.encode.control_tokens import ControlTokens
-from megatron_packed_sft.encode.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed_sft.encode.load import load_tokenizer
-from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens
+from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
 
@@ -53,7 +53,7 @@ def test_a_wrong_path_or_kind_is_one_clear_sentence(folder: Path, tmp_path: Path
 
 def test_loading_a_folder_imports_neither_transformers_nor_torch(folder: Path) -> None:
     script = (
-        "import sys\nfrom megatron_packed_sft.encode.load import load_tokenizer\n"
+        "import sys\nfrom megatron_packed_sft.encode.tokenizers.load import load_tokenizer\n"
         f"assert load_tokenizer({str(folder)!r}).fast_path == 'tiktoken'\n"
         "print({'transformers', 'torch', 'numba'} & set(sys.modules))"
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_packed_sft.encode.chat_options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.records.record import Conversation
 from tests.encode.test_mask_turns import assistant, call, encoder_for, result, trained, user
 
 CHAT = [user("2+2?"), assistant("4"), user("3+3?"), assistant("6")]
@@ -65,16 +65,16 @@ def test_header_and_end_of_turn_can_be_named() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_row_with_nothing_to_train_is_counted_or_an_error(template: str) -> None:
     row = Conversation(CHAT, train=[False] * 4)
-    [dropped] = encoder_for(template).encode_rows([row]).dropped
+    [dropped] = encoder_for(template).encode_records([row]).dropped
     assert (dropped.row, dropped.reason) == (0, "nothing_to_train")
     with pytest.raises(InvalidInputError, match=r"row 0: nothing_to_train.*on_empty='drop'"):
-        encoder_for(template, EncodeOptions(on_empty="error")).encode_rows([row])
+        encoder_for(template, EncodeOptions(on_empty="error")).encode_records([row])
 
 
 def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> None:
     source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(InvalidInputError, match="leaves the assistant's answer out"):
-        encoder_for(source).encode_rows([Conversation(CHAT)])
+        encoder_for(source).encode_records([Conversation(CHAT)])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.encode.chat import RowEncoder
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.interface import Tokenizer
-from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.encode.encoder import RecordEncoder
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.records.record import Conversation
 from tests.encode.byte_tokenizer import ByteTokenizer
 from tests.encode.template_twins import TWINS, Twin
 
@@ -53,10 +53,10 @@ def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @cache
-def encoder_of(name: str, with_end: bool) -> RowEncoder:
+def encoder_of(name: str, with_end: bool) -> RecordEncoder:
     twin = TWINS[name]
     tokenizer = ByteTokenizer(twin.control_tokens, bos=twin.bos, eos=twin.eos)
-    return RowEncoder(tokenizer, twin.source, EncodeOptions(train_on_eot=with_end))
+    return RecordEncoder(tokenizer, twin.source, EncodeOptions(train_on_eot=with_end))
 
 
 def expected(
@@ -98,7 +98,7 @@ def test_ids_and_mask_are_those_of_the_twin(name: str, chat: list[dict[str, Any]
         message["role"] == "assistant" if flag is None else flag for message, flag in zip(chat, flags, strict=True)
     ]
     ids, train = expected(TWINS[name], encoder.tokenizer, chat, wanted, with_end)
-    encoded = encoder.encode_rows([Conversation(chat, train=flags)])
+    encoded = encoder.encode_records([Conversation(chat, train=flags)])
     reasons = [dropped.reason for dropped in encoded.dropped]
     if name in MAY_REFUSE and reasons == ["untraceable_template"]:
         return

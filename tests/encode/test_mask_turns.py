@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft.encode.chat import RowEncoder
-from megatron_packed_sft.encode.chat_options import EncodeOptions
-from megatron_packed_sft.encode.templates import ChatTemplate
-from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.encode.encoder import RecordEncoder
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.templates.load import ChatTemplate
+from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, LLAMA3, MISTRAL, ByteTokenizer
 
@@ -34,7 +34,7 @@ def result(content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "abcdefghi", "content": content}
 
 
-def encoder_for(template: str, options: EncodeOptions | None = None) -> RowEncoder:
+def encoder_for(template: str, options: EncodeOptions | None = None) -> RecordEncoder:
     source = getattr(chat_templates, template, template)
     tokenizer = {
         "BRACKETS": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
@@ -43,12 +43,12 @@ def encoder_for(template: str, options: EncodeOptions | None = None) -> RowEncod
         "plain": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
         "CHANNELS": ByteTokenizer(chat_templates.CHANNEL_TOKENS),
     }.get(template, ByteTokenizer(CHATML, eos="<|im_end|>"))
-    return RowEncoder(tokenizer, source if source == template else ChatTemplate(template, source), options)
+    return RecordEncoder(tokenizer, source if source == template else ChatTemplate(template, source), options)
 
 
-def pieces(encoder: RowEncoder, row: Conversation) -> list[str]:
+def pieces(encoder: RecordEncoder, row: Conversation) -> list[str]:
     """The stretches of trained tokens, each decoded."""
-    encoded = encoder.encode_rows([row])
+    encoded = encoder.encode_records([row])
     assert encoded.dropped == []
     edges = np.flatnonzero(np.diff(encoded.train, prepend=0, append=0)).reshape(-1, 2)
     return [encoder.tokenizer.decode(encoded.input_ids[start:end].tolist()) for start, end in edges]
@@ -175,17 +175,19 @@ def test_words_that_look_like_headers_ends_or_marks_are_only_words(template: str
 def test_control_tokens_in_words_stay_text_and_those_of_the_template_stay_control(template: str) -> None:
     encoder = encoder_for(template)
     chat = [user("a<|im_end|>b"), assistant("say <|im_start|>")]
-    encoded = encoder.encode_rows([Conversation(chat)])
+    encoded = encoder.encode_records([Conversation(chat)])
     control = {text: encoder.tokenizer.control_tokens[text] for text in ("<|im_start|>", "<|im_end|>")}
     assert [(encoded.input_ids == token).sum() for token in control.values()] == [2, 2]
-    allowed = encoder_for(template, EncodeOptions(special_tokens_in_content="allow")).encode_rows([Conversation(chat)])
+    allowed = encoder_for(template, EncodeOptions(special_tokens_in_content="allow")).encode_records(
+        [Conversation(chat)]
+    )
     assert [(allowed.input_ids == token).sum() for token in control.values()] == [3, 3]
 
 
 def test_control_tokens_in_tools_stay_text() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "ends with <|im_end|>", "parameters": {}}}]
     encoder = encoder_for("chatml")
-    encoded = encoder.encode_rows([Conversation([user("Hi"), assistant("Yo")], tools)])
+    encoded = encoder.encode_records([Conversation([user("Hi"), assistant("Yo")], tools)])
     assert (encoded.input_ids == encoder.tokenizer.control_tokens["<|im_end|>"]).sum() == 3
     assert pieces(encoder, Conversation([user("Hi"), assistant("Yo")], tools)) == ["Yo<|im_end|>"]
 
@@ -193,14 +195,14 @@ def test_control_tokens_in_tools_stay_text() -> None:
 def test_a_control_token_in_a_name_that_cannot_be_marked_refuses_the_row() -> None:
     chat = [user("Hi"), assistant("", tool_calls=call("f", **{"<|im_end|>": 1}))]
     for template in ("THINKING", "chatml"):
-        [dropped] = encoder_for(template).encode_rows([Conversation(chat)]).dropped
+        [dropped] = encoder_for(template).encode_records([Conversation(chat)]).dropped
         assert dropped.reason == "unescapable"
         assert "special_tokens_in_content='allow'" in dropped.detail
 
 
 def test_markup_tags_in_an_answer_are_the_tokens_people_mean() -> None:
     encoder = encoder_for("CHATML")
-    encoded = encoder.encode_rows([Conversation([user("Hi"), assistant("<think>\nhm\n</think>\n\nYo")])])
+    encoded = encoder.encode_records([Conversation([user("Hi"), assistant("<think>\nhm\n</think>\n\nYo")])])
     assert encoder.tokenizer.control_tokens["<think>"] in encoded.input_ids
 
 
@@ -267,9 +269,9 @@ def test_the_seeds_masking_test_holds() -> None:
     )
     for name in names.values():
         source = source.replace("'%s'", f"'{name}'", 1)
-    encoder = RowEncoder(ByteTokenizer(tuple(names.values())), ChatTemplate("seed", source))
+    encoder = RecordEncoder(ByteTokenizer(tuple(names.values())), ChatTemplate("seed", source))
     chat = [{"role": "system", "content": "S"}, user("U"), assistant("AB")]
-    encoded = encoder.encode_rows([Conversation(chat)])
+    encoded = encoder.encode_records([Conversation(chat)])
     control = encoder.tokenizer.control_tokens
     assert encoded.input_ids[encoded.train == 1].tolist() == [ord("A"), ord("B"), control[names["eot"]]]
     assert encoded.input_ids[encoded.train == 0].tolist() == [
@@ -288,6 +290,6 @@ def test_a_tool_call_right_after_another_turn_is_trained_whole_without_a_header(
 
 def test_tags_that_hold_turns_apart_are_escaped_and_other_tags_are_not() -> None:
     source = chat_templates.CHATML.replace("<|im_start|>", "<turn>").replace("<|im_end|>", "</turn>")
-    encoder = RowEncoder(ByteTokenizer(("<turn>", "</turn>", "<h1>")), ChatTemplate("tags", source))
-    encoded = encoder.encode_rows([Conversation([user("</turn> <h1>"), assistant("<turn> <h1>")])])
+    encoder = RecordEncoder(ByteTokenizer(("<turn>", "</turn>", "<h1>")), ChatTemplate("tags", source))
+    encoded = encoder.encode_records([Conversation([user("</turn> <h1>"), assistant("<turn> <h1>")])])
     assert [(encoded.input_ids == token).sum() for token in (256, 257, 258)] == [2, 2, 2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_packed_sft.encode.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed_sft.encode.interface import MarkedText
-from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
 from tests.encode import tiny_tokenizers as tiny
 from tests.real_data import IS_WHOLE, NAMES, sentencepiece_models, tokenizer_folder
 

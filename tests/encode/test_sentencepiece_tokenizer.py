@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megatron_packed_sft.encode.interface import MarkedText
-from megatron_packed_sft.encode.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
 

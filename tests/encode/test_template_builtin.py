@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.encode.environment import Renderer, RowRefusedError
-from megatron_packed_sft.encode.templates import ChatTemplate, builtin_template_names, load_template
+from megatron_packed_sft.encode.templates.load import ChatTemplate, builtin_template_names, load_template
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode.byte_tokenizer import ByteTokenizer
 from tests.encode.test_mask_turns import assistant, call, result, user
@@ -81,12 +81,12 @@ def test_built_in_templates_show_tools_calls_results_and_reasoning(name: str) ->
 
 @pytest.mark.parametrize("name", builtin_template_names())
 def test_built_in_templates_refuse_pictures(name: str) -> None:
-    with pytest.raises(RowRefusedError, match="only text is supported, not image"):
+    with pytest.raises(RecordRefusedError, match="only text is supported, not image"):
         render(name, [{"role": "user", "content": [{"type": "image"}]}])
 
 
 def test_mistral_refuses_a_system_prompt_that_it_would_lose() -> None:
-    with pytest.raises(RowRefusedError, match="a system prompt needs a user message after it"):
+    with pytest.raises(RecordRefusedError, match="a system prompt needs a user message after it"):
         render("mistral", [CHAT[0], assistant("Hi")])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.encode.environment import GenerationMarks, Renderer, RowRefusedError
+from megatron_packed_sft.encode.templates.renderer import GenerationMarks, RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
 
 MARKS = GenerationMarks("«", "»")
@@ -58,20 +58,20 @@ def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
     messages = [{"role": "user"}]
     try:
         assert render(source, messages) == ""
-    except RowRefusedError as refusal:
+    except RecordRefusedError as refusal:
         assert refusal.reason == "template_error"
     assert messages == [{"role": "user"}]
 
 
 def test_a_templates_own_words_are_in_the_refusal() -> None:
-    with pytest.raises(RowRefusedError, match="roles must alternate") as caught:
+    with pytest.raises(RecordRefusedError, match="roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")
     assert caught.value.reason == "template_error"
 
 
 def test_what_fails_inside_a_template_refuses_the_row() -> None:
     for source in ("{{ 1 / 0 }}", "{{ nothing.more }}", "{{ 'a' + 1 }}", "{{ messages[0] + 'a' }}"):
-        with pytest.raises(RowRefusedError):
+        with pytest.raises(RecordRefusedError):
             render(source)
 
 

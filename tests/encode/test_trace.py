@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.encode.environment import Renderer, RowRefusedError
-from megatron_packed_sft.encode.trace import ECHO, Span, Trace, Tracer
-from megatron_packed_sft.encode.trace_probe import probe_template
-from megatron_packed_sft.encode.trace_turns import TurnMarks, find_turns
+from megatron_packed_sft.encode.masks.probe import probe_template
+from megatron_packed_sft.encode.masks.trace import ECHO, Span, Trace, Tracer
+from megatron_packed_sft.encode.masks.turns import TurnMarks, find_turns
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, MISTRAL
@@ -82,7 +82,7 @@ def test_calls_that_a_template_measures_are_left_alone() -> None:
     ],
 )
 def test_a_template_that_changes_words_beyond_recognition_is_refused(expression: str) -> None:
-    with pytest.raises(RowRefusedError, match="cannot be followed") as caught:
+    with pytest.raises(RecordRefusedError, match="cannot be followed") as caught:
         said(LOOP % f"{{{{ {expression} }}}}", [user("some words")])
     assert caught.value.reason == "untraceable_template"
 
@@ -94,7 +94,7 @@ def test_what_a_template_looks_for_is_found_with_marks_around_it() -> None:
 
 def test_a_row_that_holds_every_character_for_marks_is_refused() -> None:
     text = "\x7f" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
-    with pytest.raises(RowRefusedError, match="clean its text"):
+    with pytest.raises(RecordRefusedError, match="clean its text"):
         said("{{ messages[0].content }}", [user(text)])
     assert said("{{ messages[0].content }}", [user(text[:-1])]) == [(0, text[:-1])]
 
@@ -102,7 +102,7 @@ def test_a_row_that_holds_every_character_for_marks_is_refused() -> None:
 def test_a_message_mixed_with_another_is_refused_only_if_it_is_trained() -> None:
     trace = Trace("abc", [Span(0, 1, 0), Span(1, 2, 1), Span(2, 3, 0)])
     roles, marks = ["assistant", "user"], TurnMarks((), ())
-    with pytest.raises(RowRefusedError, match="message 0 is mixed with that of others"):
+    with pytest.raises(RecordRefusedError, match="message 0 is mixed with that of others"):
         find_turns(trace, roles, [True, False], marks)
     assert find_turns(trace, roles, [False, True], marks) == [(1, 2)]
 
@@ -112,7 +112,7 @@ def test_silent_turns_that_cannot_be_told_apart_are_refused_if_it_matters() -> N
     roles, marks = ["user", "assistant", "assistant", "user"], TurnMarks(("<A>",), ("<E>",))
     assert find_turns(trace, roles, [False, True, True, False], marks) == [(4, 7)]
     assert find_turns(trace, roles, [False, True, True, False], marks, with_end=False) == []
-    with pytest.raises(RowRefusedError, match=r"messages \[1, 2\] are assistant turns without text"):
+    with pytest.raises(RecordRefusedError, match=r"messages \[1, 2\] are assistant turns without text"):
         find_turns(trace, roles, [False, True, False, False], marks)
 
 

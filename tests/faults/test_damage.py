@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import DatasetWriter, open_shard, validate
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import ShardError
-from megatron_packed_sft.storage import layout
+from megatron_packed_sft.storage.memmap_v1 import layout
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
-FILES = (*layout.ARRAY_FILES, layout.MANIFEST)
+FILES = (*layout.ARRAY_FILES, MANIFEST)
 
 
 @pytest.fixture
@@ -52,14 +53,14 @@ def test_a_file_cut_at_any_length_is_an_error_at_open(name: str, kind: str, tmp_
     whole = (path / name).read_bytes()
     for length in range(len(whole)):
         (path / name).write_bytes(whole[:length])
-        if kind == "seed" and name == layout.MANIFEST and length >= len(whole.rstrip()):
+        if kind == "seed" and name == MANIFEST and length >= len(whole.rstrip()):
             continue
         with pytest.raises(ShardError, match=name):
             open_shard(path)
     assert not validate(path).ok
     for extra in (b"\0", b"\n", whole):
         (path / name).write_bytes(whole + extra)
-        if kind == "seed" and name == layout.MANIFEST and extra == b"\n":
+        if kind == "seed" and name == MANIFEST and extra == b"\n":
             continue
         with pytest.raises(ShardError, match=name):
             open_shard(path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_packed_sft.data.contracts import Batch
+from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.megatron.forward_step import forward_step, packed_seq_params
 from tests.megatron import tiny_gpt
 from tests.megatron.tiny_gpt import ALIGNMENT, batch_of, build, make_aligned_row, make_row

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_packed_sft.data.collate import collate
-from megatron_packed_sft.data.contracts import Batch, CollateOptions
-from megatron_packed_sft.data.row_pieces import piece_from_rows
+from megatron_packed_sft.data.batch.collate import collate
+from megatron_packed_sft.data.batch.contracts import Batch, CollateOptions
+from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
 from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.megatron.model import build_gpt_model
@@ -79,7 +79,7 @@ def sequences_of(row: Row) -> list[Row]:
 def batch_of(row: Row, *, multiple: int = 1, **options: Any) -> Batch:
     """A batch of one row, padded to a multiple."""
     options = {"contract": "mcore", "eos_id": EOS_ID, "max_seq_length": 128, **options}
-    return collate([piece_from_rows([row])], 1, CollateOptions(pad_seq_length_to_mult=multiple, **options))
+    return collate([locate_in_samples([row])], 1, CollateOptions(pad_seq_length_to_mult=multiple, **options))
 
 
 def build(**arguments: Any) -> Any:

@@ -19,9 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import LegacyShard, MemmapShard, open_shard
-from megatron_packed_sft.data.collate import collate
-from megatron_packed_sft.data.contracts import CollateOptions
-from megatron_packed_sft.data.row_pieces import RowPiece, piece_from_flat, piece_from_rows, piece_from_shard
+from megatron_packed_sft.data.batch.collate import collate
+from megatron_packed_sft.data.batch.contracts import CollateOptions
+from megatron_packed_sft.data.batch.located_bins import (
+    LocatedBins,
+    locate_in_arrays,
+    locate_in_samples,
+    locate_in_shard,
+)
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, open_dataset
@@ -96,11 +101,11 @@ def as_sample(row: Row, index: int) -> dict[str, Any]:
     }
 
 
-def pieces_of_samples(case: Case, directory: Path) -> list[RowPiece]:
-    return [piece_from_rows([as_sample(case.rows[index], index) for index in case.indices])]
+def pieces_of_samples(case: Case, directory: Path) -> list[LocatedBins]:
+    return [locate_in_samples([as_sample(case.rows[index], index) for index in case.indices])]
 
 
-def pieces_of_shard(case: Case, directory: Path) -> list[RowPiece]:
+def pieces_of_shard(case: Case, directory: Path) -> list[LocatedBins]:
     """Two shards, so that a batch comes in pieces whose places interleave."""
     num_rows, width = len(case.rows), max(len(row["input_ids"]) for row in case.rows)
     shards = []
@@ -117,17 +122,17 @@ def pieces_of_shard(case: Case, directory: Path) -> list[RowPiece]:
     for part, shard in enumerate(shards):
         places = [place for place, index in enumerate(case.indices) if index % num_rows % 2 == part]
         rows = [case.indices[place] % num_rows // 2 for place in places]
-        pieces.append(piece_from_shard(shard, rows, places, [case.indices[place] < 0 for place in places]))
+        pieces.append(locate_in_shard(shard, rows, places, [case.indices[place] < 0 for place in places]))
     return [piece for piece in pieces if piece.rows.size]
 
 
-def pieces_of_legacy(case: Case, directory: Path) -> list[RowPiece]:
+def pieces_of_legacy(case: Case, directory: Path) -> list[LocatedBins]:
     np.save(directory / "rows.npy", np.array(case.rows, dtype=object), allow_pickle=True)
     flat = LegacyShard(directory / "rows.npy").flat
     rows = [index % len(case.rows) for index in case.indices]
     padding = [index < 0 for index in case.indices]
     arrays = (flat.input_ids, flat.loss_mask, flat.bin_offsets, flat.seq_starts, flat.seq_offsets)
-    return [piece_from_flat(*arrays, rows, is_padding=padding)]
+    return [locate_in_arrays(*arrays, rows, is_padding=padding)]
 
 
 SOURCES = {"samples": pieces_of_samples, "memmap": pieces_of_shard, "legacy": pieces_of_legacy}

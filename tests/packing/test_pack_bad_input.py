@@ -11,7 +11,7 @@ import pytest
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.strategies import known_strategies
+from megatron_packed_sft.packing.strategies.registry import known_strategies
 
 
 @pytest.mark.parametrize("bad", [0, -1, -(2**40), 2**31])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.ordering import Steps
+from megatron_packed_sft.packing.bin_order import Steps
 from megatron_packed_sft.packing.packer import pack
 from tests.packing import lengths as made
 

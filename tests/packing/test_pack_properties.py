@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.packing.histogram_kernel import lower_bound, martello_toth_bound
-from megatron_packed_sft.packing.measures import sizes_of
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.packing.search.histogram_kernel import lower_bound, martello_toth_bound
+from megatron_packed_sft.packing.sizes import sizes_of
 
 STRATEGIES = ["best_fit", "first_fit", "first_fit_shuffle", "greedy", "optimal", "window"]
 

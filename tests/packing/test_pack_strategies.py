@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing import strategies
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.packing.strategies import known_strategies, register_strategy
+from megatron_packed_sft.packing.strategies import registry as strategies
+from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
 from tests.packing import lengths as made
 
 PACK = 2048

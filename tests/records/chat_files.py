@@ -12,8 +12,8 @@ import pyarrow.parquet
 import zstandard
 
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.units import UNIT_BYTES, RawRow, read_unit, scan_units
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.slices import UNIT_BYTES, RawRecord, read_slice, scan_slices
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "parquet", "hf_dataset")
 
@@ -42,16 +42,16 @@ def write_rows(path: Path, rows: list[dict[str, Any]], **parquet_options: Any) -
     return path
 
 
-def raw_rows(path: Any, unit_bytes: int = UNIT_BYTES) -> list[RawRow]:
+def raw_rows(path: Any, slice_bytes: int = UNIT_BYTES) -> list[RawRecord]:
     """All rows of a file, unit by unit."""
-    return [raw for file in find_files(path) for unit in scan_units(file, unit_bytes) for raw in read_unit(unit)]
+    return [raw for file in find_files(path) for unit in scan_slices(file, slice_bytes) for raw in read_slice(unit)]
 
 
-def values(path: Any, unit_bytes: int = UNIT_BYTES) -> list[dict[str, Any]]:
+def values(path: Any, slice_bytes: int = UNIT_BYTES) -> list[dict[str, Any]]:
     """All rows of a file that has no bad one."""
     rows = []
-    for raw in raw_rows(path, unit_bytes):
-        assert not isinstance(raw.value, RowError), raw.value
+    for raw in raw_rows(path, slice_bytes):
+        assert not isinstance(raw.value, RecordError), raw.value
         rows.append(raw.value)
     return rows
 

@@ -14,8 +14,8 @@ import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
-from megatron_packed_sft.records.dependencies import load
 from megatron_packed_sft.records.files import find_files
+from megatron_packed_sft.support.dependencies import load
 from tests.records.chat_files import chats, values, write_rows
 
 
@@ -159,7 +159,7 @@ def test_urls_are_found_and_read_through_fsspec() -> None:
     try:
         files = find_files("memory://chats/*.jsonl")
         assert [file.path for file in files] == ["memory:///chats/a.jsonl", "memory:///chats/b.jsonl"]
-        assert values("memory://chats/*.jsonl", unit_bytes=1) == [{"text": "one"}, {"text": "more"}, {"text": "two"}]
+        assert values("memory://chats/*.jsonl", slice_bytes=1) == [{"text": "one"}, {"text": "more"}, {"text": "two"}]
         with pytest.raises(InvalidInputError, match="is a folder"):
             find_files("memory://chats")
     finally:
@@ -193,7 +193,7 @@ def test_plain_lines_load_no_heavy_package(folder: Path) -> None:
     script = (
         "import sys; from megatron_packed_sft.records import files, schemas, units; "
         f"[file] = files.find_files({str(folder / 'a.jsonl')!r}); "
-        "[unit] = units.scan_units(file); [row] = units.read_unit(unit); schemas.adapter()(row.value); "
+        "[unit] = units.scan_slices(file); [row] = units.read_slice(unit); schemas.adapter()(row.value); "
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.arrays import MARK, array_elements
 from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.schemas import adapter
-from megatron_packed_sft.records.units import scan_units
+from megatron_packed_sft.records.formats.json_array import MARK, array_elements
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.records.slices import scan_slices
 from tests.records.chat_files import FORMATS, chats, lines_of, raw_rows, values, write_rows
 
 JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -27,15 +27,15 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 999, 1 << 20])
-def test_all_formats_give_the_same_conversations_and_hashes(tmp_path: Path, unit_bytes: int) -> None:
+@pytest.mark.parametrize("slice_bytes", [1, 999, 1 << 20])
+def test_all_formats_give_the_same_conversations_and_hashes(tmp_path: Path, slice_bytes: int) -> None:
     rows = chats(30)
     adapt = adapter()
     expected = [adapt(row) for row in rows]
     for suffix in FORMATS:
         path = write_rows(tmp_path / f"a.{suffix}", rows)
-        assert [raw.number for raw in raw_rows(path, unit_bytes)] == list(range(1, 31))
-        found = [adapt(row) for row in values(path, unit_bytes)]
+        assert [raw.number for raw in raw_rows(path, slice_bytes)] == list(range(1, 31))
+        found = [adapt(row) for row in values(path, slice_bytes)]
         assert found == expected, suffix
         assert [content_hash(row) for row in found] == [content_hash(row) for row in expected]
 
@@ -62,13 +62,13 @@ def test_a_json_file_that_is_neither_an_array_nor_lines_says_what_it_should_be(t
     assert "a .json file is one array of rows, or one row per line" in str(raw_rows(path)[0].value)
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 1000])
-def test_a_bad_element_is_told_with_file_and_row_and_the_rest_is_read(tmp_path: Path, unit_bytes: int) -> None:
+@pytest.mark.parametrize("slice_bytes", [1, 1000])
+def test_a_bad_element_is_told_with_file_and_row_and_the_rest_is_read(tmp_path: Path, slice_bytes: int) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"text": "one"},\n {"text": oops},\n 5, {"text": "two"},]')
-    rows = raw_rows(path, unit_bytes)
+    rows = raw_rows(path, slice_bytes)
     assert [raw.value for raw in rows if isinstance(raw.value, dict)] == [{"text": "one"}, {"text": "two"}]
-    errors = [str(raw.value) for raw in rows if isinstance(raw.value, RowError)]
+    errors = [str(raw.value) for raw in rows if isinstance(raw.value, RecordError)]
     assert len(errors) == 3
     assert errors[0].startswith(f"{path}, row 2: the row is not valid JSON (")
     assert errors[1] == f"{path}, row 3: the row is a number, not an object; mend or remove it"
@@ -94,12 +94,12 @@ def test_an_array_that_is_broken_as_a_whole_is_refused_with_file_and_row(
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 100])
-@pytest.mark.parametrize("unit_bytes", [1, 50, 2000, 1 << 20])
-def test_parquet_is_whole_for_any_row_groups_and_units(tmp_path: Path, row_group_size: int, unit_bytes: int) -> None:
+@pytest.mark.parametrize("slice_bytes", [1, 50, 2000, 1 << 20])
+def test_parquet_is_whole_for_any_row_groups_and_units(tmp_path: Path, row_group_size: int, slice_bytes: int) -> None:
     rows = [{"number": number, "text": f"text {number} " * 20} for number in range(60)]
     path = write_rows(tmp_path / "a.parquet", rows, row_group_size=row_group_size)
-    assert values(path, unit_bytes) == rows
-    units = list(scan_units(find_files(path)[0], unit_bytes))
+    assert values(path, slice_bytes) == rows
+    units = list(scan_slices(find_files(path)[0], slice_bytes))
     assert [unit.start for unit in units[1:]] == [unit.stop for unit in units[:-1]]
     assert len({unit.key() for unit in units}) == len(units)
 
@@ -107,7 +107,7 @@ def test_parquet_is_whole_for_any_row_groups_and_units(tmp_path: Path, row_group
 def test_a_row_group_far_larger_than_a_unit_is_cut_inside_and_a_small_one_is_fetched(tmp_path: Path) -> None:
     rows = [{"number": number, "text": f"text {number}"} for number in range(5000)]
     [file] = find_files(write_rows(tmp_path / "a.parquet", rows, row_group_size=5000))
-    small, large = list(scan_units(file, 1000)), list(scan_units(file, 1 << 20))
+    small, large = list(scan_slices(file, 1000)), list(scan_slices(file, 1 << 20))
     assert len(small) > 50
     assert all(unit.payload for unit in small)
     assert [unit.payload for unit in large] == [None]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.rows import Conversation
-from megatron_packed_sft.records.schemas import adapter
+from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.schemas.registry import adapter
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -160,7 +160,7 @@ def messages(*given: Any) -> dict[str, Any]:
     ],
 )
 def test_each_fault_is_told_with_its_field(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RecordError) as caught:
         adapter("messages")(row)
     assert str(caught.value).startswith(message)
 
@@ -210,6 +210,6 @@ def test_sharegpt_takes_lists_of_calls_and_role_content_turns() -> None:
     ],
 )
 def test_each_fault_of_sharegpt_is_told_with_its_field(turns: list[Any], message: str) -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RecordError) as caught:
         adapter("sharegpt")({"conversations": turns})
     assert str(caught.value).startswith(message)

@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.rows import Conversation
-from megatron_packed_sft.records.schemas import adapter
+from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.schemas.registry import adapter
 from tests.real_data import DATA
 from tests.records.chat_files import raw_rows, values
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs the chats in
 
 @pytest.mark.parametrize("name", NUM_ROWS)
 def test_every_row_becomes_a_conversation_with_a_user_and_an_assistant(name: str) -> None:
-    given = values(FOLDER / name, unit_bytes=1 << 18)
+    given = values(FOLDER / name, slice_bytes=1 << 18)
     rows = [adapter()(value) for value in given]
     assert len(rows) == NUM_ROWS[name]
     for row in rows:
@@ -42,7 +42,7 @@ def test_every_row_becomes_a_conversation_with_a_user_and_an_assistant(name: str
 def test_units_of_any_size_give_the_same_rows_of_real_chats() -> None:
     path = FOLDER / "glaive_toolcall_en.sharegpt.json"
     whole = [(raw.number, raw.value) for raw in raw_rows(path)]
-    assert [(raw.number, raw.value) for raw in raw_rows(path, unit_bytes=5000)] == whole
+    assert [(raw.number, raw.value) for raw in raw_rows(path, slice_bytes=5000)] == whole
 
 
 def test_function_calls_of_real_sharegpt_chats_become_tool_calls_of_tools_that_are_there() -> None:

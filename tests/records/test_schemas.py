@@ -10,9 +10,9 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.row_error import Location, RowError
-from megatron_packed_sft.records.rows import Conversation, TextRow, TokenizedRow
-from megatron_packed_sft.records.schemas import SCHEMAS, adapter, recognise
+from megatron_packed_sft.records.record import Conversation, TextRecord, TokenizedRecord
+from megatron_packed_sft.records.record_error import Location, RecordError
+from megatron_packed_sft.records.schemas.registry import SCHEMAS, adapter, recognise
 
 USER = {"role": "user", "content": "Add.\n\n2, 2"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -34,11 +34,13 @@ def test_a_row_is_recognised_by_its_keys_even_among_null_ones(schema: str) -> No
 
 
 def test_an_unknown_row_tells_its_keys() -> None:
-    with pytest.raises(RowError, match=r"^the row has the keys question, answer, which is no known schema; name the"):
+    with pytest.raises(
+        RecordError, match=r"^the row has the keys question, answer, which is no known schema; name the"
+    ):
         adapter()({"question": "?", "answer": "!"})
-    with pytest.raises(RowError, match=r"^the row has the keys text \(null\), id, which is no known schema"):
+    with pytest.raises(RecordError, match=r"^the row has the keys text \(null\), id, which is no known schema"):
         adapter()({"text": None, "id": 5})
-    with pytest.raises(RowError, match=r"^the row has no keys"):
+    with pytest.raises(RecordError, match=r"^the row has no keys"):
         adapter()({})
 
 
@@ -66,7 +68,7 @@ def test_alpaca_becomes_turns_with_history_and_system() -> None:
 
 
 def test_prompt_and_completion_train_the_completion_alone() -> None:
-    assert adapter()(EXAMPLES["prompt_completion"]) == TextRow((("2 + 2 = ", False), ("4", True)))
+    assert adapter()(EXAMPLES["prompt_completion"]) == TextRecord((("2 + 2 = ", False), ("4", True)))
     row = {"prompt": [USER, {**ASSISTANT, "train": True}], "completion": [USER, ASSISTANT]}
     found = adapter()(row)
     assert found == Conversation([USER, ASSISTANT, USER, ASSISTANT], None, [False, False, None, None])
@@ -76,7 +78,7 @@ def test_prompt_and_completion_train_the_completion_alone() -> None:
 
 
 def test_ids_come_with_a_mask_or_with_labels() -> None:
-    expected = TokenizedRow([5, 6, 7], [0, 1, 1])
+    expected = TokenizedRecord([5, 6, 7], [0, 1, 1])
     assert adapter()({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}) == expected
     assert adapter()({"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}) == expected
     assert adapter()({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": None}) == expected
@@ -112,7 +114,7 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
     ],
 )
 def test_each_fault_is_told_with_its_field(schema: str, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RecordError) as caught:
         adapter(schema)(row)
     assert str(caught.value).startswith(message)
 
@@ -187,7 +189,7 @@ def test_a_mapping_reaches_every_schema(mapping: Any, row: dict[str, Any], expec
 def test_faults_of_mapped_rows_are_told_with_the_names_in_the_file(
     mapping: dict[str, Any], row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RecordError) as caught:
         adapter(mapping=mapping)(row)
     assert str(caught.value).startswith(message)
 
@@ -235,12 +237,12 @@ def test_a_hash_does_not_depend_on_the_order_of_keys_or_on_flags_that_say_nothin
 
 
 def test_a_value_that_json_cannot_hold_is_the_fault_of_its_row() -> None:
-    with pytest.raises(RowError, match="cannot be written as JSON"):
+    with pytest.raises(RecordError, match="cannot be written as JSON"):
         content_hash(Conversation([{"role": "user", "content": "Hi", "price": Decimal("1.5")}]))
 
 
 def test_an_error_keeps_its_parts_when_sent_to_another_process() -> None:
-    error = RowError("text", "is null; give a string").at(Location("a.jsonl", 3, "line"))
+    error = RecordError("text", "is null; give a string").at(Location("a.jsonl", 3, "line"))
     sent = pickle.loads(pickle.dumps(error))
     assert str(sent) == str(error) == "a.jsonl, line 3: text is null; give a string"
     assert (sent.field, sent.where) == ("text", Location("a.jsonl", 3, "line"))

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records import cutting
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.cutting import cut_stream
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.row_error import RowError
-from megatron_packed_sft.records.schemas import adapter
-from megatron_packed_sft.records.units import read_unit, scan_units
+from megatron_packed_sft.records.formats import cut_points as cutting
+from megatron_packed_sft.records.formats.cut_points import cut_stream
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.records.slices import read_slice, scan_slices
 from tests.records.chat_files import FORMATS, chats, lines_of, raw_rows, values, write_rows
 
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"\r\n", b"defgh"]), max_size=60).map(b"".join)
@@ -29,16 +29,16 @@ TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"\r\n", b"defgh"]
 @settings(deadline=None)
 @given(TEXT, st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_pieces_are_the_stream_cut_behind_line_breaks_whatever_the_blocks(
-    text: bytes, unit_bytes: int, sizes: list[int]
+    text: bytes, slice_bytes: int, sizes: list[int]
 ) -> None:
     blocks, position = [], 0
     while position < len(text):
         size = sizes[len(blocks) % len(sizes)]
         blocks.append(text[position : position + size])
         position += size
-    pieces = list(cut_stream(blocks, b"\n", unit_bytes, carry=True, path="a.jsonl", noun="line"))
+    pieces = list(cut_stream(blocks, b"\n", slice_bytes, carry=True, path="a.jsonl", noun="line"))
     assert b"".join(piece.payload or b"" for piece in pieces) == text
-    assert pieces == list(cut_stream([text] * bool(text), b"\n", unit_bytes, carry=True, path="a.jsonl", noun="line"))
+    assert pieces == list(cut_stream([text] * bool(text), b"\n", slice_bytes, carry=True, path="a.jsonl", noun="line"))
     for piece in pieces:
         assert piece.payload == text[piece.start : piece.stop]
         assert piece.first_row == text[: piece.start].count(b"\n") + 1
@@ -46,19 +46,19 @@ def test_pieces_are_the_stream_cut_behind_line_breaks_whatever_the_blocks(
         assert piece.payload is not None
         assert piece.payload.endswith(b"\n")
         shorter = piece.payload[:-1]
-        assert len(piece.payload) >= unit_bytes
-        assert b"\n" not in shorter[unit_bytes - 1 :]  # and cut at the first chance
+        assert len(piece.payload) >= slice_bytes
+        assert b"\n" not in shorter[slice_bytes - 1 :]  # and cut at the first chance
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 100, 1000, 1 << 20])
-def test_plain_and_compressed_lines_are_cut_into_the_same_units(tmp_path: Path, unit_bytes: int) -> None:
+@pytest.mark.parametrize("slice_bytes", [1, 100, 1000, 1 << 20])
+def test_plain_and_compressed_lines_are_cut_into_the_same_units(tmp_path: Path, slice_bytes: int) -> None:
     rows = chats(40)
     cuts = []
     for suffix in ("jsonl", "jsonl.gz", "jsonl.zst"):
         [file] = find_files(write_rows(tmp_path / f"a.{suffix}", rows))
-        units = list(scan_units(file, unit_bytes))
+        units = list(scan_slices(file, slice_bytes))
         assert all((unit.payload is None) == (suffix == "jsonl") for unit in units)
-        read = [[(raw.number, raw.value) for raw in read_unit(unit)] for unit in units]
+        read = [[(raw.number, raw.value) for raw in read_slice(unit)] for unit in units]
         cuts.append([(unit.number, unit.start, unit.stop, unit.first_row) for unit in units] + read)
     assert cuts[0] == cuts[1] == cuts[2]
 
@@ -71,21 +71,21 @@ def test_units_depend_on_the_content_of_the_file_and_on_nothing_else(tmp_path: P
     write_rows(tmp_path / f"a.{suffix}", chats(50))
     [first] = find_files(tmp_path / f"a.{suffix}")
     [second] = find_files(tmp_path / "elsewhere" / f"b.{suffix}")
-    keys = [unit.key() for unit in scan_units(first, 500)]
+    keys = [unit.key() for unit in scan_slices(first, 500)]
     assert len(set(keys)) == len(keys) >= 1
     if suffix != "hf_dataset":  # its files carry random fingerprints
-        assert keys == [unit.key() for unit in scan_units(second, 500)]
-    assert keys == [unit.key() for unit in scan_units(first, 500)]
+        assert keys == [unit.key() for unit in scan_slices(second, 500)]
+    assert keys == [unit.key() for unit in scan_slices(first, 500)]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_units_travel_to_other_processes_and_are_read_in_any_order(tmp_path: Path, suffix: str) -> None:
     rows = chats(50)
     [file] = find_files(write_rows(tmp_path / f"a.{suffix}", rows))
-    sent = [pickle.dumps(unit) for unit in scan_units(file, 700)]
+    sent = [pickle.dumps(unit) for unit in scan_slices(file, 700)]
     read = {}
     for data in reversed(sent):
-        for raw in read_unit(pickle.loads(data)):
+        for raw in read_slice(pickle.loads(data)):
             assert isinstance(raw.value, dict)
             read[raw.where.number] = raw.value["id"]
     assert read == {number + 1: row["id"] for number, row in enumerate(rows)}
@@ -94,8 +94,8 @@ def test_units_travel_to_other_processes_and_are_read_in_any_order(tmp_path: Pat
 def test_line_breaks_of_all_kinds_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n \t\n{"text": "two"}\n\n\n{"text": "three"}')
-    for unit_bytes in (1, 20, 1000):
-        assert [(raw.number, raw.value) for raw in raw_rows(path, unit_bytes)] == [
+    for slice_bytes in (1, 20, 1000):
+        assert [(raw.number, raw.value) for raw in raw_rows(path, slice_bytes)] == [
             (1, {"text": "one"}),
             (4, {"text": "two"}),
             (7, {"text": "three"}),
@@ -109,18 +109,18 @@ def test_a_file_without_rows_has_none(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
-@pytest.mark.parametrize("unit_bytes", [1, 30, 1000])
+@pytest.mark.parametrize("slice_bytes", [1, 30, 1000])
 def test_a_bad_line_is_told_with_file_and_line_and_the_rest_is_read(
-    tmp_path: Path, suffix: str, unit_bytes: int
+    tmp_path: Path, suffix: str, slice_bytes: int
 ) -> None:
     data = b'{"text": "one"}\n{"text": oops}\n\n[1]\n{"text": "\xff"}\n{"text": "two"}\nnull\n{"text": "three"}\n'
     path = tmp_path / f"a.{suffix}"
     path.write_bytes({"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}[suffix](data))
-    rows = raw_rows(path, unit_bytes)
+    rows = raw_rows(path, slice_bytes)
     assert [raw.value for raw in rows if isinstance(raw.value, dict)] == [
         {"text": text} for text in ("one", "two", "three")
     ]
-    errors = [str(raw.value) for raw in rows if isinstance(raw.value, RowError)]
+    errors = [str(raw.value) for raw in rows if isinstance(raw.value, RecordError)]
     assert errors[0].startswith(f"{path}, line 2: the row is not valid JSON (")
     assert errors[0].endswith("at character 10); mend or remove it")
     assert errors[1] == f"{path}, line 4: the row is a list, not an object; mend or remove it"
@@ -162,7 +162,7 @@ def test_integers_beyond_64_bits_are_exact_or_an_error_and_never_another_number(
         beside, inside = values(path)
         assert beside["id"] == large
         content_hash(adapter()(beside))
-        with pytest.raises(RowError, match=r"64-bit range\); write such values as strings"):
+        with pytest.raises(RecordError, match=r"64-bit range\); write such values as strings"):
             content_hash(adapter()(inside))
 
 
@@ -202,9 +202,9 @@ def test_scanning_a_compressed_file_holds_a_unit_and_not_the_file(tmp_path: Path
     for num_rows in (50, 500):
         rows = [{"number": number, "text": text} for number in range(num_rows)]
         [file] = find_files(write_rows(tmp_path / f"{num_rows}.{suffix}", rows))
-        list(scan_units(file, 1 << 18))  # kernels and modules are loaded now
+        list(scan_slices(file, 1 << 18))  # kernels and modules are loaded now
         tracemalloc.start()
-        num_bytes = sum(unit.stop - unit.start for unit in scan_units(file, 1 << 18))
+        num_bytes = sum(unit.stop - unit.start for unit in scan_slices(file, 1 << 18))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert num_bytes > num_rows * len(text)
@@ -215,13 +215,13 @@ def test_scanning_a_compressed_file_holds_a_unit_and_not_the_file(tmp_path: Path
 def test_a_file_cut_while_it_is_read_is_our_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines_of(chats(10)))
-    [unit] = scan_units(find_files(path)[0])
+    [unit] = scan_slices(find_files(path)[0])
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InvalidInputError, match="it changed while it was read"):
-        list(read_unit(unit))
+        list(read_slice(unit))
 
 
 def test_a_unit_has_at_least_one_byte(tmp_path: Path) -> None:
     [file] = find_files(write_rows(tmp_path / "a.jsonl", chats(1)))
-    with pytest.raises(InvalidInputError, match="unit_bytes is 0"):
-        list(scan_units(file, 0))
+    with pytest.raises(InvalidInputError, match="slice_bytes is 0"):
+        list(scan_slices(file, 0))

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_packed_sft import MemmapShard, open_shard
+from megatron_packed_sft.disk import file_maps as mapping
 from megatron_packed_sft.errors import ShardError, ShardFileError
-from megatron_packed_sft.storage import mapping
 from tests.packed_bins import assert_same_bins, make_bins, write_shard
 
 ROWS = make_bins(12, 64, seed=5)
@@ -145,7 +145,7 @@ def test_threads_share_one_shard_while_it_is_unmapped_under_them(shard: MemmapSh
 
 
 def test_the_pool_keeps_the_number_of_maps_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.storage import mapping as memmap_reader
+    from megatron_packed_sft.disk import file_maps as memmap_reader
 
     monkeypatch.setattr(memmap_reader, "POOL", mapping.MapPool(limit=3))
     for number in range(10):
@@ -158,7 +158,7 @@ def test_the_pool_keeps_the_number_of_maps_bounded(tmp_path: Path, monkeypatch: 
 
 
 def test_the_pool_prefers_to_keep_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.storage import mapping as memmap_reader
+    from megatron_packed_sft.disk import file_maps as memmap_reader
 
     monkeypatch.setattr(memmap_reader, "POOL", mapping.MapPool(limit=2))
     for number in range(4):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import BinBlock, DatasetWriter, validate
+from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import InvalidInputError, ShardError
-from megatron_packed_sft.storage import json_document, shard_content
+from megatron_packed_sft.storage.memmap_v1 import content_check as shard_content
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 ROWS = make_bins(30, 16, seed=2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_packed_sft import TokenPartWriter, pack, publish_store
-from megatron_packed_sft.encode.load import load_tokenizer
-from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import CountedBatches, open_data, training_loader, validation_loader

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.config.location import config_directory
-from megatron_packed_sft.encode.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState, model_shape
 from megatron_packed_sft.train.config import ModelConfig

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from megatron_packed_sft.records.rows import Conversation
+from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.records.samples.exchange import NAMES, clock
 
 _CITIES = ("Lisbon", "Ankara", "Oslo", "Nairobi", "Lima", "Hanoi", "Leipzig", "Quebec", "Cairo", "Perth")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import little_endian, payload_span, read_rare_int
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.support.compiled import kernel
 
 # What can be wrong with a row; `status` then holds the code, the row, the field, the position and the value.
 OK = 0
@@ -41,7 +41,7 @@ _VALUE_MASKS[tables.BININT2] = 0xFFFF
 _VALUE_MASKS[tables.BININT] = 0xFFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tuple[int, int, int]:
     """Return form, place and count of what a row holds under a key."""
     kind = entry & tables.KIND_MASK
@@ -54,7 +54,7 @@ def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tup
     return info & tables.FORM_MASK, value_places[payload], info >> tables.FORM_BITS
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def measure_rows(
     value_places: LongArray,
     value_infos: LongArray,
@@ -93,7 +93,7 @@ def measure_rows(
     return num_tokens, num_sequences
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def decode_pickled(data: ByteArray, place: int, values: LongArray) -> int:
     """Decode as many pickled integers as `values` has room for; return the place behind them, or -1.
 
@@ -123,7 +123,7 @@ def decode_pickled(data: ByteArray, place: int, values: LongArray) -> int:
     return place
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def decode_latin1(data: ByteArray, place: int, num_bytes: int) -> tuple[int, int]:
     """Read an integer whose bytes are characters up to U+00FF in UTF-8; return it and the place behind it, or -1."""
     value = np.int64(0)
@@ -142,7 +142,7 @@ def decode_latin1(data: ByteArray, place: int, num_bytes: int) -> tuple[int, int
     return value, place
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> int:
     """Decode as many array items as `values` has room for; return the place behind them, or -1."""
     num_bytes = 1 << (form & 3)
@@ -184,7 +184,7 @@ def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> i
     return place
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def decode_rows(
     data: ByteArray,
     value_places: LongArray,

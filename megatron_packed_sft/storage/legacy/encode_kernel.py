@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.support.compiled import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
     """Copy `source` to `place`; return the place behind it."""
     for j in range(source.size):
@@ -21,7 +21,7 @@ def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
     return place + source.size
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int:
     """Write a list of integers in 0..2**31-1; return the place behind it. Four bytes behind it are overwritten."""
     out[place] = tables.EMPTY_LIST
@@ -46,7 +46,7 @@ def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int
     return place + 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def encode_rows(
     input_ids: npt.NDArray[np.integer],
     loss_mask: npt.NDArray[np.uint8],

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_steps_kernel import (
@@ -44,9 +43,10 @@ from megatron_packed_sft.storage.legacy.pickle_steps_kernel import (
     use_memo,
 )
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
+from megatron_packed_sft.support.compiled import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def grown(table: LongArray) -> LongArray:
     """Return a copy with room for twice as many entries."""
     larger = np.empty(2 * table.size, np.int64)
@@ -55,7 +55,7 @@ def grown(table: LongArray) -> LongArray:
     return larger
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def run_pickle(
     data: ByteArray, start: int, num_rows: int, budget: int, status: LongArray
 ) -> tuple[LongArray, LongArray, LongArray, npt.NDArray[np.int32]]:

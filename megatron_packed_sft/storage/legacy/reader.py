@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError
-from megatron_packed_sft.storage.atomic import os_errors
 from megatron_packed_sft.storage.bins import BinBlock, PackedBin
-from megatron_packed_sft.storage.legacy import sentences
+from megatron_packed_sft.storage.legacy import error_messages as sentences
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -128,7 +128,7 @@ class LegacyShard:
             >>> shard.block(0, 1024, width=4096, pad_id=2).input_ids.shape  # doctest: +SKIP
             (1024, 4096)
         """
-        from megatron_packed_sft.storage import kernels
+        from megatron_packed_sft.storage import bin_kernel
 
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"bins {start}:{stop} of {self.path}, which has {len(self)}")
@@ -147,7 +147,7 @@ class LegacyShard:
         sequences = rows.seq_offsets[start : stop + 1]
         input_ids = np.empty((stop - start, width), np.int32)
         loss_mask = np.empty((stop - start, width), np.uint8)
-        kernels.pad_rows(
+        bin_kernel.pad_bins(
             rows.input_ids[bins[0] : bins[-1]],
             rows.loss_mask[bins[0] : bins[-1]],
             bins,

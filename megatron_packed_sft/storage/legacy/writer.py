@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk.atomic import os_errors, write_at
+from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
-from megatron_packed_sft.storage.atomic import os_errors, write_at
 from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
 from megatron_packed_sft.storage.legacy.pickle_tables import FIELDS
-from megatron_packed_sft.storage.staged_writer import StagedWriter
 
 _BATCH = 1000  # as Python's own pickler does: readers keep one batch on their stack
 _BUFFER_BYTES = 8 << 20

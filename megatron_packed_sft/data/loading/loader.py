@@ -1,0 +1,255 @@
+"""Our own loader: batches are made in this process, by a thread that stays ahead of the training step.
+
+    sampler ─ indices ─▶ advise ─▶ ... ─▶ fetch, collate ─▶ pin ─▶ [ finished batches ] ─▶ the training loop
+                         rows needed      └────── prefetch thread ──────┘  at most `prefetch`
+                         a little later
+
+No worker processes: with a compiled collate that frees the GIL they only add the cost of sending batches around.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple, Unpack
+
+from megatron_packed_sft.data.loading.pinning import cuda_device_to_pin_for, pinned, use_cuda_device
+from megatron_packed_sft.data.loading.prefetch import Prefetcher
+from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler
+from megatron_packed_sft.data.order.state import LoaderState
+from megatron_packed_sft.data.order.stream import SamplerArguments, Step
+from megatron_packed_sft.errors import InvalidInputError
+
+# How many batches before it is made the rows of a batch are announced to the kernel.
+NUM_BATCHES_ADVISED: Final = 4
+
+Fetch = Callable[[list[int]], Any]
+Collate = Callable[[list[Any]], Any]
+
+
+class PackedLoader:
+    """Batches of a map-style dataset, made ahead by a thread; stateful to the sample.
+
+    A loader is a stream: `iter` goes on after the last batch that was handed out, also after a `break`, and when a
+    pass is over it begins the next one. `seek(0)` starts again. A new `iter` ends the one before.
+
+    The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. It may have more, which is used when it is
+    there: `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
+    `advise(indices)` announces rows that are needed soon; `fingerprint`, `tokenizer_fingerprint` and
+    `chat_template_fingerprint` are texts that go into the state. The thread calls them, one call at a time.
+
+    Args:
+        dataset: what to load.
+        batch_sampler: which samples come when; by default a `MicroBatchSampler` made of `sampling`.
+        collate_fn: makes a batch of a list of samples, instead of what the dataset has.
+        prefetch: finished batches that may wait; 0 makes each batch when it is asked for, without a thread.
+        pin_memory: whether tensors go to page-locked memory; "auto" does it when CUDA is there.
+        sampling: the arguments of `StreamSampler`, such as micro_batch_size, data_parallel_rank and shuffle.
+
+    Example:
+        >>> loader = PackedLoader(range(6), micro_batch_size=2, collate_fn=list)
+        >>> next(iter(loader)), loader.state_dict()["consumed_samples"], list(loader)
+        ([0, 1], 2, [[2, 3], [4, 5]])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_sampler: BatchSampler | None = None,
+        *,
+        collate_fn: Collate | None = None,
+        prefetch: int = 2,
+        pin_memory: bool | Literal["auto"] = "auto",
+        **sampling: Unpack[SamplerArguments],
+    ) -> None:
+        if batch_sampler is None:
+            blend_order = getattr(dataset, "sampling_order", None)
+            if blend_order is not None and sampling.get("order") is None:
+                # A blend: the sampler draws in its order, so that the state tells how much of each source was seen.
+                dataset, sampling["order"] = dataset.in_stored_order(), blend_order
+            fingerprint = str(getattr(dataset, "fingerprint", ""))
+            batch_sampler = MicroBatchSampler(len(dataset), fingerprint=fingerprint, **sampling)
+        elif sampling:
+            raise InvalidInputError(
+                f"batch_sampler and {', '.join(sampling)} were both given; give the latter to the sampler"
+            )
+        elif not isinstance(batch_sampler, BatchSampler):
+            raise InvalidInputError(
+                f"batch_sampler is a {type(batch_sampler).__name__}, which cannot say where in the stream a batch "
+                "ends; use MicroBatchSampler or GlobalBatchSampler, or torch's DataLoader with this one"
+            )
+        if prefetch < 0:
+            raise InvalidInputError(f"prefetch is {prefetch}; give the number of batches to make ahead, from 0 on")
+        cuda_device_to_pin_for(pin_memory)  # refuse a wrong value here rather than at the first batch
+        self.dataset = dataset
+        self.batch_sampler = batch_sampler
+        self.collate_fn = collate_fn
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self.wait_seconds = 0.0  # that all steps so far have waited for their batches
+        self._fetch = _fetch_function(dataset, collate_fn)
+        self._iteration: weakref.ref[_Iteration] | None = None
+
+    def __len__(self) -> int:
+        """Batches of a whole pass."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from here to the end of the pass."""
+        self._end_iteration()
+        iteration = _Iteration(self)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks and epochs: the position in the stream."""
+        return self.batch_sampler.consumed_samples
+
+    def seek(self, consumed_samples: int) -> None:
+        """Go to a position of the stream; an iteration that is under way ends.
+
+        Example:
+            >>> loader = PackedLoader(range(6), micro_batch_size=2, collate_fn=list)
+            >>> loader.seek(4); list(loader)
+            [[4, 5]]
+        """
+        if consumed_samples < 0:
+            raise InvalidInputError(f"consumed_samples is {consumed_samples}; it must be at least 0")
+        self._end_iteration()
+        self.batch_sampler.consumed_samples = operator.index(consumed_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch that was handed out; those that wait do not count.
+
+        Example:
+            >>> PackedLoader(range(6), collate_fn=list).state_dict()["num_samples"]
+            6
+        """
+        return self._of_dataset(self.batch_sampler.state(self.consumed_samples)).to_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after a saved state, with any number of ranks; one of other data or another order is refused.
+
+        Example:
+            >>> loader = PackedLoader(range(6), collate_fn=list)
+            >>> loader.load_state_dict({**loader.state_dict(), "consumed_samples": 5}); list(loader)
+            [[5]]
+        """
+        state = LoaderState.from_dict(state_dict)
+        state.check(self._of_dataset(self.batch_sampler.identity()), self.batch_sampler.allow_mismatch)
+        self._end_iteration()
+        self.batch_sampler.load_state(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iteration": None, "_fetch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fetch = _fetch_function(self.dataset, self.collate_fn)
+
+    def _end_iteration(self) -> None:
+        running = self._iteration() if self._iteration is not None else None
+        if running is not None:
+            running.end()
+
+    def _of_dataset(self, state: LoaderState) -> LoaderState:
+        """A sampler's state, with what only the dataset knows."""
+        return replace(
+            state,
+            fingerprint=state.fingerprint or str(getattr(self.dataset, "fingerprint", "")),
+            tokenizer=getattr(self.dataset, "tokenizer_fingerprint", None),
+            chat_template=getattr(self.dataset, "chat_template_fingerprint", None),
+        )
+
+    def _make_batches(self) -> Iterator[_Made]:
+        # The generator that is returned must not know the loader: its thread would keep it alive.
+        steps = self.batch_sampler.steps(self.consumed_samples)
+        advise = getattr(self.dataset, "advise", None)
+        return _make_batches(steps, self._fetch, advise, cuda_device_to_pin_for(self.pin_memory))
+
+
+class _Made(NamedTuple):
+    batch: Any
+    consumed_samples: int
+    is_last: bool
+
+
+class _Iteration(Iterator[Any]):
+    """One walk through a loader, from where it is to the end of the pass."""
+
+    def __init__(self, loader: PackedLoader) -> None:
+        self._loader = loader
+        self._is_over = False
+        self._was_ended = False
+        self._source = self._start()
+
+    def __next__(self) -> Any:
+        if self._was_ended:
+            raise InvalidInputError(
+                "this iteration was ended by a new iter(), seek() or load_state_dict() of its loader; use the new one"
+            )
+        if self._is_over:
+            raise StopIteration
+        if isinstance(self._source, Prefetcher) and self._source.process != os.getpid():
+            self._source = self._start()  # threads stay behind in a fork
+        start = time.perf_counter()
+        try:
+            batch, consumed_samples, is_last = next(self._source)
+        finally:
+            self._loader.wait_seconds += time.perf_counter() - start
+        self._loader.batch_sampler.consumed_samples = consumed_samples
+        self._is_over = is_last
+        return batch
+
+    def end(self) -> None:
+        """Stop the thread; no more batches come out."""
+        self._was_ended = not self._is_over
+        self._is_over = True
+        if isinstance(self._source, Prefetcher):
+            self._source.close()
+
+    def _start(self) -> Iterator[_Made]:
+        batches = self._loader._make_batches()
+        return Prefetcher(batches, self._loader.prefetch) if self._loader.prefetch else batches
+
+
+def _make_batches(
+    steps: Iterator[Step], fetch: Fetch, advise: Callable[[list[int]], None] | None, device: int | None
+) -> Iterator[_Made]:
+    if device is not None:
+        use_cuda_device(device)
+    for step in steps if advise is None else _advised(steps, advise):
+        batch = fetch(step.indices)
+        yield _Made(batch if device is None else pinned(batch), step.consumed_samples, step.is_last)
+        del batch  # or it would live here while the next one is made
+
+
+def _advised(steps: Iterator[Step], advise: Callable[[list[int]], None]) -> Iterator[Step]:
+    """The same steps, each announced a few steps earlier."""
+    ahead: deque[Step] = deque()
+    for step in steps:
+        advise(step.indices)
+        ahead.append(step)
+        if len(ahead) > NUM_BATCHES_ADVISED:
+            yield ahead.popleft()
+    yield from ahead
+
+
+def _fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
+    if collate_fn is None and hasattr(dataset, "fetch_batch"):
+        fetch: Fetch = dataset.fetch_batch
+        return fetch
+    collate = collate_fn or getattr(dataset, "collate_fn", None)
+    if collate is None:
+        raise InvalidInputError(
+            f"a {type(dataset).__name__} has no collate_fn and no fetch_batch; pass collate_fn to the loader"
+        )
+    if hasattr(dataset, "__getitems__"):
+        return lambda indices: collate(dataset.__getitems__(indices))
+    return lambda indices: collate([dataset[index] for index in indices])

@@ -1,0 +1,133 @@
+"""The order of samples: a keyed permutation per epoch that is computed, not stored.
+
+    position in the stream   0 1 2 3 4 | 5 6 7 8 9 | 10 ...        without end
+    epoch                        0     |     1     |  2
+    sample (5 in the set)    3 4 1 2 0 | 1 2 4 0 3 |  ...          each epoch holds every sample once
+
+The permutation is a swap-or-not shuffle (Hoang, Morris, Rogaway 2012). It takes any number of samples as it is, needs
+no table, and is made of integers only. Each round moves a sample to a random place with probability one half, and
+two samples keep their distance with probability one half; 64 rounds leave 2^-64 of either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError
+
+MAX_SAMPLES = 1 << 62
+_NUM_ROUNDS = 64
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """A stream of samples without end, by random access: what the samplers draw from."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many different samples there are; indices are in 0..num_samples-1."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the data behind the indices."""
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the shuffle, or None for stored order."""
+
+    def at(self, positions: npt.ArrayLike) -> Int64Array:
+        """The sample at each position of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """The order of one dataset's samples = f(seed, epoch, fingerprint); opening costs the same for any size.
+
+    Args:
+        num_samples: samples in the dataset, one epoch.
+        seed: another seed is another order.
+        fingerprint: identifies the dataset; the same seed orders other data in another way.
+        shuffle: False keeps the stored order in every epoch; the seed does not matter then.
+
+    Example:
+        >>> order = SampleOrder(5, seed=1, fingerprint="abc")
+        >>> order.samples(0, 10).tolist()
+        [3, 4, 1, 2, 0, 1, 2, 4, 0, 3]
+    """
+
+    num_samples: int
+    seed: int | None = 1234
+    fingerprint: str = ""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        num_samples = operator.index(self.num_samples)
+        if not 1 <= num_samples <= MAX_SAMPLES:
+            raise InvalidInputError(f"an order needs 1..2^62 samples, not {num_samples}; is the dataset empty?")
+        object.__setattr__(self, "num_samples", num_samples)
+        if self.shuffle and self.seed is None:
+            raise InvalidInputError("a shuffled order needs a seed; give an integer, or shuffle=False")
+        object.__setattr__(self, "seed", operator.index(self.seed) if self.shuffle and self.seed is not None else None)
+
+    def at(self, positions: npt.ArrayLike) -> Int64Array:
+        """The sample at each position of the endless stream of epochs, for any array of positions.
+
+        Example:
+            >>> SampleOrder(3, shuffle=False).at([0, 4, 2]).tolist()
+            [0, 1, 2]
+        """
+        wanted = np.array(positions, np.int64, ndmin=1)
+        if wanted.size == 0:
+            return wanted
+        first, last = int(wanted.min()), int(wanted.max())
+        if first < 0:
+            raise InvalidInputError(f"position {first} is before the start of the order; positions count from 0")
+        first_epoch, last_epoch = first // self.num_samples, last // self.num_samples
+        if first_epoch == last_epoch:  # the usual case: no division per position
+            return self._shuffled(wanted - first_epoch * self.num_samples, first_epoch)
+        epochs, samples = np.divmod(wanted, self.num_samples)
+        by_epoch = np.argsort(epochs, axis=None, kind="stable")
+        flat = samples.reshape(-1)
+        for here in np.split(by_epoch, np.flatnonzero(np.diff(epochs.reshape(-1)[by_epoch])) + 1):
+            flat[here] = self._shuffled(flat[here], int(epochs.flat[here[0]]))
+        return samples
+
+    def samples(self, first: int, count: int) -> Int64Array:
+        """The samples at positions first..first+count-1.
+
+        Example:
+            >>> SampleOrder(3, shuffle=False).samples(2, 3).tolist()
+            [2, 0, 1]
+        """
+        return self.at(np.arange(first, first + count, dtype=np.int64))
+
+    def __getitem__(self, position: int) -> int:
+        """The sample at one position."""
+        return int(self.at([operator.index(position)])[0])
+
+    def _shuffled(self, offsets: Int64Array, epoch: int) -> Int64Array:
+        """The samples at offsets inside an epoch; the array is ours to overwrite."""
+        if self.shuffle and self.num_samples > 1:
+            from megatron_packed_sft.data.order import order_kernel
+
+            sums, keys = _round_keys(self.num_samples, self.seed, self.fingerprint, epoch)
+            order_kernel.swap_or_not(offsets.reshape(-1), self.num_samples, sums, keys)
+        return offsets
+
+
+@lru_cache(maxsize=64)  # two epochs of a few datasets; a kilobyte each
+def _round_keys(
+    num_samples: int, seed: int | None, fingerprint: str, epoch: int
+) -> tuple[Int64Array, npt.NDArray[np.uint64]]:
+    """What each round adds up to, and the key of its coins: all of it straight out of a hash."""
+    material = hashlib.shake_128(f"packed_sft order 1|{seed}|{epoch}|{fingerprint}".encode()).digest(16 * _NUM_ROUNDS)
+    words = np.frombuffer(material, "<u8").astype(np.uint64).reshape(2, _NUM_ROUNDS)
+    return (words[0] % np.uint64(num_samples)).astype(np.int64), words[1].copy()

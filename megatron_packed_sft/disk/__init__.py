@@ -1,0 +1,1 @@
+"""Files that are whole or absent: atomic publishing, checksums, checked opening, memory maps, JSON documents."""

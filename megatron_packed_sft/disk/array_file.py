@@ -1,0 +1,131 @@
+"""Array files in the making: preallocated and filled in any order, or growing at the end; checksummed either way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk.atomic import os_errors, preallocate, write_at
+from megatron_packed_sft.disk.checksum import Hasher, new_hasher
+from megatron_packed_sft.disk.file_record import FileRecord
+from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec, npy_header
+
+_READ_BACK = 1 << 20
+
+
+class ArrayFileWriter:
+    """Writes one .npy file.
+
+    Rows that arrive in order are checksummed from memory; only what arrived out of order is read back at the end.
+    Writing goes through pwrite and not through a map: memory stays constant and a full disk is an error, not SIGBUS.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> path = Path(tempfile.mkdtemp()) / "x.npy"
+        >>> writer = ArrayFileWriter(path, ArraySpec("x.npy", "<u4", (3,), 128), "xxh3_128")
+        >>> writer.write(0, np.array([1, 2, 3], "<u4"))
+        >>> writer.finish().bytes, np.load(path).tolist()
+        (140, [1, 2, 3])
+    """
+
+    def __init__(self, path: Path, spec: ArraySpec, algorithm: str) -> None:
+        self.path = path
+        self.spec = spec
+        self._size = spec.header_size + spec.nbytes
+        self._row_bytes = spec.nbytes // spec.shape[0]
+        self._hasher = new_hasher(algorithm)
+        self._hashed = spec.header_size
+        header = npy_header(spec)
+        with os_errors("write", path, self._size):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                preallocate(self._fd, self._size)
+                write_at(self._fd, header, 0)
+            except BaseException:
+                self.close()
+                raise
+        self._hasher.update(header)
+
+    def write(self, first_row: int, rows: npt.NDArray[Any]) -> None:
+        """Write consecutive rows; they are C-contiguous, of the file's dtype, and inside its shape."""
+        data = rows.reshape(-1).view(np.uint8).data
+        offset = self.spec.header_size + first_row * self._row_bytes
+        with os_errors("write", self.path, self._size):
+            write_at(self._fd, data, offset)
+        if offset == self._hashed:
+            self._hasher.update(data)
+            self._hashed += len(data)
+
+    def finish(self) -> FileRecord:
+        """Complete the checksum, make the file durable and close it."""
+        with os_errors("write", self.path, self._size):
+            _hash_back(self._fd, self._hasher, self._hashed, self._size)
+            os.fsync(self._fd)
+        self.close()
+        return FileRecord(self._size, self._hasher.hexdigest())
+
+    def close(self) -> None:
+        """Close the file as it is; harmless when called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class GrowingArrayFile:
+    """Writes a one-dimensional .npy file whose length is known only at the end.
+
+    The header comes last, so the checksum is taken from the page cache when the file is complete.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> path = Path(tempfile.mkdtemp()) / "x.npy"
+        >>> writer = GrowingArrayFile(path, "<u4", "xxh3_128")
+        >>> writer.append(np.array([1, 2], "<u4")); writer.append(np.array([3], "<u4"))
+        >>> writer.finish().bytes, np.load(path).tolist()
+        (140, [1, 2, 3])
+    """
+
+    def __init__(self, path: Path, dtype: str, algorithm: str) -> None:
+        self.path = path
+        self._dtype = dtype
+        self._hasher = new_hasher(algorithm)
+        self._size = SMALL_HEADER
+        with os_errors("write", path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Write more values; they are C-contiguous and of the file's dtype."""
+        data = values.reshape(-1).view(np.uint8).data
+        with os_errors("write", self.path, self._size + len(data)):
+            write_at(self._fd, data, self._size)
+        self._size += len(data)
+
+    def finish(self) -> FileRecord:
+        """Write the header, take the checksum, make the file durable and close it."""
+        count = (self._size - SMALL_HEADER) // np.dtype(self._dtype).itemsize
+        with os_errors("write", self.path, self._size):
+            write_at(self._fd, npy_header(ArraySpec(self.path.name, self._dtype, (count,), SMALL_HEADER)), 0)
+            _hash_back(self._fd, self._hasher, 0, self._size)
+            os.fsync(self._fd)
+        self.close()
+        return FileRecord(self._size, self._hasher.hexdigest())
+
+    def close(self) -> None:
+        """Close the file as it is; harmless when called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _hash_back(fd: int, hasher: Hasher, start: int, end: int) -> None:
+    while start < end:
+        piece = os.pread(fd, min(_READ_BACK, end - start), start)
+        if not piece:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        hasher.update(piece)
+        start += len(piece)

@@ -1,0 +1,129 @@
+"""Opening files that may be damaged, hostile or half copied: every check comes before the first byte is mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk import npy
+from megatron_packed_sft.disk.atomic import os_errors, translated
+from megatron_packed_sft.disk.file_maps import map_file
+from megatron_packed_sft.disk.file_record import FileRecord
+from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
+
+# O_NOFOLLOW: a shard's files are its own. O_NONBLOCK: a FIFO under that name must not hang the reader.
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class CheckedFile(NamedTuple):
+    """An open array file whose size, dtype and shape are what they should be."""
+
+    path: Path
+    fd: int
+    size: int
+    header: npy.NpyHeader
+
+    @property
+    def name(self) -> str:
+        """The file's name inside its directory."""
+        return self.path.name
+
+    def map(self) -> npt.NDArray[Any]:
+        """The array, read-only, over a map of the file; matrices are mapped for random access."""
+        with os_errors("map", self.path, self.size):
+            data = map_file(self.fd, self.size, random_access=len(self.header.shape) == 2)
+        count = int(np.prod(self.header.shape, dtype=np.int64))
+        array: npt.NDArray[Any] = np.frombuffer(data, self.header.dtype, count, self.header.data_offset)
+        return array.reshape(self.header.shape)
+
+
+class CheckedDirectory:
+    """Opens the files of one directory through one descriptor, and closes all of them at the end.
+
+    A directory that is replaced meanwhile is so seen whole: old or new, never half of each.
+
+    Example:
+        >>> with CheckedDirectory.open(Path("shard_000000")) as directory:  # doctest: +SKIP
+        ...     data = directory.read("manifest.json", limit=1 << 20)
+    """
+
+    def __init__(self, path: Path, fd: int, closing: contextlib.ExitStack) -> None:
+        self.path = path
+        self._fd = fd
+        self._closing = closing
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path) -> Iterator[CheckedDirectory]:
+        """Open the directory; its files are closed when the block is left."""
+        with contextlib.ExitStack() as closing:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise ShardError(f"{path} does not exist; check the path") from None
+            except NotADirectoryError:
+                raise ShardError(f"{path} is not a directory; name the directory that holds the manifest") from None
+            except ValueError:
+                raise ShardError(f"{str(path)!r} is not a path; check it for odd characters") from None
+            except OSError as error:
+                raise translated(error, "open", path) from error
+            closing.callback(os.close, fd)
+            yield cls(path, fd, closing)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes of a small file, which may have at most `limit` of them."""
+        fd = self._open_regular(name)
+        size = os.fstat(fd).st_size
+        path = self.path / name
+        if size > limit:
+            raise ManifestError(f"{path} has {size:,} bytes, more than the {limit:,} it may have; restore the original")
+        with os_errors("read", path):
+            return os.read(fd, size)
+
+    def array(self, spec: npy.ArraySpec, record: FileRecord | None) -> CheckedFile:
+        """Open an array file that must agree with `spec`, and in size with what the manifest recorded."""
+        path = self.path / spec.name
+        fd = self._open_regular(spec.name)
+        size = os.fstat(fd).st_size
+        if record is not None and size != record.bytes:
+            raise ShardFileError(
+                f"{path} has {size:,} bytes, the manifest says {record.bytes:,}; "
+                "it was cut, changed or swapped: copy it again"
+            )
+        with os_errors("read", path):
+            header = npy.parse_npy_header(os.pread(fd, npy.MAX_HEADER, 0), str(path))
+        if header.dtype != spec.dtype or header.shape != spec.shape:
+            raise ShardFileError(
+                f"{path} holds {header.dtype} {header.shape}, and should hold {spec.dtype} {spec.shape}; "
+                "it belongs to another shard: copy the right one"
+            )
+        expected = header.data_offset + spec.nbytes
+        if size != expected:
+            raise ShardFileError(
+                f"{path} has {size:,} bytes, its header says {expected:,}; it was cut or appended to: copy it again"
+            )
+        return CheckedFile(path, fd, size, header)
+
+    def _open_regular(self, name: str) -> int:
+        path = self.path / name
+        try:
+            fd = os.open(name, _OPEN_FLAGS, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise ShardFileError(f"{path} is missing; the shard is incomplete, copy or write it again") from None
+        except OSError as error:
+            if path.is_symlink():
+                raise ShardFileError(
+                    f"{path} is a symbolic link; files must be the shard's own, copy it there"
+                ) from None
+            raise translated(error, "open", path) from error
+        self._closing.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ShardFileError(f"{path} is not a regular file; restore it from the original shard")
+        return fd

@@ -1,0 +1,104 @@
+"""Chat templates: the tokenizer's own, a file, or one of a small set that comes with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.errors import InvalidInputError, StorageIOError
+
+_BUILTIN = Path(__file__).parent / "builtin_templates"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A chat template as text.
+
+    Args:
+        name: what errors and manifests call it.
+        source: the Jinja text.
+
+    Example:
+        >>> ChatTemplate("mine", "{{ messages }}").fingerprint
+        '6b3d80cfa9a53fc3a5863d2d1164e7a8'
+    """
+
+    name: str
+    source: str
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits: xxh3_128 of the source."""
+        return xxhash.xxh3_128(self.source.encode()).hexdigest()
+
+
+def builtin_template_names() -> list[str]:
+    """Return the names of the templates that come with the package.
+
+    Example:
+        >>> builtin_template_names()
+        ['chatml', 'llama3', 'mistral', 'plain']
+    """
+    return sorted(path.stem for path in _BUILTIN.glob("*.jinja"))
+
+
+def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) -> ChatTemplate:
+    """Load a chat template.
+
+    Args:
+        name_or_path: a built-in name, a Jinja file, a JSON file with a `chat_template` (such as tokenizer_config.json),
+            the Jinja text itself, or None for the tokenizer's own.
+        tokenizer: asked when no name is given.
+
+    Example:
+        >>> load_template("chatml").name
+        'chatml'
+    """
+    names = builtin_template_names()
+    if name_or_path is None:
+        source = tokenizer.chat_template if tokenizer is not None else None
+        if source is None:
+            whose = f"tokenizer {tokenizer.name}" if tokenizer is not None else "no tokenizer was given, which"
+            raise InvalidInputError(f"{whose} has no chat template; name a file, or one of {', '.join(names)}")
+        return ChatTemplate("the tokenizer's template", source)
+    if name_or_path in names:
+        return ChatTemplate(name_or_path, (_BUILTIN / f"{name_or_path}.jinja").read_text(encoding="utf-8"))
+    if "{%" in name_or_path or "{{" in name_or_path:
+        return ChatTemplate("chat template", name_or_path)
+    return _read(Path(name_or_path), names)
+
+
+def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Load a chat template as `load_template` does; None when none is named and the tokenizer has none.
+
+    Text and tokenized rows need no template.
+    """
+    if name_or_path is None and tokenizer.chat_template is None:
+        return None
+    return load_template(name_or_path, tokenizer)
+
+
+def _read(path: Path, names: list[str]) -> ChatTemplate:
+    if not path.is_file():
+        raise InvalidInputError(f"chat template {path} is no file; name a file, or one of {', '.join(names)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageIOError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path} is not UTF-8 text; give a Jinja file") from None
+    return ChatTemplate(path.name, _template_in_json(path, text) if path.suffix == ".json" else text)
+
+
+def _template_in_json(path: Path, text: str) -> str:
+    try:
+        source = json.loads(text)["chat_template"]
+    except (ValueError, KeyError, TypeError):
+        source = None
+    if not isinstance(source, str):
+        raise InvalidInputError(f"{path} holds no text under 'chat_template'; give the template as a Jinja file")
+    return source

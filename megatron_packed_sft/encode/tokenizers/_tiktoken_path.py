@@ -1,0 +1,165 @@
+"""The fast path: a byte-level BPE tokenizer.json through tiktoken, with the same ids or not at all.
+
+    tokenizer.json ─ structural_refusal ─ merge_refusal ─▶ TiktokenPath ─ difference ─▶ used
+                           │                   │                              │
+                           └───────────────────┴── one reason in words ───────┴──▶ `tokenizers` does all the work
+
+Single texts are left to `tokenizers` as well: those that are not in normal form C when the tokenizer asks for it, and
+those with a run so long that tiktoken's regular expressions give up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.encode.tokenizers._byte_level import (
+    is_left_alone,
+    merge_refusal,
+    split_pattern,
+    structural_refusal,
+    token_bytes,
+)
+from megatron_packed_sft.encode.tokenizers._check_texts import check_texts
+from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# tiktoken 0.14 overflows its stack on a million spaces and is sound at 100,000; older ones are quadratic in long words.
+MAX_RUN = 10_000
+_LONG_RUN = re.compile(rf"\s{{{MAX_RUN}}}|\S{{{MAX_RUN}}}")
+# System prompts and tool lists come again and again; this many characters of them are remembered.
+_CACHE_CHARACTERS = 4_000_000
+_ID_BYTES = 4
+
+
+class TiktokenPath:
+    """Encodes texts through tiktoken.
+
+    Args:
+        document: a parsed tokenizer.json that passed the checks of `open_tiktoken_path`.
+        controls: its added tokens.
+        ranks: the bytes of its other tokens -> their ids.
+
+    Example:
+        >>> path = TiktokenPath(document, controls, ranks)  # doctest: +SKIP
+        >>> ids, lengths = path.encode([MarkedText("Hello")])  # doctest: +SKIP
+    """
+
+    def __init__(self, document: dict[str, Any], controls: ControlTokens, ranks: dict[bytes, int]) -> None:
+        import tiktoken
+
+        # Control tokens are cut off before tiktoken sees the text; it knows them, but it is never allowed to make one.
+        self._encoding = tiktoken.Encoding(
+            "megatron_packed_sft",
+            pat_str=split_pattern(document) or "",
+            mergeable_ranks=ranks,
+            special_tokens=controls.ids,
+        )
+        self._document = document
+        self._controls = controls
+        self._control_chunks = {text: np.uint32(number).tobytes() for text, number in controls.ids.items()}
+        self._cache: dict[str, bytes] = {}  # ids as tiktoken gives them: joining bytes is quicker than joining arrays
+        self._cached_characters = 0
+
+    def accepts(self, text: str) -> bool:
+        """Whether this one text may go through tiktoken."""
+        if len(text) > MAX_RUN and _LONG_RUN.search(text):
+            return False
+        return is_left_alone(self._document, text)
+
+    def encode(self, texts: Sequence[MarkedText]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Flat ids of texts that are accepted, and how many each has."""
+        chunks: list[bytes] = []
+        lengths = []
+        for text, _, literal in texts:
+            before = len(chunks)
+            for index, part in enumerate(self._controls.split(text, literal).parts):
+                if index % 2:
+                    chunks.append(self._control_chunks[part])
+                elif part:
+                    chunks.append(self._cache.get(part) or self._encode_part(part))
+            lengths.append(sum(map(len, chunks[before:])) // _ID_BYTES)
+        ids = np.frombuffer(bytearray().join(chunks), np.int32)  # of a bytearray, so that the array can be written to
+        return ids, np.array(lengths, np.int64)
+
+    def difference(self, backend: tokenizers.Tokenizer) -> str | None:
+        """A text that tiktoken gives other ids than `tokenizers`, or a control token where none is meant."""
+        for text in check_texts(self._controls.ids):
+            if self.accepts(text):
+                ids, _ = self.encode([MarkedText(text)])
+                if ids.tolist() != backend.encode(text, add_special_tokens=False).ids:
+                    return text
+        lookalikes = " ".join(self._controls.ids)
+        ids, _ = self.encode([MarkedText(lookalikes, literal=[(0, len(lookalikes))])])
+        return lookalikes if set(self._controls.ids.values()) & set(ids.tolist()) else None
+
+    def _encode_part(self, part: str) -> bytes:
+        chunk = self._encoding.encode_to_numpy(part, disallowed_special=()).tobytes()
+        if self._cached_characters > _CACHE_CHARACTERS:
+            self._cache = {}
+            self._cached_characters = 0
+        self._cache[part] = chunk
+        self._cached_characters += len(part)
+        return chunk
+
+
+def open_tiktoken_path(
+    document: dict[str, Any],
+    controls: ControlTokens,
+    backend: Callable[[], tokenizers.Tokenizer],
+    *,
+    passed_with: str | None = None,
+) -> TiktokenPath | str:
+    """The fast path of a tokenizer, or the reason why it has none.
+
+    Args:
+        document: the parsed tokenizer.json.
+        controls: its added tokens.
+        backend: gives the same tokenizer in `tokenizers`, which decides.
+        passed_with: what `checked_by` said where this very file passed all checks; they are left out where it says
+            the same.
+
+    Example:
+        >>> open_tiktoken_path({"model": {"type": "Unigram"}}, controls, lambda: backend)  # doctest: +SKIP
+        'its model is Unigram, not BPE'
+    """
+    try:
+        import tiktoken  # noqa: F401
+    except ImportError:
+        return "tiktoken is not installed"
+    if reason := structural_refusal(document):
+        return reason
+    if any(token["content"] not in controls.ids for token in document.get("added_tokens", [])):
+        return "some of its added tokens are ordinary text"
+    single = [bytes([value]) for value in range(256)]
+    ranks = token_bytes(document, set(controls.ids))
+    if ranks is None or not all(byte in ranks for byte in single):
+        return "its vocabulary is not spelled in bytes"
+    has_passed = passed_with == checked_by()
+    if not has_passed and (reason := merge_refusal(document, backend(), set(controls.ids))):
+        return reason
+    try:
+        path = TiktokenPath(document, controls, ranks)
+    except ValueError as error:
+        return f"tiktoken does not take its pattern: {error}"
+    if not has_passed and (text := path.difference(backend())) is not None:
+        return f"tiktoken gives other ids for {text[:40]!r}"
+    return path
+
+
+def checked_by() -> str:
+    """The versions of both sides: what one process has checked, another with the same need not check again.
+
+    Example:
+        >>> checked_by()  # doctest: +SKIP
+        'tiktoken 0.14.0, tokenizers 0.23.3'
+    """
+    return ", ".join(f"{name} {version(name)}" for name in ("tiktoken", "tokenizers"))

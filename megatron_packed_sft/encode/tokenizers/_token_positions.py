@@ -1,0 +1,142 @@
+"""Where tokens lie in their text, and so which of them are trained.
+
+A position is a character or a UTF-8 byte of the text, whichever the tokenizer can tell cheaply; texts of a batch are
+laid end to end, so that one pass marks them all:
+
+    text        u s e r : h i | b o t : h o          trained: (4, 6) of the second text
+    tokens      [user] [:] [hi] [bot] [:] [ho]
+    train         0     0   0     0    0   1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.errors import InvalidInputError
+
+Positions = npt.NDArray[np.int64]
+
+
+def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
+    """How many bytes each text has in UTF-8; a text that has no UTF-8 form is refused.
+
+    Example:
+        >>> utf8_lengths([MarkedText("abc"), MarkedText("né")])
+        [3, 3]
+    """
+    lengths = []
+    for index, (text, _, _) in enumerate(texts):
+        if text.isascii():
+            lengths.append(len(text))
+            continue
+        try:
+            lengths.append(len(text.encode()))
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"text {index} of the batch holds half a surrogate pair at character {error.start}, which is no "
+                "character; repair the row, for instance with text.encode('utf-16', 'surrogatepass').decode('utf-16')"
+            ) from None
+    return lengths
+
+
+def byte_positions(text: str) -> Positions:
+    """The UTF-8 position of every character, and of the end.
+
+    Example:
+        >>> byte_positions("née").tolist()
+        [0, 1, 3, 4]
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
+
+
+def trained_ranges(
+    texts: Sequence[MarkedText], lengths: Sequence[int], *, in_bytes: bool
+) -> tuple[Positions, Positions]:
+    """Begins and ends of all trained ranges of a batch whose texts are laid end to end.
+
+    Args:
+        texts: the batch.
+        lengths: of each text, in characters or bytes.
+        in_bytes: whether positions are bytes.
+
+    Example:
+        >>> begins, ends = trained_ranges([MarkedText("né"), MarkedText("éa", [(1, 2)])], [3, 3], in_bytes=True)
+        >>> begins.tolist(), ends.tolist()
+        ([5], [6])
+    """
+    begins: list[int] = []
+    ends: list[int] = []
+    base = 0
+    for index, ((text, trained, _), length) in enumerate(zip(texts, lengths, strict=True)):
+        if trained:
+            at = byte_positions(text) if in_bytes and length != len(text) else None
+            previous = 0
+            for begin, end in trained:
+                if not previous <= begin <= end <= len(text):
+                    raise InvalidInputError(
+                        f"text {index} of the batch has the trained range ({begin}, {end}) after position {previous} "
+                        f"of {len(text)} characters; give ascending ranges inside the text"
+                    )
+                previous = end
+                if begin < end:
+                    begins.append(base + (begin if at is None else int(at[begin])))
+                    ends.append(base + (end if at is None else int(at[end])))
+        base += length
+    return np.array(begins, np.int64), np.array(ends, np.int64)
+
+
+def encoded_texts(
+    input_ids: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int64],
+    token_starts: Positions,
+    token_ends: Positions,
+    ranges: tuple[Positions, Positions],
+) -> EncodedTexts:
+    """Put a batch together: ids and their positions in, ids and their train mask out.
+
+    Example:
+        >>> ids, at = np.array([7, 8], np.int32), np.array([0, 2, 5])
+        >>> encoded_texts(ids, np.array([2]), at[:-1], at[1:], (np.array([2]), np.array([5]))).train.tolist()
+        [0, 1]
+    """
+    begins, ends = ranges
+    if len(begins) == 0:
+        return EncodedTexts(input_ids, np.zeros(len(input_ids), np.uint8), lengths, 0)
+    # Ranges ascend and do not touch: if a token lies in any, then in the first that ends after the token begins.
+    candidate = np.searchsorted(ends, token_starts, side="right")
+    is_behind_all = candidate == len(ends)
+    candidate[is_behind_all] = 0
+    trained = ~is_behind_all & (token_starts < token_ends) & (begins[candidate] < token_ends)
+    straddling = trained & ((token_starts < begins[candidate]) | (token_ends > ends[candidate]))
+    return EncodedTexts(input_ids, trained.view(np.uint8), lengths, int(np.count_nonzero(straddling)))
+
+
+def interleave(num_texts: int, groups: Sequence[tuple[Sequence[int], EncodedTexts]]) -> EncodedTexts:
+    """One batch out of several that were encoded apart: each comes with the places of its texts in the whole.
+
+    Example:
+        >>> one = EncodedTexts(np.array([5], np.int32), np.array([1], np.uint8), np.array([1]), 0)
+        >>> interleave(2, [([1], one), ([0], one._replace(input_ids=np.array([6], np.int32)))]).input_ids.tolist()
+        [6, 5]
+    """
+    if len(groups) == 1:
+        return groups[0][1]
+    ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)] * num_texts
+    train: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * num_texts
+    for places, encoded in groups:
+        stops = np.cumsum(encoded.lengths)
+        for place, stop, length in zip(places, stops.tolist(), encoded.lengths.tolist(), strict=True):
+            ids[place] = encoded.input_ids[stop - length : stop]
+            train[place] = encoded.train[stop - length : stop]
+    return EncodedTexts(
+        np.concatenate([np.empty(0, np.int32), *ids]),
+        np.concatenate([np.empty(0, np.uint8), *train]),
+        np.array([len(one) for one in ids], np.int64),
+        sum(encoded.num_straddling for _, encoded in groups),
+    )

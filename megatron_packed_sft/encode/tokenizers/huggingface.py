@@ -1,0 +1,307 @@
+"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through tiktoken where that is the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import xxhash
+
+from megatron_packed_sft.encode.tokenizers._byte_level import byte_lengths, is_left_alone
+from megatron_packed_sft.encode.tokenizers._control_tokens_as_text import private_names, renamed
+from megatron_packed_sft.encode.tokenizers._huggingface_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
+from megatron_packed_sft.encode.tokenizers._tiktoken_path import TiktokenPath, checked_by, open_tiktoken_path
+from megatron_packed_sft.encode.tokenizers._token_positions import (
+    encoded_texts,
+    interleave,
+    trained_ranges,
+    utf8_lengths,
+)
+from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens, is_control_text
+from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+
+logger = logging.getLogger(__name__)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer folder as Hugging Face saves it. Satisfies `encode.interface.Tokenizer`.
+
+    Ids are those of `AutoTokenizer.apply_chat_template(tokenize=True)`: text as it is, nothing added.
+
+    Args:
+        path: the folder, or a tokenizer.json in it.
+        fast: go through tiktoken where it gives the same ids; `fast_path` says whether it does, and
+            `fast_path_refusal` why it does not.
+
+    Example:
+        >>> tokenizer = HuggingFaceTokenizer("qwen2.5")  # doctest: +SKIP
+        >>> tokenizer.encode_many([MarkedText("Hello there", trained=[(5, 11)])]).train  # doctest: +SKIP
+        array([0, 1], dtype=uint8)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fast: bool = True) -> None:
+        self._load(path, fast, None)
+
+    def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, str | None] | None) -> None:
+        """Read the files; `expected` is the fingerprint they had before, and what the fast path was checked by."""
+        folder = Path(os.path.abspath(path))
+        folder = folder.parent if folder.name == TOKENIZER_FILE else folder
+        if not folder.is_dir():
+            raise InvalidInputError(f"{path} is not a folder; give the folder that holds {TOKENIZER_FILE}")
+        self._path, self._fast = str(folder), fast
+        files = read_tokenizer_folder(folder)
+        self._document = _only_what_decides_ids(files.document)
+        self._template_variables = files.special_tokens
+        self._chat_template = files.chat_template
+        self._fingerprint = _fingerprint(self._document)
+        if expected is None:
+            self._check_added_tokens()
+        elif expected[0] != self._fingerprint:
+            raise InvalidInputError(
+                f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
+                "now); start again with one tokenizer"
+            )
+        self._controls = ControlTokens(
+            {
+                token["content"]: token["id"]
+                for token in self._document["added_tokens"]
+                if is_control_text(token["content"], special=token["special"]) and not token["single_word"]
+            }
+        )
+        self._tiktoken: TiktokenPath | None = None
+        self.fast_path: str | None = None
+        self.fast_path_refusal: str | None = "fast=False"
+        if fast:
+            self._open_fast_path(None if expected is None else expected[1])
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer itself: half a second that a process with the fast path may never need."""
+        return _backend(self._document, Path(self._path))
+
+    def _check_added_tokens(self) -> None:
+        backend = self._backend  # read here, so that a broken file is found even if it has no added tokens
+        for token in self._document["added_tokens"]:
+            found = backend.token_to_id(token["content"])
+            if found != token["id"]:
+                raise InvalidInputError(
+                    f"{self._path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
+                    "the tokenizer again with transformers"
+                )
+
+    def _open_fast_path(self, passed_with: str | None) -> None:
+        found = open_tiktoken_path(self._document, self._controls, lambda: self._backend, passed_with=passed_with)
+        if isinstance(found, TiktokenPath):
+            self._tiktoken, self.fast_path, self.fast_path_refusal = found, "tiktoken", None
+        else:
+            self.fast_path_refusal = found
+            logger.info("%s: no fast path through tiktoken, because %s", self.name, found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        passed_with = None if self._tiktoken is None else checked_by()
+        return _load_again, (self._path, self._fast, (self._fingerprint, passed_with))
+
+    @property
+    def path(self) -> str:
+        """The folder it was loaded from."""
+        return self._path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return Path(self._path).name
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of model, normalizer, pre-tokenizer and added tokens."""
+        return self._fingerprint
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """All ids are below it, those of added tokens too."""
+        vocabulary = self._document["model"]["vocab"]
+        last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return 1 + int(max([last, *(token["id"] for token in self._document["added_tokens"])]))
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning of sequence, if it has one."""
+        return self._id_of("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """End of sequence, if it has one."""
+        return self._id_of("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """Padding, if it has one."""
+        return self._id_of("pad_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its own Jinja template, if it has one."""
+        return self._chat_template
+
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """Its special tokens by name, as text."""
+        return self._template_variables
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Its added tokens, but for those that are text: white space, HTML, whole words."""
+        return self._controls.ids
+
+    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+        """Tokenize many texts and map their trained characters to tokens."""
+        num_bytes = utf8_lengths(texts)
+        path = self._tiktoken
+        if path is None:
+            return self._encode_slowly(texts, num_bytes)
+        accepted = [path.accepts(text.text) for text in texts]
+        if all(accepted):
+            return self._encode_fast(path, texts, num_bytes)
+        groups = []
+        for places, encode in (
+            (np.flatnonzero(accepted).tolist(), partial(self._encode_fast, path)),
+            (np.flatnonzero(~np.array(accepted)).tolist(), self._encode_slowly),
+        ):
+            groups.append((places, encode([texts[place] for place in places], [num_bytes[place] for place in places])))
+        return interleave(len(texts), groups)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, control tokens included."""
+        return str(self._backend.decode([int(number) for number in ids], skip_special_tokens=False))
+
+    def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
+        # If not in place: the pattern left characters out, which `tokenizers` keeps as words of their own.
+        return self._in_place(*path.encode(texts), texts, num_bytes) or self._encode_slowly(texts, num_bytes)
+
+    def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
+        """Through `tokenizers`; where ids tell their length, without its offsets, which take a third of the time."""
+        if self._byte_lengths is not None and all(is_left_alone(self._document, text.text) for text in texts):
+            encodings = self._encodings(texts, "encode_batch_fast")
+            if (encoded := self._in_place(*_flat_ids(encodings), texts, num_bytes)) is not None:
+                return encoded
+        encodings = self._encodings(texts, "encode_batch")
+        ids, lengths = _flat_ids(encodings)
+        offsets: npt.NDArray[np.int64] = np.fromiter(
+            chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings)), np.int64, 2 * len(ids)
+        ).reshape(-1, 2)
+        num_characters = [len(text.text) for text in texts]
+        bases = np.repeat(np.cumsum([0, *num_characters[:-1]])[: len(texts)], lengths)
+        ranges = trained_ranges(texts, num_characters, in_bytes=False)
+        return encoded_texts(ids, lengths, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
+
+    @cached_property
+    def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        return byte_lengths(self._document)
+
+    def _in_place(
+        self,
+        ids: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int64],
+        texts: Sequence[MarkedText],
+        num_bytes: Sequence[int],
+    ) -> EncodedTexts | None:
+        """Lay tokens side by side by their lengths in bytes; None if they do not fill their texts."""
+        if self._byte_lengths is None:
+            return None
+        widths = self._byte_lengths[ids]
+        ends = np.cumsum(widths)
+        text_ends = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(lengths)]
+        if not np.array_equal(text_ends, np.cumsum(num_bytes)):
+            return None
+        return encoded_texts(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+
+    def _encodings(self, texts: Sequence[MarkedText], method: str) -> list[Any]:
+        plain: list[int] = []
+        disguised: list[int] = []
+        for index, (text, _, literal) in enumerate(texts):
+            has_lookalike = bool(literal) and self._controls.split(text, literal).has_lookalike
+            (disguised if has_lookalike else plain).append(index)
+        jobs = [(self._backend, plain, [texts[index].text for index in plain])]
+        if disguised:
+            names = [self._under_private_names(texts[index], index) for index in disguised]
+            jobs.append((self._literal_backend, disguised, names))
+        result: list[Any] = [None] * len(texts)
+        for backend, indices, given in jobs:
+            found = getattr(backend, method)(given, add_special_tokens=False)
+            for index, encoding in zip(indices, found, strict=True):
+                result[index] = encoding
+        return result
+
+    def _under_private_names(self, text: MarkedText, index: int) -> str:
+        parts = self._controls.split(text.text, text.literal).parts
+        if any(name in text.text for name in self._private_names.values()):
+            raise InvalidInputError(
+                f"text {index} of the batch holds private characters (U+F0000 to U+FFFFD) and the text of a control "
+                "token; take one of them out of the row"
+            )
+        parts[1::2] = [self._private_names[part] for part in parts[1::2]]
+        return "".join(parts)
+
+    @cached_property
+    def _private_names(self) -> dict[str, str]:
+        return private_names(self._controls.ids)
+
+    @cached_property
+    def _literal_backend(self) -> Any:
+        return _backend(renamed(self._document, self._private_names), Path(self._path))
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._template_variables.get(name)
+        if token is None:
+            return None
+        added: dict[str, int] = {one["content"]: one["id"] for one in self._document["added_tokens"]}
+        return added[token] if token in added else self._backend.token_to_id(token)
+
+
+def _load_again(path: str, fast: bool, expected: tuple[str, str | None]) -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+    tokenizer._load(path, fast, expected)
+    return tokenizer
+
+
+def _flat_ids(encodings: Sequence[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
+    ids = chain.from_iterable(encoding.ids for encoding in encodings)
+    return np.fromiter(ids, np.int32, int(lengths.sum())), lengths
+
+
+def _only_what_decides_ids(document: dict[str, Any]) -> dict[str, Any]:
+    """Without truncation and padding, and without a post-processor, which adds tokens and trims positions."""
+    return document | {"truncation": None, "padding": None, "post_processor": None}
+
+
+def _fingerprint(document: dict[str, Any]) -> str:
+    """A hash that does not depend on how the file is written: order of keys, and merges as text or as pairs."""
+    model = dict(document["model"])
+    if "merges" in model:
+        model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    added = sorted(document["added_tokens"], key=lambda token: int(token["id"]))
+    parts = [model, document.get("normalizer"), document.get("pre_tokenizer"), added]
+    return xxhash.xxh3_128(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _backend(document: dict[str, Any], folder: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise MissingDependencyError(f"the tokenizer in {folder} needs tokenizers; {INSTALL}") from None
+    try:
+        return tokenizers.Tokenizer.from_str(orjson.dumps(document).decode())
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InvalidInputError(
+            f"{folder / TOKENIZER_FILE} is not a tokenizer that `tokenizers` can load ({error}); download it again"
+        ) from None

@@ -1,0 +1,57 @@
+"""`load_tokenizer`: one call for whatever tokenizer lies there, never over the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.errors import InvalidInputError
+
+_HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bool = True) -> Tokenizer:
+    """Load a tokenizer from a file or folder.
+
+    Args:
+        path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder.
+        kind: `auto` looks at the files: a folder with Hugging Face's files is `huggingface`.
+        fast: for Hugging Face, go through tiktoken where that gives the same ids.
+
+    Example:
+        >>> tokenizer = load_tokenizer("Qwen2.5-7B-Instruct")  # doctest: +SKIP
+        >>> tokenizer.control_tokens["<|im_end|>"]  # doctest: +SKIP
+        151645
+    """
+    if kind not in ("auto", "sentencepiece", "huggingface"):
+        raise InvalidInputError(f"tokenizer kind {kind!r} is unknown; use auto, sentencepiece or huggingface")
+    location = Path(path)
+    if not location.exists():
+        raise InvalidInputError(
+            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded: fetch a hub "
+            "tokenizer first)"
+        )
+    models = [location] if location.is_file() else sorted(location.glob("*.model"))
+    if kind == "auto":
+        kind = "huggingface" if _looks_like_huggingface(location) else "sentencepiece"
+    if kind == "huggingface":
+        from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(location, fast=fast)
+    if len(models) != 1:
+        if not models:
+            raise InvalidInputError(
+                f"{path} has no tokenizer.json and no SentencePiece .model file; give the folder or file of a tokenizer"
+            )
+        names = ", ".join(model.name for model in models)
+        raise InvalidInputError(f"{path} holds several SentencePiece models, {names}; name one of them")
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(models[0])
+
+
+def _looks_like_huggingface(location: Path) -> bool:
+    if location.is_file():
+        return location.name in _HUGGINGFACE_FILES
+    return any((location / name).is_file() for name in _HUGGINGFACE_FILES)

@@ -1,0 +1,258 @@
+"""SentencePiece models: text between control tokens goes through the model, the rest is looked up.
+
+The model's dummy prefix (a space in front of the text, on in many models) is put at the very start of a text and
+nowhere else: what follows a control token is encoded as it stands. Llama's tokenizers in Hugging Face do so as well
+(`legacy=False`). A model that trims white space (T5's) trims each stretch between two control tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron_packed_sft.encode.tokenizers import _sentencepiece_proto as proto
+from megatron_packed_sft.encode.tokenizers._token_positions import encoded_texts, trained_ranges, utf8_lengths
+from megatron_packed_sft.encode.tokenizers.control_tokens import SPACE_MARK, ControlTokens, is_control_text
+from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.errors import InvalidInputError
+
+_SPECIAL = ("bos", "eos", "pad", "unk")
+
+
+class _Chunk(NamedTuple):
+    """A control token, or the text between two of them."""
+
+    text: str
+    is_control: bool
+    takes_prefix: bool
+    has_lookalike: bool
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece .model file. Satisfies `encode.interface.Tokenizer`.
+
+    Control symbols (`<s>`) and user-defined symbols are recognised in text, outside of literal ranges.
+
+    Args:
+        path: the .model file.
+
+    Example:
+        >>> tokenizer = SentencePieceTokenizer("tokenizer.model")  # doctest: +SKIP
+        >>> tokenizer.encode_many([MarkedText("<s>Hello", trained=[(3, 8)])]).train  # doctest: +SKIP
+        array([0, 1], dtype=uint8)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.path.abspath(path)
+        try:
+            self._model = Path(self._path).read_bytes()
+        except OSError as error:
+            raise InvalidInputError(
+                f"{path} cannot be read ({error.strerror}); give the path of a SentencePiece .model file"
+            ) from None
+        try:
+            self._facts = proto.model_facts(self._model)
+            self._pieces = proto.model_pieces(self._model)
+            self._processor = _processor(self._model)
+            # Without a dummy prefix the start of a text is like what follows a control token.
+            has_prefix = self._facts.has_dummy_prefix
+            self._inner = _processor(proto.without_dummy_prefix(self._model)) if has_prefix else self._processor
+        except (InvalidInputError, RuntimeError, OSError, UnicodeDecodeError):
+            raise InvalidInputError(f"{path} is not a SentencePiece model; give the .model file") from None
+        self._controls = ControlTokens(
+            {piece.text: number for number, piece in enumerate(self._pieces) if _is_control(piece)}
+        )
+        self._byte_ids = {number for number, piece in enumerate(self._pieces) if piece.type == proto.BYTE}
+        self._widths = np.array([_num_bytes(piece) for piece in self._pieces], np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_again, (self._path, self.fingerprint)
+
+    @property
+    def path(self) -> str:
+        """The file it was loaded from."""
+        return self._path
+
+    @property
+    def name(self) -> str:
+        """The file's name, or the folder's where the file has the usual one."""
+        path = Path(self._path)
+        return path.parent.name if path.name == "tokenizer.model" and path.parent.name else path.name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the file."""
+        return xxhash.xxh3_128(self._model).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+        return len(self._pieces)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning of sequence, if it has one."""
+        return self._id_of("bos")
+
+    @property
+    def eos_id(self) -> int | None:
+        """End of sequence, if it has one."""
+        return self._id_of("eos")
+
+    @property
+    def pad_id(self) -> int | None:
+        """Padding, if it has one."""
+        return self._id_of("pad")
+
+    @property
+    def chat_template(self) -> None:
+        """A .model file has none."""
+        return
+
+    @cached_property
+    def template_variables(self) -> Mapping[str, Any]:
+        """bos_token, eos_token, pad_token and unk_token, as far as there are such."""
+        ids = {name: self._id_of(name) for name in _SPECIAL}
+        return {f"{name}_token": self._pieces[number].text for name, number in ids.items() if number is not None}
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Its control symbols and user-defined symbols, but for those that are text: white space and HTML."""
+        return self._controls.ids
+
+    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+        """Tokenize many texts and map their trained characters to tokens."""
+        num_bytes = utf8_lengths(texts)
+        chunks: list[_Chunk] = []
+        num_chunks = []
+        for text, _, literal in texts:
+            parts, has_lookalike = self._controls.split(text, literal)
+            before = len(chunks)
+            for index, part in enumerate(parts):
+                if part:
+                    takes_prefix = index == 0 and self._facts.has_dummy_prefix
+                    chunks.append(_Chunk(part, bool(index % 2), takes_prefix, has_lookalike))
+            num_chunks.append(len(chunks) - before)
+        found = self._ids_of(chunks)
+        counts = np.array([len(ids) for ids in found], np.int64)
+        ids = np.fromiter(chain.from_iterable(found), np.int32, int(counts.sum()))
+        starts, ends = self._positions(chunks, ids, counts)
+        tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        lengths = np.diff(tokens_before[np.cumsum([0, *num_chunks])])
+        return encoded_texts(ids, lengths, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, control tokens included."""
+        texts = {number: text for text, number in self._controls.ids.items()}
+        parts: list[str] = []
+        run: list[int] = []
+
+        def finish_run() -> None:
+            # The first run lost a dummy prefix if the model has one; others never had it.
+            parts.append((self._inner if parts else self._processor).decode(run))
+            run.clear()
+
+        for number in map(int, ids):
+            if number in texts:
+                finish_run()
+                parts.append(texts[number])
+            else:
+                run.append(number)
+        finish_run()
+        return "".join(parts)
+
+    def _ids_of(self, chunks: list[_Chunk]) -> list[list[int]]:
+        found: list[list[int]] = [[]] * len(chunks)
+        places: dict[tuple[bool, bool], list[int]] = {}
+        for place, chunk in enumerate(chunks):
+            if chunk.is_control:
+                found[place] = [self._controls.ids[chunk.text]]
+            else:
+                places.setdefault((chunk.takes_prefix, chunk.has_lookalike), []).append(place)
+        for wanted in places.values():
+            processor = self._processor_of(chunks[wanted[0]])
+            many = processor.encode([chunks[place].text for place in wanted], num_threads=1)
+            for place, ids in zip(wanted, many, strict=True):
+                found[place] = ids
+        return found
+
+    def _processor_of(self, chunk: _Chunk) -> Any:
+        if chunk.has_lookalike:
+            return self._literal_processor if chunk.takes_prefix else self._literal_inner
+        return self._processor if chunk.takes_prefix else self._inner
+
+    def _positions(
+        self, chunks: list[_Chunk], ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which bytes each token covers, by the lengths of the pieces where they spell the text; else by asking."""
+        sizes = np.array([len(chunk.text.encode()) for chunk in chunks], np.int64)
+        first = np.cumsum(counts) - counts
+        prefixed = [place for place, chunk in enumerate(chunks) if chunk.takes_prefix and counts[place]]
+        widths = self._widths[ids]
+        widths[first[prefixed]] -= 1  # the dummy prefix is in no text
+        ends = np.cumsum(widths)
+        sums = np.diff(np.concatenate([np.zeros(1, np.int64), ends])[np.append(first, len(ids))])
+        bases = np.cumsum(sizes) - sizes
+        ends += np.repeat(bases - (np.cumsum(sums) - sums), counts)
+        starts = ends - widths
+        for place, chunk in enumerate(chunks):
+            if chunk.is_control or (self._facts.keeps_text and sums[place] == sizes[place]):
+                continue
+            result = self._processor_of(chunk).encode(chunk.text, out_type="serialized_proto")
+            spans = np.array(proto.piece_spans(result, self._byte_ids), np.int64).reshape(-1, 2) + bases[place]
+            own = slice(first[place], first[place] + counts[place])
+            starts[own], ends[own] = spans[:, 0], spans[:, 1]
+        return starts, ends
+
+    @cached_property
+    def _literal_model(self) -> bytes:
+        symbols = [piece for piece in self._pieces if piece.type == proto.USER_DEFINED and _is_control(piece)]
+        return proto.without_pieces(self._model, symbols)
+
+    @cached_property
+    def _literal_processor(self) -> Any:
+        return _processor(self._literal_model)
+
+    @cached_property
+    def _literal_inner(self) -> Any:
+        return _processor(proto.without_dummy_prefix(self._literal_model))
+
+    def _id_of(self, name: str) -> int | None:
+        number = int(getattr(self._processor, f"{name}_id")())
+        return number if number >= 0 else None
+
+
+def _load_again(path: str, fingerprint: str) -> SentencePieceTokenizer:
+    tokenizer = SentencePieceTokenizer(path)
+    if tokenizer.fingerprint != fingerprint:
+        raise InvalidInputError(
+            f"the tokenizer {path} changed while it was in use ({fingerprint} before, {tokenizer.fingerprint} now); "
+            "start again with one tokenizer"
+        )
+    return tokenizer
+
+
+def _is_control(piece: proto.Piece) -> bool:
+    if piece.type not in (proto.CONTROL, proto.USER_DEFINED):
+        return False
+    return is_control_text(piece.text, special=piece.type == proto.CONTROL)
+
+
+def _num_bytes(piece: proto.Piece) -> int:
+    if piece.type == proto.UNKNOWN:
+        return 0  # it stands for any text: with it a chunk never adds up, so its positions are asked for
+    return 1 if piece.type == proto.BYTE else len(piece.text.replace(SPACE_MARK, " ").encode())
+
+
+def _processor(model: bytes) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -1,0 +1,110 @@
+"""The packers that look at one sequence after the other: next fit and first fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_packed_sft.packing.search.bitset_kernel import Scalar
+from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64
+from megatron_packed_sft.support.compiled import kernel
+
+
+@kernel
+def next_fit(sizes: Int32, capacity: Scalar, max_per_bin: Scalar, bin_of: Int32) -> Scalar:
+    """Keep the order: a sequence that does not fit into the current bin opens the next. Returns the number of bins."""
+    number = np.int32(0)
+    room = np.int64(capacity)
+    num_items = 0
+    for i in range(sizes.size):
+        if sizes[i] > room or num_items == max_per_bin:
+            number += np.int32(1)
+            room = np.int64(capacity)
+            num_items = 0
+        room -= sizes[i]
+        num_items += 1
+        bin_of[i] = number
+    return int(number) + 1
+
+
+@kernel
+def first_fit(sizes: Int32, order: Int32, capacity: Scalar, max_per_bin: Scalar, bin_of: Int32) -> Scalar:
+    """Put each sequence, taken in `order`, into the earliest bin with room for it. Returns the number of bins.
+
+    A tree over the bins holds the most room in each subtree, so finding the earliest takes log2(bins) steps. It is
+    doubled when its leaves run out.
+    """
+    num_leaves = 1024
+    room = np.zeros(2 * num_leaves, np.int64)
+    num_items = np.zeros(num_leaves, np.int64)
+    num_bins = np.int64(0)
+    done = np.int64(0)
+    while done < order.size:
+        done, num_bins = _first_fit_some(sizes, order, capacity, max_per_bin, bin_of, room, num_items, done, num_bins)
+        if done == order.size:
+            break
+        larger = np.zeros(4 * num_leaves, np.int64)
+        more_items = np.zeros(2 * num_leaves, np.int64)
+        for leaf in range(num_leaves):
+            larger[2 * num_leaves + leaf] = room[num_leaves + leaf]
+            more_items[leaf] = num_items[leaf]
+        num_leaves *= 2
+        for node in range(num_leaves - 1, 0, -1):
+            larger[node] = max(larger[2 * node], larger[2 * node + 1])
+        room = larger
+        num_items = more_items
+    return num_bins
+
+
+@kernel
+def _first_fit_some(
+    sizes: Int32,
+    order: Int32,
+    capacity: Scalar,
+    max_per_bin: Scalar,
+    bin_of: Int32,
+    room: Int64,
+    num_items: Int64,
+    done: Scalar,
+    num_bins: Scalar,
+) -> tuple[Scalar, Scalar]:
+    """Place sequences until all are placed or the tree is full; return how many are placed, and the bins."""
+    num_leaves = num_items.size
+    while done < order.size:
+        i = order[done]
+        size = sizes[i]
+        node = 1
+        if room[1] >= size:
+            while node < num_leaves:
+                node = 2 * node if room[2 * node] >= size else 2 * node + 1
+        else:
+            if num_bins == num_leaves:
+                break
+            node = num_leaves + num_bins
+            room[node] = capacity
+            num_bins += 1
+        number = node - num_leaves
+        bin_of[i] = number
+        num_items[number] += 1
+        room[node] = room[node] - size if num_items[number] < max_per_bin else 0
+        node >>= 1
+        while node > 0:
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+            node >>= 1
+        done += 1
+    return done, num_bins
+
+
+@kernel
+def sort_decreasing(sizes: Int32, histogram: Int64, order: Int32) -> None:
+    """Write the sequences in falling order of size, equal ones in their own order."""
+    start = np.empty(histogram.size, np.int64)
+    position = np.int64(0)
+    for size in range(histogram.size - 1, -1, -1):
+        start[size] = position
+        position += histogram[size]
+    for i in range(sizes.size):
+        order[start[sizes[i]]] = i
+        start[sizes[i]] += 1

@@ -1,0 +1,144 @@
+"""Strategies by name: six of ours, and those users register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.strategies.fit import (
+    pack_best_fit,
+    pack_first_fit,
+    pack_first_fit_shuffle,
+    pack_greedy,
+)
+from megatron_packed_sft.packing.strategies.optimal import pack_optimal
+from megatron_packed_sft.packing.strategies.problem import Bins, Int32, Problem, bins_from_numbers
+from megatron_packed_sft.packing.strategies.window import pack_window
+
+# (lengths, capacity) -> bins: a list of lists of indices, or an array with the bin number of each sequence.
+CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]
+
+_BUILT_IN: dict[str, Callable[[Problem], Bins]] = {
+    "best_fit": pack_best_fit,
+    "first_fit": pack_first_fit,
+    "first_fit_shuffle": pack_first_fit_shuffle,
+    "greedy": pack_greedy,
+    "optimal": pack_optimal,
+    "window": pack_window,
+}
+_registered: dict[str, CustomStrategy] = {}
+
+
+def known_strategies() -> list[str]:
+    """Return the names `pack` knows, sorted.
+
+    Example:
+        >>> "optimal" in known_strategies()
+        True
+    """
+    return sorted([*_BUILT_IN, *_registered])
+
+
+def register_strategy(name: str, function: CustomStrategy, *, replace: bool = False) -> None:
+    """Add a packer of your own under `name`.
+
+    It gets what each sequence takes (int64 array) and the capacity of a bin, and returns the bins: a list of lists of
+    indices, or an array with each sequence's bin number. What it returns is checked before it becomes a plan: every
+    sequence in exactly one bin, no bin over capacity. It must be deterministic, or plans are not reproducible.
+
+    Example:
+        >>> register_strategy("one_each", lambda lengths, capacity: [[i] for i in range(len(lengths))], replace=True)
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> pack([3, 4], pack_size=8, strategy="one_each").num_bins
+        2
+    """
+    if name in _BUILT_IN:
+        raise InvalidInputError(f"strategy {name!r} is built in and cannot be replaced; choose another name")
+    if name in _registered and not replace:
+        raise InvalidInputError(f"strategy {name!r} is registered already; choose another name or pass replace=True")
+    if not callable(function):
+        raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
+    _registered[name] = function
+
+
+def check_strategy(name: str) -> None:
+    """Refuse an unknown name, and list the known ones.
+
+    Example:
+        >>> check_strategy("greedy")
+    """
+    if name not in _BUILT_IN and name not in _registered:
+        raise InvalidInputError(f"strategy {name!r} is unknown; choose from {', '.join(known_strategies())}")
+
+
+def run_strategy(name: str, problem: Problem) -> Bins:
+    """Pack `problem` by the strategy called `name`."""
+    check_strategy(name)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](problem)
+    result = _registered[name](problem.sizes.astype(np.int64), problem.capacity)
+    numbers = (
+        _numbers_from_array(name, result)
+        if isinstance(result, np.ndarray)
+        else _numbers_from_lists(name, result, problem.sizes.size)
+    )
+    return _checked_bins(name, numbers, problem)
+
+
+def _numbers_from_array(name: str, result: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    if result.ndim != 1 or result.dtype.kind not in "iu" or (result.size and result.min() < 0):
+        raise InvalidInputError(
+            f"strategy {name!r} returned an array of {result.dtype} with shape {result.shape}; "
+            "an array must hold one bin number >= 0 per sequence"
+        )
+    return result.astype(np.int64)
+
+
+def _numbers_from_lists(name: str, result: Iterable[Iterable[int]], num_sequences: int) -> npt.NDArray[np.int64]:
+    try:
+        bins = [np.asarray(list(members)) for members in result]
+    except (TypeError, ValueError):
+        raise InvalidInputError(
+            f"strategy {name!r} must return lists of indices, not {type(result).__name__}"
+        ) from None
+    numbers = np.full(num_sequences, -1, np.int64)
+    for number, members in enumerate(bins):
+        if members.size == 0:
+            raise InvalidInputError(f"strategy {name!r} left bin {number} empty; leave empty bins out")
+        if members.dtype.kind not in "iu" or members.min() < 0 or members.max() >= num_sequences:
+            raise InvalidInputError(
+                f"strategy {name!r} put something into bin {number} that is no index from 0 to {num_sequences - 1}"
+            )
+        if np.unique(members).size < members.size or (numbers[members] >= 0).any():
+            raise InvalidInputError(f"strategy {name!r} packed a sequence of bin {number} more than once")
+        numbers[members] = number
+    if (numbers < 0).any():
+        missing = int(np.argmax(numbers < 0))
+        raise InvalidInputError(f"strategy {name!r} left out sequence {missing}; every sequence needs a bin")
+    return numbers
+
+
+def _checked_bins(name: str, numbers: npt.NDArray[np.int64], problem: Problem) -> Bins:
+    if numbers.size != problem.sizes.size:
+        raise InvalidInputError(
+            f"strategy {name!r} returned {numbers.size} bin numbers for {problem.sizes.size} sequences"
+        )
+    used, dense = np.unique(numbers, return_inverse=True)
+    bin_of: Int32 = dense.astype(np.int32)
+    # Exact although bincount adds in floating point: a bin's sum is far below 2^53.
+    filled = np.bincount(bin_of, weights=problem.sizes)
+    if filled.max() > problem.capacity:
+        worst = int(np.argmax(filled))
+        raise InvalidInputError(
+            f"strategy {name!r} filled bin {used[worst]} with {int(filled[worst]):,}; it holds {problem.capacity:,}"
+        )
+    most = int(np.bincount(bin_of).max())
+    if most > problem.max_per_bin:
+        raise InvalidInputError(
+            f"strategy {name!r} put {most} sequences into a bin; max_seqs_per_bin is {problem.max_per_bin}"
+        )
+    return bins_from_numbers(bin_of, used.size)

@@ -1,0 +1,157 @@
+"""Sample chats that the project makes itself: seeded, natural enough to learn from, and in every common shape.
+
+| file | shape |
+|---|---|
+| `chats.jsonl` | `messages`, one or several turns, with and without a system prompt |
+| `reasoning.jsonl.gz` | `messages` with `reasoning_content` |
+| `tools.jsonl` | `messages` with `tools`, `tool_calls` and results |
+| `sharegpt.json` | one JSON array of `conversations`, some with function calls |
+| `alpaca.jsonl` | `instruction`, `input`, `output` |
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import orjson
+
+from megatron_packed_sft.errors import InvalidInputError, StorageIOError
+from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.samples.arithmetic import ARITHMETIC
+from megatron_packed_sft.records.samples.exchange import Exchange
+from megatron_packed_sft.records.samples.explaining import EXPLAINING, lecture
+from megatron_packed_sft.records.samples.planning import LONG_PLANS, PLANNING
+from megatron_packed_sft.records.samples.tool_chats import tool_chat
+
+_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer clearly and show your steps.",
+    "You are a patient tutor. Use simple words, and check your sums.",
+    "You work at the help desk of a library. Be polite, be exact, and say so when you do not know.",
+)
+_SHORT = (*ARITHMETIC, *PLANNING, *EXPLAINING)
+_LONG = (*LONG_PLANS, lecture)
+
+
+def sample_conversations(num_rows: int, seed: int = 0) -> Iterator[Conversation]:
+    """Chats of all kinds, mixed; row k is the same for every `num_rows` above it.
+
+    Example:
+        >>> [chat] = sample_conversations(1, seed=3)
+        >>> [message["role"] for message in chat.messages][-1]
+        'assistant'
+    """
+    for random in _randoms(num_rows, seed, "mixed"):
+        yield random.choices((_chat, _reasoned_chat, tool_chat), (70, 15, 15))[0](random)
+
+
+def write_sample_data(directory: str | os.PathLike[str], *, num_rows: int = 2000, seed: int = 0) -> list[Path]:
+    """Write sample chats in five shapes; the same bytes for the same arguments.
+
+    Args:
+        directory: made if it is not there; files of the same names are replaced.
+        num_rows: of all files together.
+        seed: another one gives other chats.
+
+    Example:
+        >>> import tempfile
+        >>> [path.name for path in write_sample_data(tempfile.mkdtemp(), num_rows=20)]
+        ['chats.jsonl', 'reasoning.jsonl.gz', 'tools.jsonl', 'sharegpt.json', 'alpaca.jsonl']
+    """
+    if num_rows < 10:
+        raise InvalidInputError(f"num_rows is {num_rows}; give at least 10, so that every file gets some")
+    folder = Path(directory)
+    tenth = num_rows // 10
+    shapes: list[tuple[str, int, Callable[[Random], Conversation], Callable[[Conversation], dict[str, Any]]]] = [
+        ("chats.jsonl", num_rows - 5 * tenth, _chat, _as_messages),
+        ("reasoning.jsonl.gz", tenth, _reasoned_chat, _as_messages),
+        ("tools.jsonl", 2 * tenth, tool_chat, _as_messages),
+        ("sharegpt.json", tenth, _chat_or_tool_chat, _as_sharegpt),
+        ("alpaca.jsonl", tenth, _single_turn, _as_alpaca),
+    ]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, num_file_rows, make, shape in shapes:
+            rows = (shape(make(random)) for random in _randoms(num_file_rows, seed, name))
+            (folder / name).write_bytes(_file_content(name, rows))
+    except OSError as error:
+        raise StorageIOError(f"cannot write sample chats into {folder}: {error.strerror}; choose another") from error
+    return [folder / name for name, *_ in shapes]
+
+
+def _file_content(name: str, rows: Iterable[dict[str, Any]]) -> bytes:
+    if name.endswith(".json"):
+        return orjson.dumps(list(rows), option=orjson.OPT_INDENT_2)
+    data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
+    return gzip.compress(data, mtime=0) if name.endswith(".gz") else data
+
+
+def _randoms(num_rows: int, seed: int, kind: str) -> Iterator[Random]:
+    """One source of chance per row, so that rows do not depend on each other."""
+    return (Random(f"{seed}/{kind}/{number}") for number in range(num_rows))
+
+
+def _exchange(random: Random) -> Exchange:
+    return random.choice(_LONG if random.random() < 0.12 else _SHORT)(random)
+
+
+def _messages(exchanges: list[Exchange], *, reasoned: bool = False) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for exchange in exchanges:
+        messages.append({"role": "user", "content": exchange.question})
+        thought = {"reasoning_content": exchange.reasoning} if reasoned else {}
+        messages.append({"role": "assistant", "content": exchange.answer, **thought})
+    return messages
+
+
+def _chat(random: Random, *, reasoned: bool = False) -> Conversation:
+    num_turns = random.choices((1, 2, 3, 4, 6), (55, 20, 12, 8, 5))[0]
+    messages = _messages([_exchange(random) for _ in range(num_turns)], reasoned=reasoned)
+    if random.random() < 0.4:
+        messages.insert(0, {"role": "system", "content": random.choice(_SYSTEM_PROMPTS)})
+    return Conversation(messages)
+
+
+def _reasoned_chat(random: Random) -> Conversation:
+    return _chat(random, reasoned=True)
+
+
+def _chat_or_tool_chat(random: Random) -> Conversation:
+    return tool_chat(random) if random.random() < 0.3 else _chat(random)
+
+
+def _single_turn(random: Random) -> Conversation:
+    return Conversation(_messages([_exchange(random)]))
+
+
+def _as_messages(chat: Conversation) -> dict[str, Any]:
+    return {"messages": chat.messages, **({"tools": chat.tools} if chat.tools else {})}
+
+
+def _as_sharegpt(chat: Conversation) -> dict[str, Any]:
+    turns, row = [], {}
+    for message in chat.messages:
+        if "tool_calls" in message:
+            calls = [call["function"] for call in message["tool_calls"]]
+            turns.append({"from": "function_call", "value": json.dumps(calls[0] if len(calls) == 1 else calls)})
+        elif message["role"] == "system":
+            row["system"] = message["content"]
+        else:
+            speaker = {"user": "human", "assistant": "gpt", "tool": "observation"}[message["role"]]
+            turns.append({"from": speaker, "value": message["content"]})
+    tools = {"tools": json.dumps([tool["function"] for tool in chat.tools])} if chat.tools else {}
+    return {"conversations": turns, **row, **tools}
+
+
+def _as_alpaca(chat: Conversation) -> dict[str, Any]:
+    question, answer = chat.messages[0]["content"], chat.messages[1]["content"]
+    instruction, colon, rest = question.partition(": ")
+    if colon and rest:
+        return {"instruction": f"{instruction}:", "input": rest, "output": answer}
+    return {"instruction": question, "input": "", "output": answer}

@@ -1,0 +1,129 @@
+"""Rows of any other shape, by a mapping that the user gives: our name -> dotted path in the row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.records.record import Record
+from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.schemas.messages import ROLES, adapt_messages, list_of
+from megatron_packed_sft.records.schemas.texts import adapt_alpaca, adapt_prompt_completion, adapt_text, adapt_tokenized
+
+
+class _Target(NamedTuple):
+    """A schema that rows can be mapped to: what must be named, what may be, and whether it has messages."""
+
+    required: frozenset[str]
+    optional: frozenset[str]
+    adapt: Callable[..., Record]
+    has_messages: bool = False
+
+
+_TARGETS = (
+    _Target(frozenset({"messages"}), frozenset({"tools", "system"}), adapt_messages, True),
+    _Target(frozenset({"prompt", "completion"}), frozenset({"tools", "system"}), adapt_prompt_completion, True),
+    _Target(frozenset({"instruction", "output"}), frozenset({"input", "system", "history"}), adapt_alpaca),
+    _Target(frozenset({"text"}), frozenset(), adapt_text),
+    _Target(frozenset({"input_ids"}), frozenset({"loss_mask", "labels"}), adapt_tokenized),
+)
+_MESSAGE_LISTS = ("messages", "prompt", "completion")
+_MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "train")
+_ROLES = "roles"
+_FIELD = re.compile(r"(\w+)(\[\d+\])?(?:\.(\w+))?(.*)", re.DOTALL)
+
+
+class MappedRecords:
+    """An adapter made of a mapping. Callable and picklable.
+
+    Args:
+        mapping: one of `messages`; `prompt` and `completion`; `instruction` and `output`; `text`; `input_ids`, with
+            what belongs to it (`tools`, `system`, `input`, `history`, `loss_mask`, `labels`), each to a dotted path,
+            such as `data.chat.turns` or `answers.0.text`. `role`, `content` and the other keys of a message are paths
+            in each message; those not named keep their own names. `roles` translates: `{"bot": "assistant"}`.
+
+    Example:
+        >>> adapt = MappedRecords({"messages": "chat", "role": "who", "content": "says", "roles": {"me": "user"}})
+        >>> adapt({"chat": [{"who": "me", "says": "Hi"}]}).messages
+        [{'role': 'user', 'content': 'Hi'}]
+    """
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._target = _target_of(mapping)
+        self._roles = _roles_of(mapping)
+        for name, path in mapping.items():
+            if name != _ROLES and (not isinstance(path, str) or not path):
+                raise InvalidInputError(f"mapping.{name} is {path!r}; give a dotted path, such as 'data.chat'")
+        self._paths = {name: mapping[name] for name in mapping if name not in (*_MESSAGE_KEYS, _ROLES)}
+        self._message_paths = {name: mapping.get(name, name) for name in _MESSAGE_KEYS}
+        self._split = {path: path.split(".") for path in (*self._paths.values(), *self._message_paths.values())}
+
+    def __call__(self, row: dict[str, Any]) -> Record:
+        """Turn one row into ours; errors name the fields as the file has them."""
+        try:
+            return self._adapt(row)
+        except RecordError as error:
+            raise RecordError(self._name_in_file(error.field), error.problem) from error
+
+    def _adapt(self, row: dict[str, Any]) -> Record:
+        mapped = {name: self._follow(row, path) for name, path in self._paths.items()}
+        if not self._target.has_messages:
+            return self._target.adapt(mapped)
+        for name in _MESSAGE_LISTS:
+            if (name == "messages" and name in mapped) or type(mapped.get(name)) is list:
+                mapped[name] = [self._message(message) for message in list_of(mapped[name], name)]
+        return self._target.adapt(mapped, roles=ROLES | set(self._roles.values()))
+
+    def _message(self, message: Any) -> Any:
+        if type(message) is not dict:
+            return message  # the adapter says what is wrong with it
+        found = {name: self._follow(message, path) for name, path in self._message_paths.items()}
+        if type(found["role"]) is str:
+            found["role"] = self._roles.get(found["role"], found["role"])
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _follow(self, value: Any, path: str) -> Any:
+        for part in self._split[path]:
+            if type(value) is dict:
+                value = value.get(part)
+            elif type(value) is list and part.isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                return None
+        return value
+
+    def _name_in_file(self, field: str) -> str:
+        match = _FIELD.fullmatch(field)
+        if match is None:
+            return field
+        head, index, key, rest = match.groups()
+        key = f".{self._message_paths.get(key, key) if index else key}" if key else ""
+        return f"{self._paths.get(head, head)}{index or ''}{key}{rest}"
+
+
+def _target_of(mapping: Mapping[str, Any]) -> _Target:
+    known = {_ROLES, *_MESSAGE_KEYS}.union(*(target.required | target.optional for target in _TARGETS))
+    unknown = sorted(set(mapping) - known)
+    if unknown:
+        raise InvalidInputError(f"mapping names {', '.join(unknown)}; the known names are {', '.join(sorted(known))}")
+    for target in _TARGETS:
+        if target.required <= set(mapping):
+            allowed = target.required | target.optional
+            if target.has_messages:
+                allowed |= {_ROLES, *_MESSAGE_KEYS}
+            foreign = sorted(set(mapping) - allowed)
+            if foreign:
+                wanted = " and ".join(sorted(target.required))
+                raise InvalidInputError(f"mapping names {', '.join(foreign)}, which do not go with {wanted}; drop them")
+            return target
+    choices = "; ".join(" and ".join(sorted(target.required)) for target in _TARGETS)
+    raise InvalidInputError(f"mapping does not say where the text is; name one of: {choices}")
+
+
+def _roles_of(mapping: Mapping[str, Any]) -> dict[str, str]:
+    roles = mapping.get(_ROLES) or {}
+    if not isinstance(roles, Mapping) or not all(isinstance(text, str) for pair in roles.items() for text in pair):
+        raise InvalidInputError(f"mapping.{_ROLES} is {roles!r}; give names, such as {{'bot': 'assistant'}}")
+    return dict(roles)

@@ -1,0 +1,180 @@
+"""The compiled core of storage: one definition of a bin's invariants, used by every writer and by `validate`.
+
+Imported lazily (numba costs 0.2 s), so that opening and reading shards never pays for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.support.compiled import kernel
+
+# What can be wrong with one bin; `bins.VIOLATIONS` holds the sentence for each.
+OK = 0
+BAD_LENGTH = 1
+BAD_OFFSETS = 2
+FIRST_START_NOT_ZERO = 3
+STARTS_NOT_INCREASING = 4
+START_BEYOND_LENGTH = 5
+MASK_NOT_BINARY = 6
+MASK_AT_SEQUENCE_END = 7
+ID_OUT_OF_RANGE = 8
+DIRTY_MASK_PADDING = 9
+DIRTY_ID_PADDING = 10
+
+# Indices into the `totals` vector that `check_bins` adds to.
+TOTAL_TOKENS = 0
+TOTAL_LOSS_TOKENS = 1
+MAX_SEQUENCES = 2
+MAX_SEQUENCE_LENGTH = 3
+MIN_PACKED_LENGTH = 4
+NUM_TOTALS = 5
+
+
+@kernel
+def check_bins(
+    input_ids: npt.NDArray[np.unsignedinteger],
+    loss_mask: npt.NDArray[np.uint8],
+    packed_len: npt.NDArray[np.uint32],
+    seq_offsets: npt.NDArray[np.uint32],
+    seq_starts: npt.NDArray[np.uint32],
+    vocab_size: np.uint64,
+    pad_id: np.int64,
+    codes: npt.NDArray[np.uint8],
+    positions: npt.NDArray[np.int64],
+    totals: npt.NDArray[np.int64],
+) -> int:
+    """Check every invariant of every row; return how many rows break one.
+
+    `codes[r]` and `positions[r]` tell the first violation of row r. `seq_offsets` point into `seq_starts` after its
+    own first value is subtracted, so a slice of a larger shard can be checked as it is. Signed ids must be passed as
+    their unsigned view: a negative id is then a huge one, and one comparison covers both ends. `pad_id` < 0 means
+    that the padding's value is not known and not checked.
+    """
+    num_rows, width = input_ids.shape
+    base = np.int64(seq_offsets[0])
+    num_bad = 0
+    for row in range(num_rows):
+        length = np.int64(packed_len[row])
+        first = np.int64(seq_offsets[row]) - base
+        last = np.int64(seq_offsets[row + 1]) - base
+        code = OK
+        position: int | np.int64 = 0
+        longest = np.int64(0)
+        trained = np.int64(0)
+        if length < 1 or length > width:
+            code = BAD_LENGTH
+            position = length
+        elif first < 0 or last <= first or last > seq_starts.size:
+            code = BAD_OFFSETS
+            position = last - first
+        else:
+            start = np.int64(seq_starts[first])
+            if start != 0:
+                code = FIRST_START_NOT_ZERO
+                position = start
+            for k in range(first + 1, last):
+                following = np.int64(seq_starts[k])
+                if following <= start:
+                    if code == OK:
+                        code = STARTS_NOT_INCREASING
+                        position = k - first
+                elif following - start > longest:
+                    longest = following - start
+                start = following
+            if start >= length and code == OK:
+                code = START_BEYOND_LENGTH
+                position = last - first - 1
+            if length - start > longest:
+                longest = length - start
+        if code == OK:
+            mask_row = loss_mask[row]
+            union = np.uint8(0)
+            for j in range(length):
+                union |= mask_row[j]
+                trained += mask_row[j]
+            if union > 1:
+                code = MASK_NOT_BINARY
+                for j in range(length - 1, -1, -1):
+                    if mask_row[j] > 1:
+                        position = j
+        if code == OK:
+            for k in range(last - 1, first - 1, -1):
+                end = length if k == last - 1 else np.int64(seq_starts[k + 1])
+                if mask_row[end - 1] != 0:
+                    code = MASK_AT_SEQUENCE_END
+                    position = end - 1
+        if code == OK:
+            id_row = input_ids[row]
+            highest = id_row[0]
+            for j in range(length):
+                highest = max(highest, id_row[j])
+            if np.uint64(highest) >= vocab_size:
+                code = ID_OUT_OF_RANGE
+                for j in range(length - 1, -1, -1):
+                    if np.uint64(id_row[j]) >= vocab_size:
+                        position = j
+        if code == OK:
+            for j in range(width - 1, length - 1, -1):
+                if mask_row[j] != 0:
+                    code = DIRTY_MASK_PADDING
+                    position = j
+            if code == OK and pad_id >= 0:
+                for j in range(width - 1, length - 1, -1):
+                    if np.int64(id_row[j]) != pad_id:
+                        code = DIRTY_ID_PADDING
+                        position = j
+        codes[row] = code
+        positions[row] = position
+        if code != OK:
+            num_bad += 1
+            continue
+        totals[TOTAL_TOKENS] += length
+        totals[TOTAL_LOSS_TOKENS] += trained
+        totals[MAX_SEQUENCES] = max(totals[MAX_SEQUENCES], last - first)
+        totals[MAX_SEQUENCE_LENGTH] = max(totals[MAX_SEQUENCE_LENGTH], longest)
+        totals[MIN_PACKED_LENGTH] = min(totals[MIN_PACKED_LENGTH], length)
+    return num_bad
+
+
+@kernel
+def pad_bins(
+    flat_ids: npt.NDArray[np.integer],
+    flat_mask: npt.NDArray[np.integer],
+    offsets: npt.NDArray[np.integer],
+    pad_id: np.int64,
+    input_ids: npt.NDArray[np.integer],
+    loss_mask: npt.NDArray[np.uint8],
+) -> None:
+    """Lay ragged rows (flat values, row r = [offsets[r], offsets[r+1])) out as padded ones."""
+    num_rows, width = input_ids.shape
+    for row in range(num_rows):
+        start = offsets[row] - offsets[0]
+        length = offsets[row + 1] - offsets[row]
+        for j in range(length):
+            input_ids[row, j] = flat_ids[start + j]
+            loss_mask[row, j] = flat_mask[start + j]
+        for j in range(length, width):
+            input_ids[row, j] = pad_id
+            loss_mask[row, j] = 0
+
+
+@kernel
+def clear_sequence_ends(
+    loss_mask: npt.NDArray[np.uint8],
+    packed_len: npt.NDArray[np.uint32],
+    seq_offsets: npt.NDArray[np.uint32],
+    seq_starts: npt.NDArray[np.uint32],
+) -> int:
+    """Set the mask to 0 at the last token of every sequence, in place; return how many were not."""
+    base = np.int64(seq_offsets[0])
+    num_cleared = 0
+    for row in range(packed_len.size):
+        last = np.int64(seq_offsets[row + 1]) - base
+        for k in range(np.int64(seq_offsets[row]) - base, last):
+            end = np.int64(packed_len[row]) if k == last - 1 else np.int64(seq_starts[k + 1])
+            if loss_mask[row, end - 1] != 0:
+                loss_mask[row, end - 1] = 0
+                num_cleared += 1
+    return num_cleared

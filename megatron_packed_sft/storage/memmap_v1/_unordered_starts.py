@@ -1,0 +1,95 @@
+"""Sequence starts of bins that arrive in any order, kept on disk until their place in the CSR is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk.atomic import os_errors, write_at
+
+_NAME = "seq_starts.spool"
+_ENTRIES_AT_ONCE = 1 << 18
+
+
+class StartsSpool:
+    """Appends starts as they come; gives them back in the order of their bins. 12 bytes of memory per bin.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> spool = StartsSpool(Path(tempfile.mkdtemp()), num_bins=2)
+        >>> spool.append(1, np.array([0, 1], np.uint32), np.array([0], np.uint32))
+        >>> spool.append(0, np.array([0, 2], np.uint32), np.array([0, 7], np.uint32))
+        >>> [starts.tolist() for _, starts in spool.in_bin_order()]
+        [[0, 7, 0]]
+    """
+
+    def __init__(self, directory: Path, num_bins: int) -> None:
+        self._path = directory / _NAME
+        self._counts = np.zeros(num_bins, np.uint32)
+        self._places = np.zeros(num_bins, np.int64)
+        self._size = 0
+        with os_errors("write", self._path):
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, first_bin: int, seq_offsets: npt.NDArray[np.uint32], seq_starts: npt.NDArray[np.uint32]) -> None:
+        """Take the starts of consecutive bins; `seq_offsets` delimit them, one entry more than bins."""
+        num_bins = len(seq_offsets) - 1
+        self._counts[first_bin : first_bin + num_bins] = seq_offsets[1:] - seq_offsets[:-1]
+        self._places[first_bin : first_bin + num_bins] = self._size + (seq_offsets[:-1] - seq_offsets[0])
+        with os_errors("write", self._path, seq_starts.nbytes):
+            write_at(self._fd, seq_starts.view(np.uint8).data, self._size * 4)
+        self._size += len(seq_starts)
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """The CSR pointers over all bins."""
+        offsets = np.zeros(len(self._counts) + 1, np.int64)
+        np.cumsum(self._counts, dtype=np.int64, out=offsets[1:])
+        return offsets
+
+    def in_bin_order(self) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """Yield (position in the CSR, starts) piece by piece, in the order of the bins."""
+        offsets = self.offsets()
+        first = 0
+        while first < len(self._counts):
+            # As many bins as fit the piece, and at least one.
+            limit = int(np.searchsorted(offsets, offsets[first] + _ENTRIES_AT_ONCE, side="right")) - 1
+            last = max(limit, first + 1)
+            yield int(offsets[first]), self._gather(first, last, offsets)
+            first = last
+
+    def remove(self) -> None:
+        """Delete the spool's file; the staged directory must hold nothing but the shard."""
+        self.close()
+        with os_errors("remove", self._path):
+            os.unlink(self._path)
+
+    def close(self) -> None:
+        """Close the file; harmless when called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _gather(self, first: int, last: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        places = self._places[first:last]
+        inside = offsets[first:last] - offsets[first]
+        num_entries = int(offsets[last] - offsets[first])
+        low = int(places.min())
+        if np.array_equal(places - low, inside):  # they arrived in order: one read
+            return self._read(low, num_entries)
+        counts = self._counts[first:last]
+        indices = np.arange(num_entries) + np.repeat(places - inside, counts)
+        high = int((places + counts).max())
+        if high - low <= 4 * _ENTRIES_AT_ONCE:
+            source = self._read(low, high - low)
+        else:
+            low, source = 0, np.memmap(self._path, np.uint32, mode="r", shape=(self._size,))
+        gathered: npt.NDArray[np.uint32] = np.asarray(source[indices - low])
+        return gathered
+
+    def _read(self, first: int, count: int) -> npt.NDArray[np.uint32]:
+        with os_errors("read", self._path):
+            return np.frombuffer(os.pread(self._fd, count * 4, first * 4), np.uint32)

@@ -1,0 +1,43 @@
+"""The bytes of a memmap_v1 shard: fixed file names, dtypes, shapes and .npy headers.
+
+    shard_000000/
+      input_ids.npy     <i4 or <u2  [num_bins, pack_size]   header of 4,096 bytes: rows start on page borders
+      loss_mask.npy     |u1         [num_bins, pack_size]   header of 4,096 bytes
+      packed_len.npy    <u4         [num_bins]
+      seq_offsets.npy   <u4         [num_bins + 1]
+      seq_starts.npy    <u4         [num_sequences]
+      manifest.json                                          written last
+
+Names are never taken from a manifest, and headers are matched against one exact form, never evaluated.
+"""
+
+from __future__ import annotations
+
+from megatron_packed_sft.disk.npy import INDEX_DTYPE, MASK_DTYPE, PAGE, SMALL_HEADER, ArraySpec
+
+FORMAT = "memmap_padded_v1"
+VERSION = "1.0"
+INPUT_IDS = "input_ids.npy"
+LOSS_MASK = "loss_mask.npy"
+PACKED_LEN = "packed_len.npy"
+SEQ_OFFSETS = "seq_offsets.npy"
+SEQ_STARTS = "seq_starts.npy"
+ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
+
+
+def shard_arrays(
+    num_bins: int, pack_size: int, num_sequences: int, id_dtype: str
+) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec, ArraySpec]:
+    """The five array files of a shard, in the order of `ARRAY_FILES`.
+
+    Example:
+        >>> shard_arrays(2, 8, 3, "<u2")[0]
+        ArraySpec(name='input_ids.npy', dtype='<u2', shape=(2, 8), header_size=4096)
+    """
+    return (
+        ArraySpec(INPUT_IDS, id_dtype, (num_bins, pack_size), PAGE),
+        ArraySpec(LOSS_MASK, MASK_DTYPE, (num_bins, pack_size), PAGE),
+        ArraySpec(PACKED_LEN, INDEX_DTYPE, (num_bins,), SMALL_HEADER),
+        ArraySpec(SEQ_OFFSETS, INDEX_DTYPE, (num_bins + 1,), SMALL_HEADER),
+        ArraySpec(SEQ_STARTS, INDEX_DTYPE, (num_sequences,), SMALL_HEADER),
+    )

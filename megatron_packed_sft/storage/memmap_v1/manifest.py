@@ -1,0 +1,151 @@
+"""manifest.json of a shard, typed: what the five array files are, and what they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_packed_sft._version import __version__
+from megatron_packed_sft.disk import json_document, npy
+from megatron_packed_sft.disk.file_record import FileRecord, parse_file_records
+from megatron_packed_sft.errors import UnsupportedFormatError
+from megatron_packed_sft.storage.memmap_v1 import layout
+
+CREATED_BY = f"megatron_packed_sft {__version__}"
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_PACK_SIZE = 1 << 28
+MAX_NUM_BINS = npy.INDEX_LIMIT - 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardManifest:
+    """What a shard says of itself. Fields that are None were not recorded (shards of the first, seed-only kind).
+
+    Example:
+        >>> ShardManifest(num_bins=2, pack_size=8, dtype="<i4").index_dtype
+        '<u4'
+    """
+
+    num_bins: int
+    pack_size: int
+    dtype: str
+    version: str = layout.VERSION
+    format: str = layout.FORMAT
+    loss_mask_dtype: str = npy.MASK_DTYPE
+    index_dtype: str = npy.INDEX_DTYPE
+    files: Mapping[str, FileRecord] | None = None
+    checksum_algorithm: str | None = None
+    num_sequences: int | None = None
+    num_tokens: int | None = None
+    num_loss_tokens: int | None = None
+    max_seqs_per_bin: int | None = None
+    max_seq_len: int | None = None
+    min_packed_len: int | None = None
+    pad_id: int | None = None
+    vocab_size: int | None = None
+    tokenizer: Mapping[str, Any] | None = None
+    chat_template_fingerprint: str | None = None
+    plan_fingerprint: str | None = None
+    pad_seq_to_mult: int | None = None
+    created_by: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id_limit(self) -> int:
+        """Every id is below it: the vocabulary's size, or what the dtype can hold when that was not recorded."""
+        return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
+
+    @property
+    def is_self_checked(self) -> bool:
+        """Whether the manifest carries its own checksum."""
+        return json_document.SELF_CHECKSUM in self.extra
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of this manifest; what is None is left out.
+
+        Example:
+            >>> ShardManifest(num_bins=2, pack_size=8, dtype="<i4").to_json()["bins_written"]
+            2
+        """
+        document: dict[str, Any] = dict(self.extra)
+        for name in _FIELD_NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                document[name] = value
+        if self.files is not None:
+            document["files"] = {name: record._asdict() for name, record in self.files.items()}
+        document["bins_written"] = self.num_bins
+        return document
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes of manifest.json."""
+        return json_document.render(self.to_json())
+
+
+_FIELD_NAMES = tuple(f.name for f in fields(ShardManifest) if f.name != "extra")
+_KNOWN_KEYS = {*_FIELD_NAMES, "bins_written"}
+
+
+def parse_manifest(data: bytes, file: str) -> ShardManifest:
+    """Parse and check the bytes of a manifest.json; keys this release does not know are kept in `extra`.
+
+    Example:
+        >>> parse_manifest(ShardManifest(num_bins=2, pack_size=8, dtype="<i4").to_bytes(), "manifest.json").num_bins
+        2
+    """
+    document = json_document.parse(data, file)
+    values = json_document.Fields(document, file)
+    _check_format(values, file)
+    dtype = values.text("dtype")
+    if dtype not in npy.ID_LIMITS:
+        raise UnsupportedFormatError(
+            f"{file}: dtype is {dtype!r}; this release reads {' and '.join(sorted(npy.ID_LIMITS))}, so convert the "
+            "shard or update megatron_packed_sft"
+        )
+    mask_dtype = values.text("loss_mask_dtype")
+    if mask_dtype not in (npy.MASK_DTYPE, "<u1"):  # the seed wrote "<u1"; a byte has no byte order
+        raise UnsupportedFormatError(f"{file}: loss_mask_dtype is {mask_dtype!r}, not '|u1'; convert the shard")
+    index_dtype = values.text("index_dtype")
+    if index_dtype != npy.INDEX_DTYPE:
+        raise UnsupportedFormatError(f"{file}: index_dtype is {index_dtype!r}, not '<u4'; convert the shard")
+    num_bins = values.integer("num_bins", 1, MAX_NUM_BINS)
+    pack_size = values.integer("pack_size", 1, MAX_PACK_SIZE)
+    if values.integer("bins_written", 0, MAX_NUM_BINS) != num_bins:
+        raise values.error("bins_written", f"is {document['bins_written']}, but num_bins is {num_bins}")
+    algorithm, files = parse_file_records(values, layout.ARRAY_FILES)
+    vocab_size = values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype])
+    return ShardManifest(
+        num_bins=num_bins,
+        pack_size=pack_size,
+        dtype=dtype,
+        files=files,
+        checksum_algorithm=algorithm,
+        num_sequences=values.optional_integer("num_sequences", num_bins, npy.INDEX_LIMIT - 1),
+        num_tokens=values.optional_integer("num_tokens", num_bins, num_bins * pack_size),
+        num_loss_tokens=values.optional_integer("num_loss_tokens", 0, num_bins * pack_size),
+        max_seqs_per_bin=values.optional_integer("max_seqs_per_bin", 1, pack_size),
+        max_seq_len=values.optional_integer("max_seq_len", 1, pack_size),
+        min_packed_len=values.optional_integer("min_packed_len", 1, pack_size),
+        pad_id=values.optional_integer("pad_id", 0, npy.ID_LIMITS[dtype] - 1),
+        vocab_size=vocab_size,
+        tokenizer=values.optional_object("tokenizer"),
+        chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
+        plan_fingerprint=values.optional_text("plan_fingerprint"),
+        pad_seq_to_mult=values.optional_integer("pad_seq_to_mult", 1, MAX_PACK_SIZE),
+        created_by=values.optional_text("created_by"),
+        extra={key: value for key, value in document.items() if key not in _KNOWN_KEYS},
+    )
+
+
+def _check_format(values: json_document.Fields, file: str) -> None:
+    name = values.text("format")
+    if name != layout.FORMAT:
+        raise UnsupportedFormatError(
+            f"{file}: format is {name!r}, not {layout.FORMAT!r}; this is not a memmap_v1 shard"
+        )
+    version = values.text("version")
+    if version != layout.VERSION:
+        raise UnsupportedFormatError(
+            f"{file}: version is {version!r}; this release reads {layout.VERSION!r}, so update megatron_packed_sft"
+        )

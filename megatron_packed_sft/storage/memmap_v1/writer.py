@@ -1,0 +1,275 @@
+"""`MemmapShardWriter`: bins in, in any order, each exactly once; a whole published shard out, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk import npy
+from megatron_packed_sft.disk.array_file import ArrayFileWriter
+from megatron_packed_sft.disk.atomic import write_file
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.staged_writer import StagedWriter
+from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
+from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
+from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
+from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
+
+
+class MemmapShardWriter(StagedWriter):
+    """Writes one memmap_v1 shard.
+
+    Memory is 1 MB of rows (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
+    of bookkeeping per bin. Every invariant of the format is checked before a byte is written. As a context manager it
+    leaves nothing behind unless `finalize` was reached.
+
+    Args:
+        output_dir: where the shard appears; a path that holds something already is refused unless `overwrite`.
+        num_bins: how many bins will be written.
+        pack_size: the width of a row; no bin is longer.
+        total_seq_starts: how many sequences there will be in all; checked at the end when given.
+        vocab_size: ids must be below it; up to 65,536 they are stored as `<u2`, else (or when unknown) as `<i4`.
+        pad_id: what fills a row behind its bin.
+        tokenizer: name and fingerprint of the tokenizer, kept in the manifest.
+        chat_template_fingerprint, plan_fingerprint, pad_seq_to_mult: kept in the manifest.
+        checksum_algorithm: `xxh3_128` or `sha256`.
+        overwrite: replace what is published under that name, in one step.
+
+    Example:
+        >>> import tempfile; home = tempfile.mkdtemp()
+        >>> with MemmapShardWriter(f"{home}/shard_000000", num_bins=1, pack_size=8, vocab_size=100) as writer:
+        ...     writer.write_bin(0, input_ids=[5, 6, 7], loss_mask=[0, 1, 0], seq_start_id=[0])
+        ...     manifest = writer.finalize()
+        >>> manifest.num_tokens, manifest.dtype
+        (3, '<u2')
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        num_bins: int,
+        pack_size: int,
+        total_seq_starts: int | None = None,
+        *,
+        vocab_size: int | None = None,
+        pad_id: int = 0,
+        tokenizer: Mapping[str, Any] | None = None,
+        chat_template_fingerprint: str | None = None,
+        plan_fingerprint: str | None = None,
+        pad_seq_to_mult: int = 1,
+        checksum_algorithm: str = DEFAULT_ALGORITHM,
+        overwrite: bool = False,
+    ) -> None:
+        _check_argument("num_bins", num_bins, 1, MAX_NUM_BINS)
+        _check_argument("pack_size", pack_size, 1, MAX_PACK_SIZE)
+        if vocab_size is not None:
+            _check_argument("vocab_size", vocab_size, 1, npy.ID_LIMITS[npy.ID_DTYPE])
+        self.num_bins = int(num_bins)
+        self.pack_size = int(pack_size)
+        self.dtype = npy.id_dtype_for(vocab_size)
+        self.id_limit = int(vocab_size) if vocab_size is not None else npy.ID_LIMITS[self.dtype]
+        _check_argument("pad_id", pad_id, 0, self.id_limit - 1)
+        _check_argument("pad_seq_to_mult", pad_seq_to_mult, 1, self.pack_size)
+        self.pad_id = int(pad_id)
+        self._provenance: dict[str, Any] = {
+            "vocab_size": None if vocab_size is None else int(vocab_size),
+            "tokenizer": tokenizer,
+            "chat_template_fingerprint": chat_template_fingerprint,
+            "plan_fingerprint": plan_fingerprint,
+            "pad_seq_to_mult": int(pad_seq_to_mult),
+        }
+        self._total_seq_starts = total_seq_starts
+        self._algorithm = checksum_algorithm
+        self._packed_len = np.zeros(self.num_bins, np.uint32)  # 0 = not written yet
+        self._num_tokens = 0
+        self._num_loss_tokens = 0
+        self._max_seqs_per_bin = 0
+        self._max_seq_len = 0
+        self._min_packed_len = self.pack_size
+        self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
+        self._files: list[ArrayFileWriter] = []
+        super().__init__(output_dir, overwrite=overwrite)
+        with self._aborting_on_error():
+            ids, mask, _, _, _ = layout.shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
+            self._ids_file = self._new_file(ids)
+            self._mask_file = self._new_file(mask)
+            self._starts = StartsSpool(self._staging.path, self.num_bins)
+            self._cleanup.callback(self._starts.close)
+
+    def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
+        """Write one bin.
+
+        Args:
+            bin_id: its row in the shard; any order, each once.
+            input_ids: 1 to `pack_size` token ids.
+            loss_mask: as many 0/1 values, next-token aligned (0 at each sequence's last token).
+            seq_start_id: where each sequence starts: 0 first, then strictly increasing.
+        """
+        name = f"bin {bin_id}: "
+        _check_argument("bin_id", bin_id, 0, self.num_bins - 1)
+        ids = as_int_array(input_ids, name + "input_ids")
+        mask = as_int_array(loss_mask, name + "loss_mask")
+        starts = as_int_array(seq_start_id, name + "seq_start_id")
+        length = len(ids)
+        if not 1 <= length <= self.pack_size:
+            raise InvalidInputError(f"{name}input_ids holds {length} tokens, a bin holds 1 to {self.pack_size}")
+        if len(mask) != length:
+            raise InvalidInputError(f"{name}loss_mask has {len(mask)} values for {length} input_ids; give one each")
+        self._require_open()
+        if not self._pending.accepts(bin_id):
+            self._flush()
+        row = self._pending.stage(bin_id, ids, mask, starts)
+        self._admit(bin_id, row)
+        self._pending.keep(bin_id, row)
+
+    def write_block(self, first_bin: int, block: BinBlock) -> None:
+        """Write consecutive bins in padded form, in one vectorised call.
+
+        Arrays that have the shard's dtype and are C-contiguous are written as they are, without a copy.
+
+        Args:
+            first_bin: the row of the block's first bin; blocks may come in any order.
+            block: rows of width `pack_size`, padded with `pad_id` and mask 0.
+        """
+        self._require_open()
+        block = self._normalised(first_bin, block)
+        self._flush()
+        self._admit(first_bin, block)
+        self._store(first_bin, block)
+
+    def finalize(self) -> ShardManifest:
+        """Check that every bin is there, make everything durable, and publish by one rename."""
+        self._require_open()
+        with self._closing():
+            manifest = self._complete()
+            self._staging.publish()
+        return manifest
+
+    def _admit(self, first_bin: int, block: BinBlock) -> None:
+        """Refuse what is outside, twice or unsound; count the rest in."""
+        last_bin = first_bin + len(block)
+        if not 0 <= first_bin < last_bin <= self.num_bins:
+            raise InvalidInputError(
+                f"bin {first_bin} (a block of {len(block)}) is outside this shard's bins 0..{self.num_bins - 1}"
+            )
+        taken = np.flatnonzero(self._packed_len[first_bin:last_bin])
+        if taken.size:
+            raise WriterStateError(f"bin {first_bin + int(taken[0])} was written already; write each bin once")
+        violations, totals = find_violations(block, vocab_size=self.id_limit, pad_id=self.pad_id)
+        if violations:
+            first = violations[0]
+            raise InvalidInputError(f"bin {first_bin + first.row}: {first.field} {first.message}")
+        self._packed_len[first_bin:last_bin] = block.packed_len
+        self._num_tokens += totals.num_tokens
+        self._num_loss_tokens += totals.num_loss_tokens
+        self._max_seqs_per_bin = max(self._max_seqs_per_bin, totals.max_seqs_per_bin)
+        self._max_seq_len = max(self._max_seq_len, totals.max_seq_len)
+        self._min_packed_len = min(self._min_packed_len, totals.min_packed_len)
+
+    def _store(self, first_bin: int, block: BinBlock) -> None:
+        # After a failure the bins count as written while some of their bytes may be missing.
+        with self._aborting_on_error():
+            self._ids_file.write(first_bin, block.input_ids)
+            self._mask_file.write(first_bin, block.loss_mask)
+            self._starts.append(first_bin, block.seq_offsets, block.seq_starts)
+
+    def _flush(self) -> None:
+        if len(self._pending):
+            self._store(*self._pending.take())
+
+    def _complete(self) -> ShardManifest:
+        self._flush()
+        missing = np.flatnonzero(self._packed_len == 0)
+        if missing.size:
+            raise WriterStateError(
+                f"{missing.size} of {self.num_bins} bins were never written, the first is bin {int(missing[0])}; "
+                "write them before finalize"
+            )
+        offsets = self._starts.offsets()
+        num_sequences = int(offsets[-1])
+        if self._total_seq_starts is not None and num_sequences != self._total_seq_starts:
+            raise WriterStateError(
+                f"total_seq_starts was given as {self._total_seq_starts}, but {num_sequences} sequences were written"
+            )
+        if num_sequences >= npy.INDEX_LIMIT:
+            raise InvalidInputError(f"{num_sequences} sequences do not fit one shard; split it into smaller shards")
+        _, _, lengths_spec, offsets_spec, starts_spec = layout.shard_arrays(
+            self.num_bins, self.pack_size, num_sequences, self.dtype
+        )
+        lengths_file = self._new_file(lengths_spec)
+        lengths_file.write(0, self._packed_len)
+        offsets_file = self._new_file(offsets_spec)
+        offsets_file.write(0, offsets.astype(npy.INDEX_DTYPE))
+        starts_file = self._new_file(starts_spec)
+        for position, starts in self._starts.in_bin_order():
+            starts_file.write(position, starts)
+        self._starts.remove()
+        manifest = ShardManifest(
+            num_bins=self.num_bins,
+            pack_size=self.pack_size,
+            dtype=self.dtype,
+            files={file.spec.name: file.finish() for file in self._files},
+            checksum_algorithm=self._algorithm,
+            num_sequences=num_sequences,
+            num_tokens=self._num_tokens,
+            num_loss_tokens=self._num_loss_tokens,
+            max_seqs_per_bin=self._max_seqs_per_bin,
+            max_seq_len=self._max_seq_len,
+            min_packed_len=self._min_packed_len,
+            pad_id=self.pad_id,
+            created_by=CREATED_BY,
+            **self._provenance,
+        )
+        write_file(self._staging.path / MANIFEST, manifest.to_bytes())
+        return manifest
+
+    def _new_file(self, spec: npy.ArraySpec) -> ArrayFileWriter:
+        file = ArrayFileWriter(self._staging.path / spec.name, spec, self._algorithm)
+        self._cleanup.callback(file.close)
+        self._files.append(file)
+        return file
+
+    def _normalised(self, first_bin: int, block: BinBlock) -> BinBlock:
+        """The block in the shard's own dtypes, its shapes checked."""
+        num_bins = len(block.packed_len)
+        name = f"block at bin {first_bin}: "
+        shape = (num_bins, self.pack_size)
+        for field, array in (("input_ids", block.input_ids), ("loss_mask", block.loss_mask)):
+            if array.shape != shape:
+                raise InvalidInputError(f"{name}{field} has shape {array.shape}, not {shape}")
+        if block.seq_offsets.shape != (num_bins + 1,) or block.seq_starts.ndim != 1:
+            raise InvalidInputError(
+                f"{name}seq_offsets has shape {block.seq_offsets.shape}, not ({num_bins + 1},), "
+                "or seq_starts is not one-dimensional"
+            )
+
+        def cast(array: npt.NDArray[Any], dtype: str, limit: int, field: str) -> npt.NDArray[Any]:
+            if array.dtype.str == dtype and array.flags.c_contiguous:
+                return array  # its values are checked by find_violations
+            return cast_checked(as_int_array(array, name + field, array.ndim), dtype, limit, name + field)
+
+        block = BinBlock(
+            cast(block.input_ids, self.dtype, self.id_limit, "input_ids"),
+            cast(block.loss_mask, npy.MASK_DTYPE, 2, "loss_mask"),
+            cast(block.packed_len, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "packed_len"),
+            cast(block.seq_offsets, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_offsets"),
+            cast(block.seq_starts, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_starts"),
+        )
+        if int(block.seq_offsets[-1]) - int(block.seq_offsets[0]) != len(block.seq_starts):
+            raise InvalidInputError(
+                f"{name}seq_offsets span {int(block.seq_offsets[-1]) - int(block.seq_offsets[0])} sequences, "
+                f"but seq_starts has {len(block.seq_starts)}"
+            )
+        return block
+
+
+def _check_argument(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        raise InvalidInputError(f"{name} is {value!r}; it must be an integer in {low}..{high}")
