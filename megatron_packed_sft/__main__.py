@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_packed_sft.cli import main
+from megatron_packed_sft.cli.main import main
 
 sys.exit(main())

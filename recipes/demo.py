@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_packed_sft.cli import main as packed_sft
+from megatron_packed_sft.cli.main import main as packed_sft
 from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 from megatron_packed_sft.storage.dataset_directory import open_dataset

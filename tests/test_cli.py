@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft import __version__, open_shard
-from megatron_packed_sft.cli import main
+from megatron_packed_sft.cli.main import main
 from tests.packed_bins import assert_same_bins, make_bins, write_shard
 
 ROWS = make_bins(5, 16, seed=3)

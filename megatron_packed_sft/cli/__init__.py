@@ -1,0 +1,1 @@
+"""`packed-sft VERB`: one file per verb."""

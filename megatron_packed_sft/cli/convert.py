@@ -1,0 +1,80 @@
+"""`packed-sft convert`: packed data from one storage to another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from megatron_packed_sft.cli._common import add_quiet, wants_progress
+
+
+def add_parser(commands: Any) -> None:
+    """Add the verb to the command line."""
+    parser = commands.add_parser(
+        "convert",
+        help="legacy .npy or Parquet to memmap_v1, and memmap_v1 to legacy .npy",
+        description="Convert packed data between storages. Rows stay equal, token by token. One file becomes one "
+        "shard; several become a dataset directory, published together or not at all.",
+        epilog="examples:\n  packed-sft convert training_4096.npy shards/shard_000000\n"
+        "  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096\n"
+        "  packed-sft convert my_dataset legacy_files --to legacy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help=".npy or Parquet files, shards, datasets, directories, globs"
+    )
+    parser.add_argument("target", metavar="TARGET", help="the shard, file or directory to publish")
+    parser.add_argument(
+        "--to", choices=("memmap_v1", "legacy", "legacy_npy_pickle"), default="memmap_v1", help="default: memmap_v1"
+    )
+    parser.add_argument("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest row)")
+    parser.add_argument(
+        "--overlong",
+        choices=("grow", "error"),
+        default="grow",
+        help="rows longer than --pack-size widen the shards, or are an error (default: grow)",
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
+    parser.add_argument("--pad-id", type=int, default=0, metavar="ID", help="fills the rows (default: 0)")
+    parser.add_argument("--split", default="train", help="split for the shards of several files (default: train)")
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_quiet(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.storage.convert import convert
+    from megatron_packed_sft.support.wording import counted
+
+    report = convert(
+        arguments.sources,
+        arguments.target,
+        to=arguments.to,
+        pack_size=arguments.pack_size,
+        overlong=arguments.overlong,
+        vocab_size=arguments.vocab_size,
+        pad_id=arguments.pad_id,
+        split=arguments.split,
+        overwrite=arguments.overwrite,
+        progress=wants_progress(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+    elif not arguments.quiet:
+        print(
+            f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
+            f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
+        )
+        if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
+            print(
+                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest row"
+            )
+        if report.num_cleared_masks:
+            print(
+                f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
+                "they predict nothing and no collate reads them"
+            )
+    return 0

@@ -1,0 +1,61 @@
+"""`packed-sft validate`: is packed data whole and sound?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_packed_sft.cli._common import add_quiet, wants_progress
+
+
+def add_parser(commands: Any) -> None:
+    """Add the verb to the command line."""
+    parser = commands.add_parser(
+        "validate",
+        help="check a shard or a dataset: checksums, structure, every row",
+        description="Check a shard, a dataset directory or a directory of shards. Exit code 0: sound, 1: not.",
+        epilog="example:\n  packed-sft validate my_dataset --level full --json > report.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", help="a shard, a dataset directory, a directory of shards, or a token store")
+    parser.add_argument(
+        "--level",
+        choices=("structure", "full"),
+        default="full",
+        help="structure: manifests, sizes and headers; full: also every byte and every row (default: full)",
+    )
+    parser.add_argument("--max-findings", type=int, default=100, metavar="N", help="print that many (default: 100)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_quiet(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from megatron_packed_sft.storage.validate import validate
+    from megatron_packed_sft.support.wording import counted
+    from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
+
+    report = (validate_token_store if is_token_store(arguments.path) else validate)(
+        arguments.path,
+        level=arguments.level,
+        max_findings=arguments.max_findings,
+        progress=wants_progress(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return 0 if report.ok else 1
+    for finding in report.findings:
+        print(finding)
+    hidden = report.num_findings - len(report.findings)
+    if hidden:
+        print(f"... and {hidden:,} more findings")
+    if not arguments.quiet:
+        for note in report.notes:
+            print(f"note: {note}")
+        verdict = "sound" if report.ok else counted(report.num_findings, "finding")
+        counts = f"{counted(report.num_shards, 'shard')}, {counted(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
+        if report.level == "full":
+            counts += f", {counted(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
+        print(f"{report.path}: {verdict} ({report.level}: {counts})")
+    return 0 if report.ok else 1

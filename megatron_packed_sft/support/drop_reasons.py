@@ -1,0 +1,61 @@
+"""Why a record or a part of it is not trained on: every reason there is, and how serious it is.
+
+The name of a reason is what summaries, receipts and plan files say, so a name never changes its meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Severity(enum.Enum):
+    """What a drop means for the run."""
+
+    ERROR = "error"  # the record or the template is at fault: stops the run unless on_error=skip
+    ANNOUNCED = "announced"  # sound data is lost: counted, shown, and limited by max_drop_share
+    HARMLESS = "harmless"  # exactly what the options asked for
+
+
+class DropReason(enum.StrEnum):
+    """Each reason with its severity.
+
+    Example:
+        >>> DropReason("duplicate").severity.value, str(DropReason.TOO_LONG)
+        ('harmless', 'too_long')
+    """
+
+    severity: Severity
+
+    def __new__(cls, name: str, severity: Severity) -> DropReason:
+        """Make a reason that equals its name."""
+        reason = str.__new__(cls, name)
+        reason._value_ = name
+        reason.severity = severity
+        return reason
+
+    # Records that cannot be read or encoded.
+    BAD_RECORD = "bad_row", Severity.ERROR
+    TEMPLATE_ERROR = "template_error", Severity.ERROR
+    UNTRACEABLE_TEMPLATE = "untraceable_template", Severity.ERROR
+    UNESCAPABLE = "unescapable", Severity.ERROR
+    INVALID_TEXT = "invalid_text", Severity.ERROR
+    INVALID_IDS = "invalid_ids", Severity.ERROR
+    # Sound records in which nothing is left to train on.
+    EMPTY = "empty", Severity.ANNOUNCED
+    NOTHING_TO_TRAIN = "nothing_to_train", Severity.ANNOUNCED
+    ANSWER_CUT_AWAY = "answer_cut_away", Severity.ANNOUNCED
+    # Sound records that do not fit.
+    TOO_LONG = "too_long", Severity.ANNOUNCED
+    LONGER_THAN_PACK = "longer_than_pack", Severity.ANNOUNCED
+    TRUNCATED = "truncated", Severity.ANNOUNCED  # tokens only: the sequences themselves are packed
+    SHORT_TAIL = "short_tail", Severity.ANNOUNCED  # tokens only: last chunks of split sequences, below min_len
+    # What the options ask for.
+    DUPLICATE = "duplicate", Severity.HARMLESS
+    SAMPLED_OUT = "sampled_out", Severity.HARMLESS
+    BELOW_MIN_LEN = "below_min_len", Severity.HARMLESS
+    ABOVE_MAX_LEN = "above_max_len", Severity.HARMLESS
+    HELD_BACK = "held_back", Severity.HARMLESS
+
+
+# Sound records that leave nothing to train on; `encode.on_empty` decides about them.
+NOTHING_LEFT = frozenset({DropReason.EMPTY, DropReason.NOTHING_TO_TRAIN, DropReason.ANSWER_CUT_AWAY})
