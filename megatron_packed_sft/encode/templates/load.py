@@ -11,7 +11,7 @@ import xxhash
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 
-_BUILTIN = Path(__file__).parent / "builtin_templates"
+_BUILTIN = Path(__file__).parent / "builtin"
 
 
 @dataclass(frozen=True, slots=True)
