@@ -47,7 +47,7 @@ class PackedDataset:
             gives every row once, in stored order.
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.
-        contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_6`, `bridge_main` or `hf`.
+        contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_5`, `bridge_0_6`, `bridge_main` or `hf`.
         pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens, answer_only_loss,
             compact, return_doc_ids: as in `CollateOptions`.
         pad_seq_to_mult: what the data's sequences were padded to; by default what the data says, else 1.

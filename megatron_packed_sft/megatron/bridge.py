@@ -9,7 +9,8 @@
 
 | Bridge     | derives from                             | says that data is packed | batches       | samples asked by |
 |------------|------------------------------------------|--------------------------|---------------|------------------|
-| 0.3 to 0.5 | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_3`  | `batch`          |
+| 0.3, 0.4   | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_3`  | `batch`          |
+| 0.5        | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_5`  | `batch`          |
 | 0.6        | DatasetProvider                          | offline_packing_specs    | `bridge_0_6`  | `single`         |
 | later      | DatasetProvider                          | offline_packing_specs    | `bridge_main` | `single`         |
 
@@ -211,15 +212,15 @@ def contract_of(version: str) -> str:
 
     Example:
         >>> [contract_of(version) for version in ("0.3.1", "0.5.1", "0.6.2", "0.7.0rc0")]
-        ['bridge_0_3', 'bridge_0_3', 'bridge_0_6', 'bridge_main']
+        ['bridge_0_3', 'bridge_0_5', 'bridge_0_6', 'bridge_main']
     """
     parts = re.match(r"(\d+)\.(\d+)", version)
     numbers = (int(parts[1]), int(parts[2])) if parts else (0, 0)
     if numbers < (0, 3):
         raise MissingDependencyError(f"Megatron-Bridge {version} is too old for {PROVIDER}; install 0.3 or later")
-    if numbers < (0, 6):
+    if numbers < (0, 5):
         return "bridge_0_3"
-    return "bridge_0_6" if numbers == (0, 6) else "bridge_main"
+    return {(0, 5): "bridge_0_5", (0, 6): "bridge_0_6"}.get(numbers, "bridge_main")
 
 
 def allow_as_target() -> None:
@@ -246,7 +247,7 @@ def __getattr__(name: str) -> Any:
 
 def _make_provider() -> type:
     bases: tuple[type, ...]
-    if contract_of(installed_version()) == "bridge_0_3":
+    if contract_of(installed_version()) in ("bridge_0_3", "bridge_0_5"):
         config = _import("megatron.bridge.training.config")
         # FinetuningDatasetConfig: Bridge checks micro batch size, sequence length and context parallelism of those
         # only. DatasetProvider: Bridge calls `build_datasets` of those.

@@ -26,10 +26,10 @@ def make_batch(contract: str, **arguments: Any) -> dict[str, Any]:
     return collate([locate_in_samples(ROWS)], len(ROWS), options)
 
 
-@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_6", "bridge_main", "mcore"])
+@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "mcore"])
 def test_doc_ids_of_a_batch_are_those_of_its_boundaries(contract: str) -> None:
     batch = make_batch(contract, return_doc_ids=True)
-    boundaries = batch["cu_seqlens" if contract == "bridge_0_3" else "cu_seqlens_q"]
+    boundaries = batch["cu_seqlens" if contract in ("bridge_0_3", "bridge_0_5") else "cu_seqlens_q"]
     assert batch["doc_ids"].tolist() == [[0, 0, 0, 2, 2, 2, 2, *[3] * 9], [0, 0, 0, 0, *[1] * 12]]
     found = doc_ids_from_boundaries(boundaries, 16)
     assert found.dtype == batch["doc_ids"].dtype == torch.int32

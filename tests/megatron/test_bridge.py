@@ -125,7 +125,9 @@ def test_what_is_missing_is_said_when_datasets_are_built(dataset: str, field: st
     ("version", "contract"),
     [
         ("0.3.0", "bridge_0_3"),
-        ("0.5.1", "bridge_0_3"),
+        ("0.4.2", "bridge_0_3"),
+        ("0.5.0rc0", "bridge_0_5"),
+        ("0.5.1", "bridge_0_5"),
         ("0.6.0rc1", "bridge_0_6"),
         ("0.6.2+abc1234", "bridge_0_6"),
         ("0.7.0", "bridge_main"),

@@ -3,7 +3,7 @@
 Importing `megatron.bridge` needs Transformer Engine and Megatron-Core. The dataset modules alone do not: their
 packages are stood in for by bare modules that only have a `__path__`, so that no `__init__` runs, and the few names
 they import from elsewhere (a rank helper, the tokenizer's type, the storage client switch) are stubs. None of these
-takes part in what the tests compare. Two versions live under one name, so each is loaded with `sys.modules` set up
+takes part in what the tests compare. All versions live under one name, so each is loaded with `sys.modules` set up
 for it alone, and what was there before is put back.
 """
 
@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VERSIONS = ("0.3.1", "0.6.2")
-CONTRACT_OF = {"0.3.1": "bridge_0_3", "0.6.2": "bridge_0_6"}
+CONTRACT_OF = {"0.3.1": "bridge_0_3", "0.4.2": "bridge_0_3", "0.5.1": "bridge_0_5", "0.6.2": "bridge_0_6"}
+VERSIONS = tuple(CONTRACT_OF)
 
 _BARE_PACKAGES = (
     "data", "data.datasets", "data.packing", "training", "training.tokenizers", "training.utils", "utils",
 )  # fmt: skip
-_DATASET_MODULE = {"0.3.1": "data.datasets.sft", "0.6.2": "data.packing.gpt_sft"}
 
 
 class Oracle(NamedTuple):
@@ -48,11 +47,14 @@ class Oracle(NamedTuple):
 @functools.cache
 def load(version: str) -> Oracle:
     """The packed dataset classes of a release; it is fetched once and kept in the user's cache."""
+    is_new = version.startswith("0.6")
     with _only_modules_of(fetch(version)):
-        dataset = importlib.import_module(f"megatron.bridge.{_DATASET_MODULE[version]}").GPTSFTPackedDataset
+        module = importlib.import_module(f"megatron.bridge.data.{'packing.gpt_sft' if is_new else 'datasets.sft'}")
+        dataset = module.GPTSFTPackedDataset
         if version == "0.3.1":
             return Oracle(version, dataset, None, None)
-        parquet = importlib.import_module("megatron.bridge.data.packing.parquet")
+        name = "packing.parquet" if is_new else "datasets.packed_parquet"
+        parquet = importlib.import_module(f"megatron.bridge.data.{name}")
         return Oracle(version, dataset, parquet.GPTSFTPackedParquetDataset, parquet.write_packed_parquet)
 
 

@@ -2,13 +2,14 @@
 
 | contract      | reader                               | boundaries                      | loss at EOS tokens |
 |---------------|--------------------------------------|---------------------------------|--------------------|
-| `bridge_0_3`  | Megatron-Bridge 0.3.1 to 0.5.1       | cu_seqlens, -1 behind the last  | dropped            |
+| `bridge_0_3`  | Megatron-Bridge 0.3 and 0.4          | cu_seqlens, -1 behind the last  | dropped            |
+| `bridge_0_5`  | Megatron-Bridge 0.5                  | as 0_3; attention_mask is None  | dropped            |
 | `bridge_0_6`  | Megatron-Bridge 0.6                  | cu_seqlens_q/kv, last repeated  | dropped            |
 | `bridge_main` | Megatron-Bridge after 0.6            | as 0_6, and padding_mask        | kept               |
 | `mcore`       | Megatron-Core, through your own step | as 0_6, and padding_mask        | kept               |
 | `hf`          | transformers models and trainers     | cu_seq_lens_q/k of one long row | kept               |
 
-The released packages are the oracle for the first two: tests/oracle compares every key with `torch.equal`.
+The released packages are the oracle for the first three: tests/oracle compares every key with `torch.equal`.
 """
 
 from __future__ import annotations
@@ -165,6 +166,11 @@ def _bridge_0_3(rows: PaddedBins, options: CollateOptions) -> Batch:
     return batch
 
 
+def _bridge_0_5(rows: PaddedBins, options: CollateOptions) -> Batch:
+    batch = _bridge_0_3(rows, options)
+    return batch | {"attention_mask": None} if options.return_cu_seqlen else batch
+
+
 def _bridge_0_6(rows: PaddedBins, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(rows)
     if options.return_cu_seqlen:
@@ -199,6 +205,7 @@ def _hf(rows: FlattenedBins, options: CollateOptions) -> Batch:
 
 CONTRACTS = {
     "bridge_0_3": Contract(adapt=_bridge_0_3, keeps_eos_loss=False),
+    "bridge_0_5": Contract(adapt=_bridge_0_5, keeps_eos_loss=False),
     "bridge_0_6": Contract(adapt=_bridge_0_6, keeps_eos_loss=False),
     "bridge_main": Contract(adapt=_bridge_main, keeps_eos_loss=True, has_padding_mask=True),
     "mcore": Contract(
