@@ -1,52 +1,52 @@
-"""The exception tree: one class per kind of fault; each message says what is wrong, where, and what to do.
+"""The exception tree: one class per kind of failure. Each message says what is wrong, where, and what to do.
 
     PackedSFTError
-    ├── InvalidInputError      an argument or a row handed to us is wrong        (also a ValueError)
-    │   └── StateMismatchError     a loader's state is from other data or another order
-    ├── WriterStateError       a writer was used out of turn: bin twice, bin missing, written after the end
-    ├── TargetExistsError      something is already published under that name    (also a FileExistsError)
-    ├── StorageIOError         the operating system said no                      (also an OSError)
-    │   └── NoSpaceError       no space, quota or file-size limit left
-    ├── ShardError             what is on disk is not a whole, sound shard
-    │   ├── ManifestError          manifest.json or dataset.json
-    │   ├── ShardFileError         an array file: missing, cut, swapped, foreign
-    │   ├── ShardChangedError      replaced on disk since it was opened
-    │   ├── UnsupportedFormatError a version, dtype or byte order this release does not read
+    ├── InvalidInputError          an argument, a setting or a record is wrong          (also a ValueError)
+    │   └── StateMismatchError     a loader's state belongs to other data or another order
+    ├── WriterStateError           a writer was misused: bin written twice, bin missing, write after finalize
+    ├── TargetExistsError          something is already published at the target         (also a FileExistsError)
+    ├── StorageIOError             the operating system refused a file operation        (also an OSError)
+    │   └── NoSpaceError           the disk, the quota or the file-size limit is full
+    ├── ShardError                 the data on disk is incomplete or damaged
+    │   ├── ManifestError          manifest.json or dataset.json is invalid
+    │   ├── ShardFileError         an array file is missing, truncated, swapped or foreign
+    │   ├── ShardChangedError      the shard was replaced on disk after it was opened
+    │   ├── UnsupportedFormatError a version, dtype or byte order that this release does not read
     │   └── LegacyFormatError      a legacy .npy or Parquet file that is not packed SFT data
-    └── MissingDependencyError an optional package is not installed              (also an ImportError)
+    └── MissingDependencyError     an optional package or a plugin cannot be imported   (also an ImportError)
 
-Catch `PackedSFTError` for all of them.
+Catch `PackedSFTError` for all of them. On the command line, `InvalidInputError` exits with 2 and the others with 1.
 """
 
 from __future__ import annotations
 
 
 class PackedSFTError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class InvalidInputError(PackedSFTError, ValueError):
-    """An argument, or a row of data handed to us, is wrong."""
+    """An argument, a setting or a record is wrong."""
 
 
 class StateMismatchError(InvalidInputError):
-    """A loader's state is from other data or another order: `problem` says so, `differing` names the fields."""
+    """A loader's state belongs to other data or another order; `differing` names the fields that differ."""
 
     def __init__(self, problem: str, differing: tuple[str, ...]) -> None:
-        super().__init__(problem, differing)  # both, so that it can be pickled
+        super().__init__(problem, differing)  # both, so that the error can be pickled
         self.problem = problem
         self.differing = differing
 
     def __str__(self) -> str:
-        return f"{self.problem}, or pass allow_mismatch={self.differing} to the sampler or loader to go on anyway"
+        return f"{self.problem}, or pass allow_mismatch={self.differing} to the sampler or loader to resume anyway"
 
 
 class WriterStateError(PackedSFTError):
-    """A writer was used out of turn: a bin twice, a bin missing, a write after the end."""
+    """A writer was misused: a bin written twice, a bin missing, or a write after `finalize`."""
 
 
 class TargetExistsError(PackedSFTError, FileExistsError):
-    """Something is already published under the target's name."""
+    """Something is already published at the target."""
 
 
 class StorageIOError(PackedSFTError, OSError):
@@ -54,23 +54,23 @@ class StorageIOError(PackedSFTError, OSError):
 
 
 class NoSpaceError(StorageIOError):
-    """The disk, the quota or the file-size limit is exhausted."""
+    """The disk, the quota or the file-size limit is full."""
 
 
 class ShardError(PackedSFTError):
-    """What is on disk is not a whole, sound shard."""
+    """The data on disk is incomplete or damaged."""
 
 
 class ManifestError(ShardError):
-    """A manifest.json or dataset.json that cannot be trusted."""
+    """A manifest.json or dataset.json is invalid."""
 
 
 class ShardFileError(ShardError):
-    """An array file that is missing, cut, swapped, padded or foreign."""
+    """An array file is missing, truncated, swapped, padded or foreign."""
 
 
 class ShardChangedError(ShardError):
-    """A shard was replaced on disk after it had been opened."""
+    """A shard was replaced on disk after it was opened."""
 
 
 class UnsupportedFormatError(ShardError):
@@ -78,8 +78,8 @@ class UnsupportedFormatError(ShardError):
 
 
 class LegacyFormatError(ShardError):
-    """A legacy .npy or Parquet file that does not hold packed SFT data."""
+    """A legacy .npy or Parquet file does not hold packed SFT data."""
 
 
 class MissingDependencyError(PackedSFTError, ImportError):
-    """An optional package is not installed."""
+    """An optional package or a plugin cannot be imported."""

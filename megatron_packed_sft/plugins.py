@@ -18,7 +18,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
 
@@ -31,38 +31,41 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point of an installed package."""
+    """One entry point of an installed package; `rivals` are other packages that offer the same name."""
 
     group: str
     name: str
     target: str
     package: str
     version: str
+    rivals: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import what the entry point names; a plugin that cannot be imported is an error that names its package."""
+        if self.rivals:
+            raise InvalidInputError(
+                f"{' and '.join([self.package, *self.rivals])} all offer {self.name!r} in "
+                f"megatron_packed_sft.{self.group}; uninstall all of them except one"
+            )
         try:
             return _import(self.target)
         except Exception as error:
             raise MissingDependencyError(
                 f"plugin {self.name!r} of {self.package} {self.version} cannot be loaded ({self.target}: "
-                f"{type(error).__name__}: {error}); repair or uninstall that package"
+                f"{type(error).__name__}: {error}); fix or uninstall that package"
             ) from error
 
 
 @functools.cache
 def installed_plugins(group: str) -> Mapping[str, Plugin]:
-    """Return the plugins of a group by name, without importing any; two packages with one name are an error."""
+    """Return the plugins of a group by name. Nothing is imported, so a broken plugin fails only when it is used."""
     found: dict[str, Plugin] = {}
-    for point in metadata.entry_points(group=f"megatron_packed_sft.{group}"):
+    for point in sorted(metadata.entry_points(group=f"megatron_packed_sft.{group}"), key=lambda point: point.name):
         package, version = (point.dist.name, point.dist.version) if point.dist else ("an unknown package", "")
         plugin = Plugin(group, point.name, point.value, package, version)
-        if (other := found.get(plugin.name)) is not None and other.target != plugin.target:
-            raise InvalidInputError(
-                f"{other.package} and {package} both offer {plugin.name!r} in megatron_packed_sft.{group}; "
-                "uninstall one of them"
-            )
-        found[plugin.name] = plugin
+        first = found.setdefault(point.name, plugin)
+        if first.target != plugin.target and package not in first.rivals:
+            found[point.name] = replace(first, rivals=(*first.rivals, package))
     return found
 
 
@@ -110,6 +113,14 @@ class Registry(Generic[Value]):
             else:
                 raise InvalidInputError(self.unknown(name))
         return self._values[name]
+
+    def origin(self, name: str) -> str:
+        """Return where a name comes from: `built in`, `registered`, or the package and version that offer it."""
+        if name in self._targets:
+            return "built in"
+        if (plugin := installed_plugins(self.group).get(name)) is not None:
+            return f"{plugin.package} {plugin.version}"
+        return "registered"
 
     def unknown(self, name: str) -> str:
         """Return one sentence about a name that does not exist, with the nearest one or all of them."""

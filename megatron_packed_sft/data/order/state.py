@@ -140,7 +140,7 @@ None); give load_state_dict what state_dict returned
             >>> old.check(dataclasses.replace(old, seed=2))
             Traceback (most recent call last):
             megatron_packed_sft.errors.StateMismatchError: the state is from another run: seed was 1 and is 2 now; \
-resume with what the state was saved with, or pass allow_mismatch=('seed',) to the sampler or loader to go on anyway
+resume with what the state was saved with, or pass allow_mismatch=('seed',) to the sampler or loader to resume anyway
         """
         refuse_unknown(allow_mismatch)
         differing = {

@@ -1,0 +1,150 @@
+"""`packed-sft env`: versions, machine and plugins, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_packed_sft._version import __version__
+from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.plugins import installed_plugins
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "transformers",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "numpy",
+    "numba",
+    "hydra-core",
+    "omegaconf",
+    "pyarrow",
+    "datasets",
+    "orjson",
+    "jinja2",
+    "fsspec",
+)
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the verb to the command line."""
+    parser = commands.add_parser(
+        "env",
+        help="versions, machine and plugins, for a bug report",
+        description="Print what a bug report should contain: versions, the machine, and every storage, strategy and "
+        "schema with the package it comes from. Exit code 1 if a plugin cannot be loaded.",
+        epilog="example:\n  packed-sft env --json > env.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    report = environment()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        for section in ("versions", "machine"):
+            width = max(map(len, report[section]))
+            print(f"{section}:")
+            for name, value in report[section].items():
+                print(f"  {name:<{width}}  {value or 'not installed'}")
+        for group, found in report["registered"].items():
+            print(f"{group}:")
+            width = max(len(one["name"]) for one in found)
+            for one in found:
+                print(f"  {one['name']:<{width}}  {one['origin']}{': ' + one['error'] if one['error'] else ''}")
+    return 1 if any(one["error"] for found in report["registered"].values() for one in found) else 0
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, machine and registered names. No package is imported for its version; plugins are imported."""
+    from megatron_packed_sft.support.compiled import cache_directory
+
+    return {
+        "versions": {
+            "megatron-packed-sft": __version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "python executable": sys.executable,
+            "package": str(Path(__file__).parents[1]),
+            "cpus": f"{len(os.sched_getaffinity(0))} usable",
+            "cuda of torch": _torch_cuda(),
+            "nvidia driver": _driver(),
+            "gpus": ", ".join(_gpus()) or "none found",
+            "kernel cache": cache_directory() or "no writable directory: kernels are compiled in every process",
+        },
+        "registered": _registered(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str:
+    """Return the CUDA version that torch was built with, read from its version file: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed"
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"^cuda\b[^=]*= *(?:None|['\"]([^'\"]*)['\"])", text, re.MULTILINE)
+    return "unknown" if found is None else found[1] or "none: a build without CUDA"
+
+
+def _driver() -> str:
+    try:
+        return (_DRIVER / "version").read_text().splitlines()[0].removeprefix("NVRM version:").strip()
+    except (OSError, IndexError):
+        return "none found"
+
+
+def _gpus() -> list[str]:
+    names = []
+    for path in sorted(_DRIVER.glob("gpus/*/information")):
+        found = re.search(r"^Model: *(.*)$", path.read_text(), re.MULTILINE)
+        names.append(found[1] if found else path.parent.name)
+    return names
+
+
+def _registered() -> dict[str, list[dict[str, str | None]]]:
+    """Return each group's names with where they come from; plugins are imported here, so that broken ones are named."""
+    from megatron_packed_sft.packing.strategies.registry import known_strategies
+    from megatron_packed_sft.records.schemas.registry import SCHEMAS
+    from megatron_packed_sft.storage.writers import PACKED_STORAGE
+
+    built_in = {"storages": tuple(PACKED_STORAGE), "strategies": tuple(known_strategies()), "schemas": SCHEMAS}
+    found: dict[str, list[dict[str, str | None]]] = {}
+    for group, names in built_in.items():
+        found[group] = [{"name": name, "origin": "built in", "error": None} for name in names]
+        for plugin in installed_plugins(group).values():
+            error = None
+            try:
+                plugin.load()
+            except PackedSFTError as problem:
+                error = str(problem)
+            found[group].append({"name": plugin.name, "origin": f"{plugin.package} {plugin.version}", "error": error})
+    return found
