@@ -1,12 +1,10 @@
 """Packed SFT data for Megatron-style training.
 
     chat files ─ records ─▶ encode ─▶ tokens ─▶ packing ─▶ storage ─▶ data ─▶ megatron ─▶ a training step
-                 read rows   ids+mask  stored    a plan     shards     samples  model glue
-                                       once      (pure)     (files)    batches
+                 read        ids+mask  stored    a plan     shards     batches  model
 
-The folders are the data flow. `prepare` runs the left half offline, `train` the right half under torchrun; both are
-Hydra applications (`config`). Importing this package imports neither torch nor megatron: public names are loaded when
-they are first used.
+The folders are the data flow. `prepare` runs the left half offline, `train` the right half under torchrun. Public names
+are loaded when they are first used: importing this package imports neither torch nor megatron.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
@@ -43,7 +43,7 @@ class Plugin:
     def load(self) -> Any:
         """Import what the entry point names; a plugin that cannot be imported is an error that names its package."""
         if self.rivals:
-            raise InvalidInputError(
+            raise MissingDependencyError(
                 f"{' and '.join([self.package, *self.rivals])} all offer {self.name!r} in "
                 f"megatron_packed_sft.{self.group}; uninstall all of them except one"
             )
@@ -113,6 +113,28 @@ class Registry(Generic[Value]):
             else:
                 raise InvalidInputError(self.unknown(name))
         return self._values[name]
+
+    def usable(self) -> Iterator[Value]:
+        """Yield every value in the order of `names`, without the plugins that cannot be loaded (see `broken`)."""
+        for name in self.names():
+            try:
+                value = self[name]
+            except MissingDependencyError:
+                continue
+            yield value
+
+    def broken(self) -> dict[str, str]:
+        """Return the plugins that cannot be used, each with one sentence that says why."""
+        found = {}
+        for name, plugin in installed_plugins(self.group).items():
+            if name in self._targets:
+                found[name] = f"plugin {name!r} of {plugin.package} {plugin.version} is ignored: the name is built in"
+                continue
+            try:
+                self[name]
+            except MissingDependencyError as error:
+                found[name] = str(error)
+        return found
 
     def origin(self, name: str) -> str:
         """Return where a name comes from: `built in`, `registered`, or the package and version that offer it."""
