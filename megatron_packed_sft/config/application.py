@@ -1,30 +1,29 @@
-"""One way to run a Hydra application: a typed configuration in, an exit code out, one sentence for every wrong key."""
+"""One way to run an application: a typed configuration in, an exit code out, one sentence for every wrong key.
+
+    command line ─▶ Hydra composes ─▶ keys and values checked ─▶ the task gets a dataclass
+                    YAML files         against the dataclass
+
+Hydra is used through its public functions, and only to compose: nothing that a configuration names is ever called.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hydra import compose, initialize_config_dir
-from hydra import main as hydra_main
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_packed_sft.config.arguments import for_hydra, is_multirun
-from megatron_packed_sft.config.location import config_directory
-from megatron_packed_sft.config.problems import explain
-from megatron_packed_sft.config.targets import checked_compositions, refuse_foreign_targets
+from megatron_packed_sft.config.command_line import parse_command_line
+from megatron_packed_sft.config.composition import Files
+from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 ConfigT = TypeVar("ConfigT")
-_FULL_ERROR = "HYDRA_FULL_ERROR"
+_WIDTH, _INDENT = 110, 32  # of --help
 
 
 def run_application(
@@ -36,79 +35,86 @@ def run_application(
     examples: str,
     flags: Mapping[str, str] | None = None,
     look_alikes: Mapping[str, str] | None = None,
-    named_by_user: Sequence[str] = (),
     argv: Sequence[str] | None = None,
 ) -> int:
     """Compose conf/NAME.yaml with the command line's overrides, check it against the schema, and run the task.
 
-    Hydra's own options (`--cfg job`, `--multirun`, `--config-dir`, ...) work as everywhere.
-
     Args:
         task: gets an instance of `schema`; its return value is the exit code (None: 0).
-        name: of the configuration file; the schema is stored as `NAME_schema`, for its defaults list.
-        schema: a dataclass; keys it does not have and values of another type are errors.
+        name: of the configuration file and of the verb.
+        schema: a dataclass; keys it does not have and values of another type are errors. Its docstrings say what the
+            keys mean.
         description: what the application does, for `--help`.
         examples: lines for `--help`.
         flags: options without a value and the override each stands for, such as {"--quiet": "quiet=true"}.
         look_alikes: keys that people try and the right one for each, such as {"packing_length": "packing.pack_size"}.
-        named_by_user: keys below which the user makes up names, such as "sources"; they need no plus.
         argv: arguments after the program's name; sys.argv's by default.
-
-    Example:
-        >>> run_application(train, name="train", schema=TrainConfig, description="", examples="")  # doctest: +SKIP
-        0
     """
-    arguments = for_hydra(sys.argv[1:] if argv is None else argv, flags or {}, named_by_user)
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    codes: list[int] = []
-    failures: list[Exception] = []
-
-    def run(config: DictConfig) -> None:
-        try:
-            codes.append(task(_checked(config, schema)) or 0)
-        except PackedSFTError as error:
-            codes.append(_refused(name, error))
-        except Exception as error:  # raised here, Hydra would print a line of its own first
-            failures.append(error)
-
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        if "--help" in arguments or "-h" in arguments:
-            print(_help(name, description, examples, flags or {}))
+        asked = parse_command_line(arguments, schema, flags or {}, look_alikes or {})
+        files = Files.find(name, asked.config_name, asked.config_dir)
+        if asked.help:
+            print(_help(name, schema, files, description, examples, flags or {}))
             return 0
-        with _hydra_surroundings(name, arguments), checked_compositions():
-            hydra_main(version_base="1.3", config_path=str(config_directory()), config_name=name)(run)()
-        if failures:
-            raise failures[0]
-    except (HydraException, OmegaConfBaseException) as error:
-        _complain(name, explain(error, _default(name), look_alikes or {}))
-        return 2
+        codes = []
+        for overrides in asked.combinations():
+            try:
+                config = _merged(schema, files.compose(overrides), look_alikes or {})
+                if asked.cfg:
+                    print(OmegaConf.to_yaml(config), end="")
+                else:
+                    codes.append(task(_typed(schema, config)) or 0)
+            except PackedSFTError as error:  # the other combinations of a multirun may still be right
+                codes.append(_refused(name, error))
+        return max(codes, default=0)
     except PackedSFTError as error:
         return _refused(name, error)
     except BrokenPipeError:  # the reader of a pipe, such as head, had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would complain
         return 1
     except KeyboardInterrupt:
-        _say(f"packed-sft {name}: interrupted; run the same command again to go on")
+        _say(f"packed-sft {name}: interrupted; run the same command again to resume")
         return 130
-    return max(codes, default=0)
+
+
+def as_yaml(config: Any) -> str:
+    r"""Return a configuration dataclass as the YAML that would give it again.
+
+    Example:
+        >>> from dataclasses import make_dataclass
+        >>> as_yaml(make_dataclass("Settings", [("pack_size", int)])(4096))
+        'pack_size: 4096\n'
+    """
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+
+
+def _merged(schema: type, given: DictConfig, look_alikes: Mapping[str, str]) -> DictConfig:
+    """Return the schema's defaults with what was given on top; keys that the schema does not have are refused."""
+    if problems := wrong_keys(schema, _container(given, resolve=False), look_alikes):
+        raise WrongKeysError(problems)
+    merged = OmegaConf.merge(OmegaConf.create(defaults(schema)), given)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _typed(schema: type[ConfigT], config: DictConfig) -> ConfigT:
+    return build(schema, _container(config, resolve=True))
+
+
+def _container(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    try:
+        container: dict[str, Any] = OmegaConf.to_container(config, resolve=resolve)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise InvalidInputError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
+    return container
 
 
 def _refused(name: str, error: PackedSFTError) -> int:
-    """Say what is wrong; the exit code for it."""
-    _complain(name, str(error))
+    """Say what is wrong; return the exit code for it."""
+    for problem in error.problems if isinstance(error, WrongKeysError) else [str(error)]:
+        _say(f"packed-sft {name}: error: {problem}")
     return 2 if isinstance(error, InvalidInputError) else 1
-
-
-def _checked(config: DictConfig, schema: type[ConfigT]) -> ConfigT:
-    refuse_foreign_targets(config)
-    # Once more against the schema: an override with a plus adds any key it likes.
-    whole = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))
-    checked: ConfigT = OmegaConf.to_object(whole)  # type: ignore[assignment]  # the schema's own class
-    return checked
-
-
-def _complain(name: str, problem: str) -> None:
-    _say(f"packed-sft {name}: error: {problem}")
 
 
 def _say(text: str) -> None:
@@ -117,57 +123,49 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _help(name: str, description: str, examples: str, flags: Mapping[str, str]) -> str:
-    shorthands = "".join(f"  {flag:<14}the same as {override}\n" for flag, override in flags.items())
-    groups = "".join(f"  {group:<14}{', '.join(choices)}\n" for group, choices in _groups(name).items())
+def _help(name: str, schema: type, files: Files, description: str, examples: str, flags: Mapping[str, str]) -> str:
+    shorthands = "".join(f"  {flag:<20}same as {override}\n" for flag, override in flags.items())
+    groups = "".join(f"  {group:<20}{', '.join(choices)}\n" for group, choices in files.groups().items())
     return (
-        f"usage: packed-sft {name} [KEY=VALUE ...] [--cfg job] [--multirun]\n\n{description.strip()}\n\n"
-        f"examples:\n{examples.rstrip()}\n\noptions:\n{shorthands}"
-        "  --cfg job     print the configuration that would be used, and stop\n"
-        "  --multirun    one run for each combination of values, written as KEY=FIRST,SECOND\n"
-        "  --hydra-help  Hydra's own options\n\n"
+        f"usage: packed-sft {name} [KEY=VALUE ...] [OPTION ...]\n\n{description.strip()}\n\n"
+        f"examples:\n{examples.strip(chr(10)).rstrip()}\n\noptions:\n{shorthands}"
+        "  --config-name NAME  take NAME.yaml as the configuration, a file of your own that includes this one\n"
+        "  --config-dir DIR    where that file is\n"
+        "  --cfg job           print the configuration that would be used, and stop\n"
+        "  --multirun          run once for each combination of values, written as KEY=FIRST,SECOND\n\n"
         f"groups of settings, chosen by GROUP=NAME:\n{groups}\n"
-        f"keys and their defaults (??? must be given):\n\n{OmegaConf.to_yaml(_default(name))}"
+        f"keys, their defaults and meaning (??? must be given):\n{_described(schema, files)}"
     )
 
 
-def _default(name: str, *, with_hydra: bool = False) -> DictConfig:
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_directory())):
-        return compose(config_name=name, return_hydra_config=with_hydra)
+def _described(schema: type, files: Files) -> str:
+    """Return every key with its default and its meaning, a paragraph per group of keys."""
+    config = _merged(schema, files.compose([]), {})
+    lines: list[str] = []
+    group = None
+    for key in keys(schema):
+        if group != (group := key.path.rpartition(".")[0]):
+            lines.append("")
+        value = OmegaConf.to_container(config)
+        for part in key.path.split("."):
+            value = value[part]  # type: ignore[index, call-overload]
+        setting = f"  {key.path}={_as_typed(value)}"
+        meaning = textwrap.wrap(key.meaning, _WIDTH - _INDENT) or [""]
+        if len(setting) < _INDENT:
+            lines.append(f"{setting:<{_INDENT}}{meaning[0]}".rstrip())
+            meaning = meaning[1:]
+        else:
+            lines.append(setting)
+        lines += [" " * _INDENT + line for line in meaning if line]
+    return "\n".join(lines[1:] if lines[:1] == [""] else lines)
 
 
-def _groups(name: str) -> dict[str, list[str]]:
-    """The groups of one application and what can be chosen from each."""
-    chosen = _default(name, with_hydra=True).hydra.runtime.choices
-    own = sorted(group for group in chosen if "/" not in group)
-    return {group: sorted(file.stem for file in (config_directory() / group).glob("*.yaml")) for group in own}
-
-
-@contextmanager
-def _hydra_surroundings(name: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads sys.argv only; and without the variable it prints errors in its own words and leaves the process."""
-    argv, full_error = sys.argv, os.environ.get(_FULL_ERROR)
-    os.environ[_FULL_ERROR] = "1"
-    with ExitStack() as leftovers:
-        sys.argv = [f"packed-sft {name}", *arguments]
-        if is_multirun(arguments):  # which notes its configuration, by default below the working directory
-            sweeps = leftovers.enter_context(tempfile.TemporaryDirectory(prefix="packed-sft-"))
-            sys.argv.insert(1, f"hydra.sweep.dir={sweeps}")
-        try:
-            yield
-        finally:
-            sys.argv = argv
-            if full_error is None:
-                del os.environ[_FULL_ERROR]
-            GlobalHydra.instance().clear()
-
-
-def as_yaml(config: Any) -> str:
-    r"""A configuration dataclass as the YAML that would give it again.
-
-    Example:
-        >>> from dataclasses import make_dataclass
-        >>> as_yaml(make_dataclass("Settings", [("pack_size", int)])(4096))
-        'pack_size: 4096\n'
-    """
-    return str(OmegaConf.to_yaml(OmegaConf.structured(config)))
+def _as_typed(value: Any) -> str:
+    """Return a value as one would type it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_typed, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {_as_typed(inner)}" for key, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

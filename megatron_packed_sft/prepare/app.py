@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=EXAMPLES,
         flags=FLAGS,
         look_alikes=LOOK_ALIKES,
-        named_by_user=("sources", "template.variables"),
         argv=argv,
     )
 

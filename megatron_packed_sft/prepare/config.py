@@ -1,63 +1,105 @@
-"""The settings of `packed-sft prepare`, with their types and defaults: the schema that conf/prepare.yaml must obey."""
+"""The settings of `packed-sft prepare`, with their types, defaults and meaning: the schema of conf/prepare.yaml."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-REQUIRED: Any = "???"  # OmegaConf's word for a value that must be given
+REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
 
 
 @dataclass
 class SourceConfig:
-    """One named source of rows."""
+    """One named source of records.
 
-    path: Any = REQUIRED  # a file, glob or URL, or a list of them
-    schema: str = "auto"  # auto | messages | sharegpt | alpaca | prompt_completion | text | tokenized | mapping
-    mapping: dict[str, Any] = field(default_factory=dict)  # dotted keys, for schema=mapping
-    weight: float = 1.0  # how often its training rows are packed: 2 twice, 0.5 a stable half
-    split: str | None = None  # all of its rows go there; null: by the hash of their content
+    Args:
+        path: a file, glob or URL, or a list of them.
+        schema: auto, messages, sharegpt, alpaca, prompt_completion, text, tokenized or mapping.
+        mapping: dotted keys of your own, for schema=mapping.
+        weight: how often its training records are packed; 2 packs them twice, 0.5 a stable half of them.
+        split: the split that all of its records go to; null decides by the hash of their content.
+    """
+
+    path: Any = REQUIRED
+    schema: str = "auto"
+    mapping: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    split: str | None = None
 
 
 @dataclass
 class TokenizerConfig:
-    """What turns text into ids."""
+    """What turns text into ids.
+
+    Args:
+        path: a SentencePiece .model file, or a local folder with a Hugging Face tokenizer.
+        kind: auto, sentencepiece or huggingface.
+        fast: encode byte-level BPE with tiktoken where a self-check proves it exact.
+    """
 
     path: str = REQUIRED
-    kind: str = "auto"  # auto | sentencepiece | huggingface
-    fast: bool = True  # the exact tiktoken path for byte-level BPE, where it passes its self-check
+    kind: str = "auto"
+    fast: bool = True
 
 
 @dataclass
 class TemplateConfig:
-    """What turns a conversation into text."""
+    """What turns a conversation into text.
 
-    name: str | None = None  # null: the tokenizer's own | chatml | llama3 | mistral | plain | a file
-    date: str | None = None  # today's date for templates that ask for it, such as 2026-01-31
-    header: str | None = None  # the text after which an assistant begins to write; null: found in the template
-    end_of_turn: list[str] | None = None  # null: found in the template
-    variables: dict[str, Any] = field(default_factory=dict)  # passed to the template, such as enable_thinking
+    Args:
+        name: chatml, llama3, mistral, plain, or a Jinja file; null takes the tokenizer's own template.
+        date: today's date for templates that ask for it, such as 2026-01-31.
+        header: the text after which an assistant begins to write; null finds it in the template.
+        end_of_turn: end-of-turn tokens; null finds them in the template.
+        variables: further variables of the template, such as {enable_thinking: false}.
+    """
+
+    name: str | None = None
+    date: str | None = None
+    header: str | None = None
+    end_of_turn: list[str] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class EncodeConfig:
-    """What is trained on, and how long a row may be."""
+    """What is trained on, and how long a sequence may be.
+
+    Args:
+        roles_to_train: roles whose messages are trained; `train` flags in a record win over them.
+        last_turn_only: train the last of these messages only.
+        train_on_eot: train the end-of-turn token of a trained message, too.
+        special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
+        special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
+        add_bos: begin every sequence with the beginning-of-sequence token.
+        add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
+        max_len: the longest sequence in tokens; longer ones are cut there and counted.
+        truncation: how to cut them; right or left, or drop to drop them.
+        on_empty: what to do with a record without a trained token; drop or error.
+    """
 
     roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
     last_turn_only: bool = False
-    train_on_eot: bool = True  # the end-of-turn token of a trained turn
-    special_tokens_in_content: str = "escape"  # of messages: escape (never a control token) | allow
-    special_tokens_in_text: str = "allow"  # of prompt, completion and text rows, which may be rendered chats
+    train_on_eot: bool = True
+    special_tokens_in_content: str = "escape"
+    special_tokens_in_text: str = "allow"
     add_bos: bool = False
-    add_eos: bool | None = None  # null: after text rows only; templates end chats themselves
-    max_len: int | None = None  # longer rows are cut there and counted
-    truncation: str = "right"  # right | left | drop
-    on_empty: str = "drop"  # a row without a trained token: drop | error
+    add_eos: bool | None = None
+    max_len: int | None = None
+    truncation: str = "right"
+    on_empty: str = "drop"
 
 
 @dataclass
 class SplitConfig:
-    """Which rows are held out; by the hash of their content, so that adding or reordering rows moves none."""
+    """Which records are held out.
+
+    Args:
+        validation_fraction: share of the records, drawn by the hash of their content: adding or sorting records moves
+            none to another split.
+        test_fraction: the same for the test split.
+        seed: of the draw.
+    """
 
     validation_fraction: float = 0.0
     test_fraction: float = 0.0
@@ -66,53 +108,92 @@ class SplitConfig:
 
 @dataclass
 class PackingConfig:
-    """Arguments of `megatron_packed_sft.pack`."""
+    """Arguments of `megatron_packed_sft.pack`.
+
+    Args:
+        pack_size: tokens of a bin.
+        strategy: set by choosing packing=NAME.
+        overflow: what to do with sequences longer than the pack size; drop, split or error.
+        stride: tokens that neighbouring chunks of a split sequence share.
+        min_len: shorter sequences are dropped.
+        max_len: longer sequences are dropped.
+        max_seqs_per_bin: the most sequences in a bin; null sets no limit.
+        pad_seq_to_mult: round every sequence up to this multiple; 2 * context_parallel_size for context parallelism.
+        order_window: mix the order of the data within so many sequences only.
+        shuffle_output: shuffle the bins.
+        global_batch: group training bins into steps of this size.
+        balance: what the bins of a step have alike; none, attention or trained_tokens.
+        whole_batches: hold back the emptiest bins, so that no step is short.
+        seed: of everything that is shuffled.
+    """
 
     pack_size: int = 4096
     strategy: str = "optimal"
-    overflow: str = "drop"  # rows longer than the pack: drop | split | error
+    overflow: str = "drop"
     stride: int = 0
     min_len: int = 1
     max_len: int | None = None
     max_seqs_per_bin: int | None = None
-    pad_seq_to_mult: int = 1  # 2 * context_parallel_size, for context parallelism
+    pad_seq_to_mult: int = 1
     order_window: int | None = None
     shuffle_output: bool = True
-    global_batch: int | None = None  # group training bins into steps of so many
-    balance: str = "none"  # of the bins in a step: none | attention | trained_tokens
-    whole_batches: bool = False  # hold back the emptiest bins, so that no step is short
+    global_batch: int | None = None
+    balance: str = "none"
+    whole_batches: bool = False
     seed: int = 0
 
 
 @dataclass
 class ExecutorConfig:
-    """Who does the work."""
+    """Who does the work.
+
+    Args:
+        kind: local, processes of this machine.
+        num_workers: how many; null takes one per core, fewer for little input.
+    """
 
     kind: str = "local"
-    num_workers: int | None = None  # null: one per core, fewer for little input
+    num_workers: int | None = None
 
 
 @dataclass
 class PrepareConfig:
-    """Everything `packed-sft prepare` can be told."""
+    """Everything `packed-sft prepare` can be told.
+
+    Args:
+        output: the dataset directory to publish.
+        input: a file, glob or URL, or a list of them; one source, called input.
+        sources: several sources by name, such as {maths: {path: maths.jsonl, weight: 2}}.
+        work_dir: where token stores, plans and receipts are kept; null is OUTPUT.work.
+        packed_storage: set by choosing storage=NAME.
+        shard_megabytes: about the size of a shard.
+        deduplicate: keep the first of records with equal content.
+        on_error: what to do with a record that cannot be read or encoded; raise or skip.
+        max_errors: with on_error=skip, the most such records.
+        limit: prepare the first records of each source only, for a trial.
+        dry_run: count and estimate, write nothing.
+        force: redo every stage and replace the output.
+        quiet: print errors only.
+        log_interval: seconds between lines where no terminal shows a bar.
+    """
 
     output: str = REQUIRED
-    input: Any = None  # a file, glob or URL, or a list of them: one source, called input
-    sources: dict[str, SourceConfig] = field(default_factory=dict)  # or several, by name
-    work_dir: str | None = None  # token store, plans and receipts; null: OUTPUT.work
+    input: Any = None
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    work_dir: str | None = None
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     template: TemplateConfig = field(default_factory=TemplateConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
-    packed_storage: str = "memmap_v1"  # memmap_v1 | legacy
+    packed_storage: str = "memmap_v1"
     shard_megabytes: int = 256
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
-    deduplicate: bool = False  # keep the first of rows with equal content
-    on_error: str = "raise"  # a row that cannot be read: raise | skip
-    max_errors: int = 100  # with skip: more than so many are an error
-    limit: int | None = None  # only the first rows of each source, for a trial
-    dry_run: bool = False  # count and estimate, write nothing
-    force: bool = False  # redo every stage and replace the output
+    deduplicate: bool = False
+    on_error: str = "raise"
+    max_errors: int = 100
+    limit: int | None = None
+    dry_run: bool = False
+    force: bool = False
     quiet: bool = False
-    log_interval: float = 30.0  # seconds between lines where no terminal shows a bar
+    log_interval: float = 30.0

@@ -6,21 +6,33 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_packed_sft.config import application
+from megatron_packed_sft.config import composition
 from megatron_packed_sft.config.application import as_yaml, run_application
+from megatron_packed_sft.config.schema import keys
 from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.prepare.config import PrepareConfig
+from megatron_packed_sft.train.config import TrainConfig
 
 
 @dataclass
 class Inner:
+    """How to pack.
+
+    Args:
+        pack_size: tokens of a bin.
+        seed, stride: two numbers that are explained together, in more than one line of the docstring, so that the
+            help must wrap it.
+    """
+
     pack_size: int = 4096
+    seed: int = 0
+    stride: int = 0
 
 
 @dataclass
@@ -45,16 +57,8 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "storage").mkdir(parents=True)
     for name in ("memmap_v1", "legacy"):
         (directory / "storage" / f"{name}.yaml").write_text(f"# @package _global_\npacked_storage: {name}\n")
-    (directory / "sample.yaml").write_text(
-        textwrap.dedent(
-            """
-            defaults: [sample_schema, {storage: memmap_v1}, _self_, {override hydra/job_logging: none},
-                       {override hydra/hydra_logging: none}]
-            hydra: {output_subdir: null, run: {dir: .}}
-            """
-        )
-    )
-    monkeypatch.setattr(application, "config_directory", lambda: directory)
+    (directory / "sample.yaml").write_text("defaults: [{storage: memmap_v1}, _self_]\n")
+    monkeypatch.setattr(composition, "config_directory", lambda: directory)
     monkeypatch.chdir(tmp_path)
     return directory
 
@@ -68,7 +72,6 @@ def run(*arguments: str, task: Any = None) -> tuple[int, list[Settings]]:
         description="Does nothing.",
         examples="  packed-sft sample output=x",
         flags={"--quiet": "quiet=true"},
-        named_by_user=("extra", "sources"),
         look_alikes={"packing_length": "packing.pack_size"},
         argv=arguments,
     )
@@ -89,18 +92,25 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "output has no value; give it on the command line, output=..."),
+        ([], "output has no value; add output=..."),
         (["output=x", "packing.pack_sze=3"], "packing.pack_sze is not a key; did you mean packing.pack_size?"),
         (["output=x", "pack_size=3"], "pack_size is not a key; did you mean packing.pack_size?"),
         (["output=x", "packing_length=3"], "packing_length is not a key; use packing.pack_size"),
         (["output=x", "+packing_length=3"], "packing_length is not a key; use packing.pack_size"),
         (["output=x", "zzz=3"], "zzz is not a key; --help lists them all"),
         (
-            ["output=x", "packing.pack_size=many"],
-            "packing.pack_size: Value 'many' of type 'str' could not be converted",
+            ["output=x", "packing.pretrained=3"],
+            "packing.pretrained is not a key; packing has the keys pack_size, seed, stride\n",
         ),
-        (["output=x", "packing.pack_size=1.5"], "packing.pack_size: Value '1.5' of type 'float'"),
-        (["output=x", "storage=other"], "Available options in 'storage': legacy memmap_v1"),
+        (["output=x", "packing.pack_size=many"], "packing.pack_size is 'many'; it must be an integer"),
+        (["output=x", "packing.pack_size=1.5"], "packing.pack_size is 1.5; it must be an integer"),
+        (["output=x", "packing.pack_size=true"], "packing.pack_size is True; it must be an integer"),
+        (["output=x", "packing=3"], "packing is 3; it must be a group of keys"),
+        (["output=x", "quiet=maybe"], "quiet is 'maybe'; it must be true or false"),
+        (["output=x", "output.y=3"], "output is {'y': 3}; it must be text"),
+        (["output=${nowhere}"], "output: Interpolation key 'nowhere' not found"),
+        (["output=x", "storage=other"], "storage is 'other'; choose one of legacy, memmap_v1"),
+        (["output=x", "hydra.verbose=true"], "hydra.verbose is one of Hydra's own settings"),
         (["output=[x(1).jsonl]"], "output=[x(1).jsonl] cannot be read, "),
         (["output=[x(1).jsonl]"], "write \"output='[x(1).jsonl]'\""),
         (["output={it's"], r"""write "output='{it\'s'""" + '"'),
@@ -108,11 +118,22 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
             ["output=a,b.jsonl"],
             "output=a,b.jsonl is several values; for plain text write \"output='a,b.jsonl'\", for a",
         ),
-        (["output"], "'output' is no setting; write KEY=VALUE"),
-        (["output=x", "sources.forum.pth=y"], "sources.forum.pth is not a key"),
-        (["output=x", "sources.forum.weight=heavy"], "sources.forum.weight: Value 'heavy'"),
+        (["output"], "'output' is not a setting; write KEY=VALUE"),
+        (["output=x", "sources.forum.pth=y"], "sources.forum.pth is not a key; did you mean sources.forum.path?"),
+        (
+            ["output=x", "sources.forum={path: y, weight: heavy}"],
+            "sources.forum.weight is 'heavy'; it must be a number",
+        ),
         (["output=x", "sources.forum.weight=2"], "sources.forum.path has no value"),
-        (["output=x", "+extra._target_=os.system"], "extra._target_ is 'os.system'; it must begin with"),
+        (["--output", "x"], "--output is not an option; settings have no dashes: write output=x\n"),
+        (["--output=x"], "--output is not an option; settings have no dashes: write output=x\n"),
+        (["--packing.pack-size", "8"], "--packing.pack-size is not an option; settings have no dashes: write "),
+        (["--packing-length", "8"], "--packing-length is not an option; use packing.pack_size, written KEY=VALUE"),
+        (["--quite", "output=x"], "--quite is not an option; did you mean --quiet?"),
+        (["-o", "x"], "-o is not an option; settings are written KEY=VALUE"),
+        (["output=x", "--cfg"], "--cfg needs a value"),
+        (["output=x", "--config-name", "mine"], "there is no mine.yaml in "),
+        (["output=x", "--config-dir", "nowhere"], "--config-dir nowhere is not a directory"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_keys_path(
@@ -139,55 +160,56 @@ def test_plain_text_that_means_something_to_hydra_reaches_the_task_as_it_is(conf
     assert settings.output == f"./{text}"
 
 
-RAN = Path(__file__).with_name("ran_by_hydra")
-
-
 class RunByHydra:
     """What a foreign target would be: leaves a sign when it is called."""
 
+    ran = False
+
     def __init__(self, **_: Any) -> None:
-        RAN.touch()
+        type(self).ran = True
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"callbacks": {"x": {"_target_": f"{__name__}.RunByHydra"}}}, "hydra.callbacks would run"),
-        ({"launcher": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.launcher._target_ is"),
-        ({"sweeper": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.sweeper._target_ is"),
-        (
-            {"job_logging": {"version": 1, "root": {}, "formatters": {"x": {"()": f"{__name__}.RunByHydra"}}}},
-            "hydra.job_logging would run",
-        ),
-        ({"hydra_logging": {"version": 1, "root": {}}}, "hydra.hydra_logging would run"),
-    ],
-)
 @pytest.mark.parametrize("options", [[], ["--multirun", "packing.pack_size=8,16"]])
-def test_what_hydra_itself_would_call_is_refused_before_it_does(
-    conf: Path, capfd: pytest.CaptureFixture[str], settings: dict[str, Any], key: str, options: list[str]
-) -> None:
-    mine = {"defaults": ["sample", "_self_"], "hydra": settings}
+def test_nothing_that_a_configuration_names_is_called(conf: Path, options: list[str]) -> None:
+    target = {"_target_": f"{__name__}.RunByHydra"}
+    own = {
+        "callbacks": {"x": target},
+        "launcher": target,
+        "job_logging": {"version": 1, "root": {}, "handlers": target},
+    }
+    mine = {"defaults": ["sample", "_self_"], "hydra": own, "extra": {"x": target}}
     (conf.parent / "mine.yaml").write_text(json.dumps(mine))
-    try:
-        code, seen = run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x", *options)
-        assert not RAN.exists()
-    finally:
-        RAN.unlink(missing_ok=True)
-    assert (code, seen) == (2, [])
-    shown = capfd.readouterr().err
-    assert key in shown
-    assert shown.count("\n") == 1
-
-
-def test_our_own_targets_are_allowed(conf: Path) -> None:
-    code, [settings] = run("output=x", "+extra._target_=megatron_packed_sft.storage.validate.validate")
+    code, seen = run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x", *options)
     assert code == 0
-    assert settings.extra == {"_target_": "megatron_packed_sft.storage.validate.validate"}
+    assert seen[0].extra == {"x": target}
+    assert not RunByHydra.ran
 
 
-def test_targets_are_found_inside_lists(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("output=x", "+extra.steps=[{_target_: subprocess.run}]")[0] == 2
-    assert "extra.steps.0._target_ is 'subprocess.run'" in capfd.readouterr().err
+def test_a_file_of_the_users_own_includes_ours_and_its_groups(conf: Path) -> None:
+    own = conf.parent / "it's, my own"
+    (own / "storage").mkdir(parents=True)
+    (own / "storage" / "third.yaml").write_text("# @package _global_\npacked_storage: third\n")
+    (own / "mine.yaml").write_text("defaults: [sample, {override storage: third}, _self_]\npacking: {pack_size: 8}\n")
+    code, [settings] = run("--config-dir", str(own), "--config-name", "mine.yaml", "output=packed_${packing.pack_size}")
+    assert code == 0
+    assert settings == Settings("packed_8", Inner(8), "third")
+
+
+def test_every_wrong_key_of_a_file_is_named(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (conf.parent / "mine.yaml").write_text("defaults: [sample, _self_]\nzzz: 1\npacking: {pack_sze: 8}\n")
+    assert run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x") == (2, [])
+    assert [line.split(": ", 2)[2][:30] for line in capfd.readouterr().err.splitlines()] == [
+        "zzz is not a key; --help lists",
+        "packing.pack_sze is not a key;",
+    ]
+
+
+def test_hydra_is_used_through_its_public_modules_only() -> None:
+    package = Path(composition.__file__).parents[1]
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        assert "hydra._internal" not in text, file
+        assert "hydra.utils" not in text, file
 
 
 def test_every_combination_of_a_multirun_is_run(conf: Path) -> None:
@@ -233,7 +255,7 @@ def test_an_interrupt_is_one_sentence(conf: Path, capfd: pytest.CaptureFixture[s
         raise KeyboardInterrupt
 
     assert run("output=x", task=task)[0] == 130
-    assert capfd.readouterr().err == "packed-sft sample: interrupted; run the same command again to go on\n"
+    assert capfd.readouterr().err == "packed-sft sample: interrupted; run the same command again to resume\n"
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
@@ -252,11 +274,20 @@ def test_cfg_job_prints_the_configuration_and_does_not_run(conf: Path, capfd: py
     assert "pack_size: 8" in capfd.readouterr().out
 
 
-def test_help_shows_examples_flags_groups_and_defaults(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_examples_flags_groups_and_what_every_key_means(
+    conf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run("--help") == (0, [])
     shown = capfd.readouterr().out
-    for wanted in ("Does nothing.", "packed-sft sample output=x", "--quiet", "storage", "pack_size: 4096"):
+    for wanted in ("Does nothing.", "packed-sft sample output=x", "--quiet", "storage             legacy, memmap_v1"):
         assert wanted in shown
+    assert "  packing.pack_size=4096        tokens of a bin.\n" in shown
+    assert shown.count("explained together") == 2
+
+
+@pytest.mark.parametrize("schema", [PrepareConfig, TrainConfig])
+def test_every_key_of_the_applications_has_a_meaning(schema: type) -> None:
+    assert [key.path for key in keys(schema) if not key.meaning] == []
 
 
 @pytest.mark.parametrize(("error", "code"), [(InvalidInputError("wrong row"), 2), (ShardError("broken"), 1)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.config.location import config_directory
+from megatron_packed_sft.config.composition import config_directory
 from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState, model_shape
@@ -48,7 +48,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
         (["parallel.context=2"], "parallel.context is not a key; use parallel.tensor or parallel.pipeline"),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
-        (["train.steps=many"], "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),
         (["data.sequence_length=128"], f"data.sequence_length is 128, but rows of ... have up to {PACK_SIZE} tokens"),
         (["train.micro_batch_size=2"], "train.micro_batch_size is 2, but a packed row ... set it to 1"),
         (["train.batch_unit=tokens"], "train.batch_unit is 'tokens'; choose from bins, sequences"),
@@ -178,5 +178,10 @@ def test_every_configuration_of_a_group_composes(group: str, capsys: pytest.Capt
 def test_help_shows_examples_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for text in ("torchrun --nproc-per-node 2 recipes/sft.py", "global_batch_size: 8", "sequence_length: null"):
+    for text in (
+        "torchrun --nproc-per-node 2 recipes/sft.py",
+        "train.global_batch_size=8",
+        "data.sequence_length=null",
+        "query heads",
+    ):
         assert text in printed

@@ -1,0 +1,95 @@
+"""Composing a configuration from the YAML files of the package, the user's own and the command line, with Hydra."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+
+from megatron_packed_sft.config.command_line import parsed, quoted
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+
+
+def config_directory() -> Path:
+    """Return the directory of prepare.yaml, train.yaml and their groups: in a wheel inside the package, else beside it.
+
+    Example:
+        >>> (config_directory() / "storage" / "memmap_v1.yaml").exists()
+        True
+    """
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "storage").is_dir():
+            return candidate
+    raise MissingDependencyError(
+        f"{package} has no configuration files; install megatron-packed-sft again, from a wheel or a checkout"
+    )
+
+
+class Files(NamedTuple):
+    """Where a configuration is composed from."""
+
+    name: str  # of the main file, without .yaml
+    directories: tuple[Path, ...]  # the one with the main file first
+
+    @staticmethod
+    def find(default_name: str, name: str | None, directory: str | None) -> Files:
+        """Find the main file: the application's own, or one that the user names with --config-name."""
+        ours = config_directory()
+        name = (name or default_name).removesuffix(".yaml")
+        directories = (ours,) if directory is None else (Path(os.path.abspath(directory)), ours)
+        if not directories[0].is_dir():
+            raise InvalidInputError(f"--config-dir {directory} is not a directory")
+        for candidate in directories:
+            if (candidate / f"{name}.yaml").is_file():
+                others = (other for other in directories if other != candidate)
+                return Files(name, (candidate, *others))
+        places = " or ".join(map(str, directories))
+        raise InvalidInputError(f"there is no {name}.yaml in {places}; name its directory with --config-dir")
+
+    def choices(self, group: str) -> list[str]:
+        """Return what can be chosen from a group; nothing when there is no such group."""
+        return sorted({file.stem for one in self.directories for file in (one / group).glob("*.yaml")})
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Return what the files and the overrides say, without the application's defaults and checks."""
+        return self._composed([self._as_hydra_writes(one) for one in overrides], with_hydra=False)
+
+    def groups(self) -> dict[str, list[str]]:
+        """Return the groups that the main file chooses from, each with its choices."""
+        chosen = self._composed([], with_hydra=True).hydra.runtime.choices
+        return {group: self.choices(group) for group in sorted(chosen) if "/" not in group}
+
+    def _composed(self, overrides: list[str], *, with_hydra: bool) -> DictConfig:
+        others = [quoted(f"file://{one}") for one in self.directories[1:]]
+        if others:
+            overrides = [*overrides, f"hydra.searchpath=[{','.join(others)}]"]
+        try:
+            with initialize_config_dir(version_base="1.3", config_dir=str(self.directories[0])):
+                return compose(config_name=self.name, overrides=overrides, return_hydra_config=with_hydra)
+        except MissingConfigException as error:
+            raise InvalidInputError(
+                f"{self.name}.yaml or a file that it names includes {error.missing_cfg_file}, which does not exist"
+            ) from error
+        except HydraException as error:
+            raise InvalidInputError(" ".join(str(error).split())) from error
+
+    def _as_hydra_writes(self, text: str) -> str:
+        """Return an override as Hydra wants it: a key may be new to the files, a choice of a group must exist."""
+        override = parsed(text)
+        key, value = override.key_or_group, override.value()
+        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            raise InvalidInputError(f"{key} is one of Hydra's own settings, which are not used here; leave it out")
+        choices = self.choices(key)
+        if not choices or isinstance(value, dict):
+            return text if override.is_delete() else f"++{text.lstrip('+')}"
+        if not override.is_delete():
+            for choice in value if isinstance(value, list) else [value]:
+                if choice is not None and str(choice) not in choices:
+                    raise InvalidInputError(f"{key} is {str(choice)!r}; choose one of {', '.join(choices)}")
+        return text

@@ -1,0 +1,265 @@
+"""A configuration's dataclasses as its schema: which keys there are, what they mean, and a checked instance of them.
+
+What a key means is written once, under "Args:" in the docstring of its dataclass; `--help` shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, Union
+
+from megatron_packed_sft.errors import InvalidInputError
+
+MISSING: Any = "???"  # the mark of a value that must be given, in YAML files as in defaults
+_ENTRY = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_MAPPINGS, _LISTS = (dict, Mapping), (list, tuple, Sequence)
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+ConfigT = TypeVar("ConfigT")
+
+
+class Key(NamedTuple):
+    """One key of a configuration."""
+
+    path: str
+    kind: Any  # its type
+    default: Any
+    meaning: str
+
+
+class WrongKeysError(InvalidInputError):
+    """A configuration does not fit its schema; one sentence per problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def keys(schema: Any, prefix: str = "") -> Iterator[Key]:
+    """Yield the keys of a dataclass that hold values, those of nested dataclasses after the others.
+
+    Example:
+        >>> from dataclasses import make_dataclass
+        >>> [key.path for key in keys(make_dataclass("Settings", [("pack_size", int, 4096)]))]
+        ['pack_size']
+    """
+    groups = []
+    for key in _fields(schema):
+        path = f"{prefix}{key.path}"
+        if dataclasses.is_dataclass(key.kind):
+            groups.append((key.kind, path))
+        else:
+            yield key._replace(path=path)
+    for kind, path in groups:
+        yield from keys(kind, f"{path}.")
+
+
+def defaults(schema: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass and of the dataclasses in it, as plain values."""
+    return {key.path: plain(key.default) for key in _fields(schema)}
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses as dictionaries and tuples as lists, at every depth."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def wrong_keys(schema: type, values: Mapping[str, Any], look_alikes: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each key that the schema does not have."""
+    return [f"{path} is not a key; {key_hint(schema, path, look_alikes)}" for path in _unknown(schema, values, "")]
+
+
+def build(schema: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Return an instance of a dataclass from plain values, each checked against its type.
+
+    Raises:
+        WrongKeysError: a value is missing or of another type; all such keys are named.
+
+    Example:
+        >>> from dataclasses import make_dataclass
+        >>> build(make_dataclass("Settings", [("pack_size", int)]), {"pack_size": "many"})
+        Traceback (most recent call last):
+        ...
+        megatron_packed_sft.config.schema.WrongKeysError: pack_size is 'many'; it must be an integer
+    """
+    problems: list[str] = []
+    result: ConfigT = _converted(values, schema, "", problems)
+    if problems:
+        raise WrongKeysError(problems)
+    return result
+
+
+def key_hint(schema: type, path: str, look_alikes: Mapping[str, str]) -> str:
+    """Return what to do about a key that does not exist: the near match if there is one, else where to look."""
+    group, _, last = path.rpartition(".")
+    if right := look_alikes.get(path) or look_alikes.get(last):
+        return f"use {right}"
+    known = [key.path for key in keys(schema)]
+    siblings = [key.path for key in _fields_at(schema, group)]
+    if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
+        return f"did you mean {group}.{near[0]}?" if group else f"did you mean {near[0]}?"
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.85):
+        return f"did you mean {by_last[near[0]]}?"
+    return f"{group} has the keys {', '.join(siblings)}" if group and siblings else "--help lists them all"
+
+
+def _fields(schema: Any) -> list[Key]:
+    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    result = []
+    for field in dataclasses.fields(schema):
+        if not field.init:
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else MISSING
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        result.append(Key(field.name, hints[field.name], default, meanings.get(field.name, "")))
+    return result
+
+
+def _fields_at(schema: Any, path: str) -> list[Key]:
+    """Return the fields of the dataclass at a path; none when there is no such dataclass."""
+    for name in path.split(".") if path else []:
+        if typing.get_origin(schema) in _MAPPINGS:
+            schema = typing.get_args(schema)[1]
+            continue
+        schema = next((key.kind for key in _fields(schema) if key.path == name), None)
+        if not dataclasses.is_dataclass(schema) and typing.get_origin(schema) not in _MAPPINGS:
+            return []
+    return _fields(schema) if dataclasses.is_dataclass(schema) else []
+
+
+def _meanings(schema: type) -> dict[str, str]:
+    """Return what the docstring of a dataclass says about each field, under "Args:"."""
+    lines = iter((inspect.getdoc(schema) or "").splitlines())
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for _ in iter(lambda: next(lines, "Args:").strip(), "Args:"):
+        pass
+    for line in lines:
+        if line.strip() and not line.startswith(" "):
+            break
+        entry = _ENTRY.fullmatch(line.strip()) if len(line) - len(line.lstrip()) == 4 else None
+        if entry:
+            names = entry[1].split(", ")
+            found |= dict.fromkeys(names, entry[2])
+        elif line.strip():
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def _unknown(schema: Any, values: Any, prefix: str) -> Iterator[str]:
+    """Yield the paths of the keys that a schema does not have."""
+    if not isinstance(values, Mapping):
+        return
+    if dataclasses.is_dataclass(schema):
+        kinds: Mapping[str, Any] = {key.path: key.kind for key in _fields(schema)}
+    elif typing.get_origin(schema) in _MAPPINGS:
+        kinds = dict.fromkeys(values, typing.get_args(schema)[1])
+    else:
+        return
+    for name, inner in values.items():
+        if name in kinds:
+            yield from _unknown(_without_none(kinds[name]), inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _converted(value: Any, kind: Any, path: str, problems: list[str]) -> Any:
+    """Return a value as its type asks; a problem is noted, and the value returned as it is."""
+    if value == MISSING and isinstance(value, str):
+        problems.append(f"{path} has no value; add {path}=...")
+        return value
+    allows_none, kind = _without_none(kind) != kind or kind is Any, _without_none(kind)
+    if (value is None and allows_none) or kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, Mapping):
+            return _instance(kind, value, path, problems)
+    elif typing.get_origin(kind) in _MAPPINGS:
+        if isinstance(value, Mapping):
+            inner = typing.get_args(kind)[1]
+            return {name: _converted(one, inner, f"{path}.{name}", problems) for name, one in value.items()}
+    elif typing.get_origin(kind) in _LISTS:
+        if isinstance(value, list | tuple):
+            inner, make = typing.get_args(kind)[0], list if typing.get_origin(kind) is list else tuple
+            return make(_converted(one, inner, f"{path}[{index}]", problems) for index, one in enumerate(value))
+    elif typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+    else:
+        try:
+            return _scalar(value, kind)
+        except ValueError:
+            pass
+    problems.append(f"{path} is {value!r}; it must be {_words(kind)}{' or null' if allows_none else ''}")
+    return value
+
+
+def _instance(kind: Any, value: Mapping[str, Any], path: str, problems: list[str]) -> Any:
+    num_problems = len(problems)
+    prefix = f"{path}." if path else ""
+    given = {
+        key.path: _converted(value.get(key.path, key.default), key.kind, f"{prefix}{key.path}", problems)
+        if key.path in value or key.default == MISSING
+        else key.default
+        for key in _fields(kind)
+    }
+    if len(problems) > num_problems:
+        return None
+    try:
+        return kind(**given)
+    except WrongKeysError:
+        raise
+    except InvalidInputError as error:  # the dataclass checks its values itself
+        problems.append(str(error))
+        return None
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    """Return a number, text or truth value, from what YAML made of the user's words."""
+    if isinstance(value, Mapping | list) or value is None:
+        raise ValueError
+    if kind is bool:
+        word = str(value).lower()
+        if word not in _TRUE + _FALSE:
+            raise ValueError
+        return word in _TRUE
+    if kind is str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        raise ValueError
+    if kind is int and isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError
+        return int(value)
+    return kind(value)
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        others = [one for one in typing.get_args(kind) if one is not type(None)]
+        if len(others) == 1:
+            return others[0]
+    return kind
+
+
+def _words(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
+    if typing.get_origin(kind) in _LISTS:
+        return "a list, such as [a, b]"
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in _MAPPINGS:
+        return "a group of keys"
+    return _WORDS.get(kind, str(kind))
