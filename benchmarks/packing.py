@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.measure import in_own_process, print_table
-from megatron_packed_sft.packing.packer import DEFAULT_STRATEGY, pack
+from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.search.histogram_kernel import martello_toth_bound
 
 Lengths = npt.NDArray[np.int64]
@@ -265,7 +265,7 @@ def composition(count: int) -> None:
                     distribution,
                     strategy,
                     f"{100 * stats.gap:.3f}",
-                    f"{stats.max_units_per_bin}",
+                    f"{stats.max_items_per_bin}",
                     f"{between / ((lengths - lengths.mean()) ** 2).sum():.2f}",
                     f"{np.median(spans):,.0f}",
                     f"{stats.step_imbalance:.2f}",
@@ -314,7 +314,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--skip-compilation", action="store_true", help="do not measure compiling from nothing")
     arguments = parser.parse_args(argv)
     logging.getLogger("megatron_packed_sft").setLevel(logging.ERROR)
-    print(f"# Packing (default strategy: {DEFAULT_STRATEGY})")
+    print(f"# Packing (default strategy: {'optimal'})")
     for packer in PACKERS:
         if not is_installed(packer):
             print(f"{packer}: not installed")

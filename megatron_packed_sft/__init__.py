@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
     from megatron_packed_sft.errors import PackedSFTError
-    from megatron_packed_sft.packing.bin_order import Steps
     from megatron_packed_sft.packing.effective_batch import effective_batch
+    from megatron_packed_sft.packing.options import PackOptions, Steps
     from megatron_packed_sft.packing.packer import pack
     from megatron_packed_sft.packing.plan import PackPlan
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
@@ -75,6 +75,7 @@ _HOMES = {
     "MemmapShard": "storage.memmap_v1.reader",
     "MemmapShardWriter": "storage.memmap_v1.writer",
     "MicroBatchSampler": "data.order.samplers",
+    "PackOptions": "packing.options",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
     "PackedDataset": "data.datasets",
@@ -86,7 +87,7 @@ _HOMES = {
     "SampleOrder": "data.order.sample_order",
     "SamplePackDataset": "data.sample_packs",
     "ShardManifest": "storage.memmap_v1.manifest",
-    "Steps": "packing.bin_order",
+    "Steps": "packing.options",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
     "ValidationReport": "storage.validation_report",
@@ -129,6 +130,7 @@ __all__ = [
     "MemmapShard",
     "MemmapShardWriter",
     "MicroBatchSampler",
+    "PackOptions",
     "PackPlan",
     "PackedBin",
     "PackedDataset",

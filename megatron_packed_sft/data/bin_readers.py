@@ -259,7 +259,7 @@ class PlanBinReader:
         self.figures = BinFigures(
             pack_size=self._width,
             max_seqs_per_bin=int(counts.max()),
-            max_seq_len=int(plan.unit_lengths[plan.indices].max()),
+            max_seq_len=int(plan.item_lengths[plan.indices].max()),
             min_packed_len=int(plan.bin_tokens.min()),
             pad_seq_to_mult=plan.pad_seq_to_mult,
             num_tokens=int(plan.bin_tokens.sum()),

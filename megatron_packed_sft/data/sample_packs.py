@@ -78,7 +78,7 @@ class SamplePackDataset:
             sample = self.dataset[number]
             if self._length_of is not None:
                 found = measured(sample, self._length_of, number)
-                check_unchanged(number, int(self.plan.unit_lengths[number]), found)
+                check_unchanged(number, int(self.plan.item_lengths[number]), found)
             samples.append(sample)
         return samples
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-BELOW_MIN_LEN = "below_min_len"
-ABOVE_MAX_LEN = "above_max_len"
-LONGER_THAN_PACK = "longer_than_pack"
-TRUNCATED = "truncated"  # tokens only: the sequences themselves are packed
-SHORT_TAIL = "short_tail"  # tokens only: last pieces of split sequences, shorter than min_len
-HELD_BACK = "held_back"
-REASONS = (BELOW_MIN_LEN, ABOVE_MAX_LEN, LONGER_THAN_PACK, TRUNCATED, SHORT_TAIL, HELD_BACK)
+from megatron_packed_sft.support.drop_reasons import DropReason
+
+# The reasons that packing itself can have. TRUNCATED and SHORT_TAIL count tokens only: their sequences are packed.
+REASONS = (
+    DropReason.BELOW_MIN_LEN,
+    DropReason.ABOVE_MAX_LEN,
+    DropReason.LONGER_THAN_PACK,
+    DropReason.TRUNCATED,
+    DropReason.SHORT_TAIL,
+    DropReason.HELD_BACK,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """Rows and tokens, conserved: in + overlap == packed + dropped, exactly.
+    """Sequences and tokens, conserved: in + overlap == packed + dropped, exactly.
 
     Example:
         >>> Accounting(num_sequences=3, num_tokens=30, dropped_sequences={"below_min_len": 1}).num_sequences_packed
@@ -29,8 +33,8 @@ class Accounting:
     dropped_tokens: dict[str, int] = field(default_factory=dict)
     num_truncated: int = 0
     num_split: int = 0
-    num_chunks: int = 0  # pieces made of the split sequences, dropped tails not counted
-    num_overlap_tokens: int = 0  # tokens that stand in two pieces
+    num_chunks: int = 0  # chunks of the split sequences, dropped tails not counted
+    num_overlap_tokens: int = 0  # tokens that are in two chunks
     num_oversized: int = 0  # sequences longer than the pack, in bins of their own (overflow=single)
 
     @property
@@ -43,10 +47,11 @@ class Accounting:
         """Tokens in the bins, those of overlaps counted twice."""
         return self.num_tokens + self.num_overlap_tokens - sum(self.dropped_tokens.values())
 
-    def with_drop(self, reason: str, num_sequences: int, num_tokens: int) -> Accounting:
-        """Return a copy with a further drop; nothing is noted when nothing was dropped."""
-        sequences = {**self.dropped_sequences, reason: num_sequences} if num_sequences else self.dropped_sequences
-        tokens = {**self.dropped_tokens, reason: num_tokens} if num_tokens else self.dropped_tokens
+    def with_drop(self, reason: DropReason, num_sequences: int, num_tokens: int) -> Accounting:
+        """Return a copy with one more drop; nothing is noted when nothing was dropped."""
+        name = str(reason)
+        sequences = {**self.dropped_sequences, name: num_sequences} if num_sequences else self.dropped_sequences
+        tokens = {**self.dropped_tokens, name: num_tokens} if num_tokens else self.dropped_tokens
         return replace(self, dropped_sequences=sequences, dropped_tokens=tokens)
 
     def as_dict(self) -> dict[str, Any]:

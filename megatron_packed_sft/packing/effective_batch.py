@@ -32,7 +32,7 @@ def effective_batch(
     """Return the gradient accumulation that keeps the global batch when packing sets the micro batch.
 
     Args:
-        wanted: the global batch. None keeps what micro_batch * gradient_accumulation * ranks was before packing.
+        wanted: the global batch. None keeps the batch before packing: micro_batch * gradient_accumulation * ranks.
         ranks: data-parallel ranks.
         micro_batch: what the user configured per rank.
         gradient_accumulation: what the user configured.
@@ -56,7 +56,7 @@ def effective_batch(
         if value is None and name == "wanted":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} must be a whole number from 1 on, not {value!r}")
+            raise InvalidInputError(f"{name} must be a positive integer, not {value!r}")
     if packing_factor is not None and not packing_factor >= 1:
         raise InvalidInputError(f"packing_factor must be at least 1 sequence per bin, not {packing_factor!r}")
     batch = micro_batch * gradient_accumulation * ranks if wanted is None else wanted

@@ -1,7 +1,14 @@
-"""Lengths in, units out: what is filtered, dropped, cut or split before anything is packed.
+"""Lengths in, items out: what is filtered, dropped, truncated or split before anything is packed.
 
-A unit is what a bin holds. Without cuts it is a sequence, and its number is the sequence's. With cuts (overflow
-`truncate` or `split`) units are pieces, ordered by sequence and start, and `Chunks` tells what each of them is.
+An item is what a bin holds. Usually it is a sequence, and its number is the sequence's. Where sequences are cut
+(overflow `truncate` or `split`) items are chunks, ordered by sequence and start; `Chunks` says what each of them is.
+
+How much room an item takes: the collator drops one token per item (labels are the inputs shifted by one), so L stored
+tokens are L - 1 inputs.
+
+    measure   counts                              an item of L tokens takes        with pad_seq_to_mult = m
+    tokens    what a shard stores                 L                                ceil((L - 1) / m) * m + 1
+    inputs    positions the model computes        L - 1                            ceil((L - 1) / m) * m
 """
 
 from __future__ import annotations
@@ -13,30 +20,53 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.accounting import (
-    ABOVE_MAX_LEN,
-    BELOW_MIN_LEN,
-    LONGER_THAN_PACK,
-    SHORT_TAIL,
-    TRUNCATED,
-    Accounting,
-)
-from megatron_packed_sft.packing.strategies.problem import Int32, Int64
+from megatron_packed_sft.packing.accounting import Accounting
+from megatron_packed_sft.packing.strategies.packing_problem import Int32, Int64
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 Overflow = Literal["error", "drop", "truncate", "split", "single"]
 OVERFLOWS: tuple[str, ...] = get_args(Overflow)
+Measure = Literal["tokens", "inputs"]
+MEASURES: tuple[str, ...] = get_args(Measure)
+
+
+def sizes_of(lengths: Int32, measure: str, pad_seq_to_mult: int) -> Int32:
+    """Return the room that items of these lengths take. A single token has no input; it still takes one position.
+
+    Example:
+        >>> lengths = np.array([5, 6], np.int32)
+        >>> sizes_of(lengths, "tokens", 4).tolist(), sizes_of(lengths, "inputs", 1).tolist()
+        ([5, 9], [4, 5])
+    """
+    if measure == "tokens" and pad_seq_to_mult == 1:
+        return lengths
+    inputs = lengths - 1
+    if pad_seq_to_mult > 1:
+        inputs = -(-inputs // pad_seq_to_mult) * pad_seq_to_mult
+    return np.asarray(inputs + 1 if measure == "tokens" else np.maximum(inputs, 1), np.int32)
+
+
+def longest_that_fits(pack_size: int, measure: str, pad_seq_to_mult: int) -> int:
+    """Return the most tokens that an item may have to fit into a bin.
+
+    Example:
+        >>> longest_that_fits(8, "tokens", 1), longest_that_fits(8, "inputs", 1), longest_that_fits(8, "tokens", 4)
+        (8, 9, 5)
+    """
+    inputs = pack_size - 1 if measure == "tokens" else pack_size
+    return inputs // pad_seq_to_mult * pad_seq_to_mult + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Which piece of which sequence each unit is. Three int32 arrays, one entry per unit.
+    """Which part of which sequence each item is. Three int32 arrays, one entry per item.
 
         sequence 7:  |------------|------------|-----|     pack_size 12, stride 3
-        unit 7       [0 .......... 11]                     start 0,  masked_prefix 0
-        unit 8                [9 .......... 20]            start 9,  masked_prefix 3
-        unit 9                         [18 ... 26]         start 18, masked_prefix 3
+        item 7       [0 .......... 11]                     start 0,  masked_prefix 0
+        item 8                [9 .......... 20]            start 9,  masked_prefix 3
+        item 9                         [18 ... 26]         start 18, masked_prefix 3
 
-    The first `masked_prefix` tokens of a unit were trained in the unit before: their train mask is 0 here.
+    The first `masked_prefix` tokens of an item are trained in the item before: their train mask is 0 here.
     """
 
     sequence: Int32
@@ -45,49 +75,58 @@ class Chunks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """What goes to the packer: the length of every unit, and which of them are packed (None = all)."""
+class Items:
+    """What goes to the packer: the length of every item, and which of them are packed (None = all)."""
 
     lengths: Int32
     packed: Int32 | None
     chunks: Chunks | None
     accounting: Accounting
-    histogram: Int64 | None = None  # of the lengths, when it was counted on the way and all are packed
+    histogram: Int64 | None = None  # of the lengths; only if all items are packed
 
 
-def make_units(
-    lengths: npt.ArrayLike, *, limit: int, overflow: str, stride: int, min_len: int, max_len: int | None
-) -> Units:
+def make_items(
+    lengths: npt.ArrayLike,
+    *,
+    limit: int,
+    overflow: str,
+    stride: int = 0,
+    min_len: int = 1,
+    max_len: int | None = None,
+    remedy: str = "choose another overflow",
+) -> Items:
     """Check lengths, filter them, and treat those above `limit` as `overflow` says.
 
+    `remedy` ends the message about sequences that are too long, in the words of whoever set the options.
+
     Example:
-        >>> units = make_units([5, 30], limit=12, overflow="split", stride=3, min_len=1, max_len=None)
-        >>> units.lengths.tolist(), units.chunks.sequence.tolist(), units.chunks.start.tolist()
+        >>> items = make_items([5, 30], limit=12, overflow="split", stride=3)
+        >>> items.lengths.tolist(), items.chunks.sequence.tolist(), items.chunks.start.tolist()
         ([5, 12, 12, 12], [0, 1, 1, 1], [0, 0, 9, 18])
     """
     checked, histogram, longest, shortest, num_tokens = _check(lengths, limit)
     accounting = Accounting(num_sequences=checked.size, num_tokens=num_tokens)
     if longest <= limit and shortest >= min_len and (max_len is None or longest <= max_len):
-        return Units(lengths=checked, packed=None, chunks=None, accounting=accounting, histogram=histogram[: limit + 1])
+        return Items(lengths=checked, packed=None, chunks=None, accounting=accounting, histogram=histogram[: limit + 1])
     is_kept = checked >= min_len
-    accounting = _drop(accounting, BELOW_MIN_LEN, checked, ~is_kept)
+    accounting = _drop(accounting, DropReason.BELOW_MIN_LEN, checked, ~is_kept)
     if max_len is not None:
         is_above = is_kept & (checked > max_len)
-        accounting = _drop(accounting, ABOVE_MAX_LEN, checked, is_above)
+        accounting = _drop(accounting, DropReason.ABOVE_MAX_LEN, checked, is_above)
         is_kept &= ~is_above
     is_long = is_kept & (checked > limit)
     num_long = int(is_long.sum())
     if num_long and overflow == "error":
-        raise InvalidInputError(_too_long(checked, is_long, limit, shortest))
+        raise InvalidInputError(_too_long(checked, is_long, limit, shortest, remedy))
     if num_long and overflow in ("truncate", "split"):
         return _cut(checked, is_kept, limit, stride if overflow == "split" else None, min_len, accounting)
     if overflow == "drop":
-        accounting = _drop(accounting, LONGER_THAN_PACK, checked, is_long)
+        accounting = _drop(accounting, DropReason.LONGER_THAN_PACK, checked, is_long)
         is_kept &= ~is_long
     elif overflow == "single":
         accounting = replace(accounting, num_oversized=num_long)
     packed = None if is_kept.all() else np.flatnonzero(is_kept).astype(np.int32)
-    return Units(lengths=checked, packed=packed, chunks=None, accounting=accounting)
+    return Items(lengths=checked, packed=packed, chunks=None, accounting=accounting)
 
 
 def _check(lengths: npt.ArrayLike, limit: int) -> tuple[Int32, Int64, int, int, int]:
@@ -103,9 +142,9 @@ def _check(lengths: npt.ArrayLike, limit: int) -> tuple[Int32, Int64, int, int, 
             f"lengths must have one dimension, not shape {array.shape}; pass one length per sequence"
         )
     if array.size == 0:
-        raise InvalidInputError("there is nothing to pack: lengths is empty; check what was read before packing")
+        raise InvalidInputError("there is nothing to pack: lengths is empty; check what was read")
     if array.dtype.kind not in "iu":
-        raise InvalidInputError(f"lengths must be whole numbers, not {array.dtype}; pass an integer array")
+        raise InvalidInputError(f"lengths must be integers, not {array.dtype}")
     if array.size >= 2**31:
         raise InvalidInputError(f"a plan holds at most 2,147,483,647 sequences, not {array.size:,}; pack in parts")
     # Two types only, or the kernel is compiled for every one; a length beyond int64 turns negative, and is refused.
@@ -121,13 +160,12 @@ def _check(lengths: npt.ArrayLike, limit: int) -> tuple[Int32, Int64, int, int, 
     return checked, histogram, int(longest), int(shortest), int(total)
 
 
-def _drop(accounting: Accounting, reason: str, lengths: Int32, chosen: npt.NDArray[np.bool_]) -> Accounting:
+def _drop(accounting: Accounting, reason: DropReason, lengths: Int32, chosen: npt.NDArray[np.bool_]) -> Accounting:
     return accounting.with_drop(reason, int(chosen.sum()), int(lengths[chosen].sum(dtype=np.int64)))
 
 
-def _too_long(lengths: Int32, is_long: npt.NDArray[np.bool_], limit: int, shortest: int) -> str:
+def _too_long(lengths: Int32, is_long: npt.NDArray[np.bool_], limit: int, shortest: int, remedy: str) -> str:
     first = int(np.argmax(is_long))
-    remedy = "choose a larger pack_size, or overflow='drop', 'truncate', 'split' or 'single'"
     if shortest > limit:
         return (
             f"no sequence fits: a bin holds sequences of at most {limit:,} tokens, and the shortest has {shortest:,}; "
@@ -146,36 +184,36 @@ def _cut(
     stride: int | None,
     min_len: int,
     accounting: Accounting,
-) -> Units:
-    """Make the table of pieces: the first `limit` tokens only (stride None), or all, overlapping by `stride`."""
+) -> Items:
+    """Cut long sequences: to their first `limit` tokens (stride None), or into chunks that overlap by `stride`."""
     kept = np.flatnonzero(is_kept).astype(np.int32)
     whole = lengths[kept].astype(np.int64)
     is_long = whole > limit
     if stride is None:
         num_cut = int((whole[is_long] - limit).sum())
-        accounting = replace(accounting, num_truncated=int(is_long.sum())).with_drop(TRUNCATED, 0, num_cut)
+        accounting = replace(accounting, num_truncated=int(is_long.sum())).with_drop(DropReason.TRUNCATED, 0, num_cut)
         zeros = np.zeros(kept.size, np.int32)
         chunks = Chunks(sequence=kept, start=zeros, masked_prefix=zeros)
-        return Units(
+        return Items(
             lengths=np.minimum(whole, limit).astype(np.int32), packed=None, chunks=chunks, accounting=accounting
         )
     step = limit - stride
-    pieces = np.where(is_long, 1 + -(-(whole - limit) // step), 1)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    num_chunks = np.where(is_long, 1 + -(-(whole - limit) // step), 1)
+    number = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     start = number * step
-    length = np.minimum(np.repeat(whole, pieces) - start, limit)
+    length = np.minimum(np.repeat(whole, num_chunks) - start, limit)
     masked = np.where(number > 0, stride, 0)
     is_short = (number > 0) & (length < min_len)
     num_lost = int((length[is_short] - stride).sum())
     accounting = replace(
         accounting,
         num_split=int(is_long.sum()),
-        num_chunks=int(np.repeat(is_long, pieces).sum() - is_short.sum()),
+        num_chunks=int(np.repeat(is_long, num_chunks).sum() - is_short.sum()),
         num_overlap_tokens=int(masked[~is_short].sum()),
-    ).with_drop(SHORT_TAIL, 0, num_lost)
+    ).with_drop(DropReason.SHORT_TAIL, 0, num_lost)
     chunks = Chunks(
-        sequence=np.repeat(kept, pieces)[~is_short],
+        sequence=np.repeat(kept, num_chunks)[~is_short],
         start=start[~is_short].astype(np.int32),
         masked_prefix=masked[~is_short].astype(np.int32),
     )
-    return Units(lengths=length[~is_short].astype(np.int32), packed=None, chunks=chunks, accounting=accounting)
+    return Items(lengths=length[~is_short].astype(np.int32), packed=None, chunks=chunks, accounting=accounting)

@@ -1,70 +1,170 @@
-"""The options of `pack`, checked one by one and together."""
+"""Every option of packing, declared and checked once: for `pack`, for prepare's configuration and for the help."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.bin_order import Steps
+from megatron_packed_sft.packing.items import MEASURES, OVERFLOWS, longest_that_fits
+from megatron_packed_sft.packing.strategies.registry import check_strategy
 
-# Tables with one entry per possible length are made; beyond this they would cost more than the data.
+Balance = Literal["none", "attention", "trained_tokens"]
+BALANCES: tuple[str, ...] = get_args(Balance)
+
+# What a shard can hold: `single` makes bins that are longer than pack_size.
+STORABLE_OVERFLOWS = tuple(overflow for overflow in OVERFLOWS if overflow != "single")
+
+# Searches keep tables with one entry per possible length; beyond this they would cost more than the data.
 LARGEST_PACK_SIZE = 1 << 22
 
 
-def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
-    """Refuse a value that is not among the known ones: name=(given, known).
+@dataclass(kw_only=True)
+class PackOptions:
+    """How sequences are packed. The defaults are those of `pack`; a configuration may start from others.
+
+    Only simple types, so that it is a Hydra schema as it stands.
+
+    Args:
+        pack_size: what a bin holds, in `measure`.
+        strategy: one of `known_strategies()`: optimal | window | best_fit | first_fit | first_fit_shuffle | greedy.
+        overflow: what happens to a sequence longer than a bin: error | drop | truncate | split | single. `split` makes
+            chunks that overlap by `stride` tokens; `single` gives it a bin of its own, which no shard can store.
+        stride: tokens that two neighbouring chunks of a split sequence share; they are trained once.
+        min_len: shorter sequences, and shorter last chunks of split ones, are dropped and counted.
+        max_len: longer sequences are dropped and counted, before `overflow` looks at the rest.
+        max_seqs_per_bin: the most sequences or chunks in a bin.
+        pad_seq_to_mult: each sequence takes its inputs rounded up to this multiple; 2 * context_parallel_size.
+        measure: what a bin counts: tokens (what shards store) | inputs (what the model computes, one less a sequence).
+        order_window: pack stretches of this many sequences on their own, so that bins stay near the data's order.
+        shuffle_output: read the bins in shuffled order (inside a stretch, with `order_window`).
+        global_batch: bins to an optimizer step; needed by `balance` and `whole_batches`.
+        balance: which bins share a step: none (as they come) | attention (equal sums of squared lengths, so that no
+            rank waits) | trained_tokens (equal counts, so that averaging over ranks weighs every token the same).
+        whole_batches: hold back the emptiest bins, so that no step is short; they are counted and named.
+        seed: of everything that is shuffled.
+        work_limit: steps of search after which `optimal` and `window` settle for the best packing found so far.
+    """
+
+    pack_size: int = 4096
+    strategy: str = "optimal"
+    overflow: str = "error"
+    stride: int = 0
+    min_len: int = 1
+    max_len: int | None = None
+    max_seqs_per_bin: int | None = None
+    pad_seq_to_mult: int = 1
+    measure: str = "tokens"
+    order_window: int | None = None
+    shuffle_output: bool = False
+    global_batch: int | None = None
+    balance: str = "none"
+    whole_batches: bool = False
+    seed: int = 0
+    work_limit: int = 100_000_000  # some tenths of a second at most
+
+    @property
+    def longest_item(self) -> int:
+        """The most tokens that a sequence or chunk may have to fit into a bin."""
+        return longest_that_fits(self.pack_size, self.measure, self.pad_seq_to_mult)
+
+    def check(self, prefix: str = "", overflows: tuple[str, ...] = OVERFLOWS) -> None:
+        """Refuse values out of range, and values that contradict each other.
+
+        Args:
+            prefix: what comes before an option's name where the user wrote it, such as `packing.`.
+            overflows: the choices that the user has for `overflow`.
+        """
+        check_strategy(self.strategy)
+        _check_choice(f"{prefix}overflow", self.overflow, overflows)
+        _check_choice(f"{prefix}measure", self.measure, MEASURES)
+        _check_choice(f"{prefix}balance", self.balance, BALANCES)
+        for name in ("pack_size", "min_len", "pad_seq_to_mult"):
+            check_count(f"{prefix}{name}", getattr(self, name))
+        for name in ("max_len", "max_seqs_per_bin", "order_window", "global_batch"):
+            if getattr(self, name) is not None:
+                check_count(f"{prefix}{name}", getattr(self, name))
+        for name in ("stride", "seed", "work_limit"):
+            check_count(f"{prefix}{name}", getattr(self, name), least=0)
+        if self.pack_size > LARGEST_PACK_SIZE:
+            raise InvalidInputError(f"{prefix}pack_size is at most {LARGEST_PACK_SIZE:,}, not {self.pack_size:,}")
+        if self.seed >= 2**64:
+            raise InvalidInputError(f"{prefix}seed is at most 2**64 - 1, not {self.seed}")
+        self._check_lengths(prefix)
+        self._check_steps(prefix)
+
+    def _check_lengths(self, prefix: str) -> None:
+        limit = self.longest_item
+        if self.stride >= limit:
+            raise InvalidInputError(
+                f"{prefix}stride {self.stride} must be below the {limit} tokens of a chunk, or splitting never ends"
+            )
+        if self.min_len > limit or (self.max_len is not None and self.max_len < self.min_len):
+            raise InvalidInputError(
+                f"{prefix}min_len {self.min_len} leaves nothing to pack: at most {self.max_len or limit} tokens are "
+                "allowed"
+            )
+
+    def _check_steps(self, prefix: str) -> None:
+        if self.order_window is not None and self.balance != "none":
+            raise InvalidInputError(
+                f"{prefix}order_window keeps the data's order and {prefix}balance={self.balance!r} shuffles it; "
+                "choose one"
+            )
+        for name, asked in (("whole_batches", self.whole_batches), ("balance", self.balance != "none")):
+            if asked and self.global_batch is None:
+                raise InvalidInputError(f"{prefix}{name} needs to know the batch: set {prefix}global_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How bins become optimizer steps: `global_batch` bins each, alike in cost.
+
+    `PackOptions` documents both fields.
 
     Example:
-        >>> check_choices(measure=("tokens", ("tokens", "inputs")))
+        >>> Steps(global_batch=8, balance="attention")
+        Steps(global_batch=8, balance='attention')
     """
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise InvalidInputError(f"{name} {given!r} is unknown; choose from {', '.join(known)}")
+
+    global_batch: int
+    balance: str = "none"
+
+    def __post_init__(self) -> None:
+        check_count("steps.global_batch", self.global_batch)
+        _check_choice("steps.balance", self.balance, BALANCES)
 
 
-def check_counts(*, least: int = 1, optional: bool = False, **counts: int | None) -> None:
-    """Refuse what is no whole number from `least` on (or None, if that is allowed).
+def steps_from(given: Steps | Mapping[str, Any] | None) -> Steps | None:
+    """Accept a mapping as well, such as {"global_batch": 8, "balance": "attention"}."""
+    if given is None or isinstance(given, Steps):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(f"steps must be a mapping with global_batch and balance, not {given!r}")
+    unknown = set(given) - {"global_batch", "balance"}
+    if unknown or "global_batch" not in given:
+        raise InvalidInputError(f"steps needs global_batch and may have balance; it has {', '.join(sorted(given))}")
+    return Steps(**given)
+
+
+def check_count(name: str, given: Any, least: int = 1) -> None:
+    """Refuse anything but an integer that is at least `least`.
 
     Example:
-        >>> check_counts(pack_size=4096)
+        >>> check_count("pack_size", 4096)
     """
-    for name, given in counts.items():
-        if given is None and optional:
-            continue
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
-            raise InvalidInputError(f"{name} must be a whole number from {least} on, not {given!r}")
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
+        kind = {0: "an integer that is not negative", 1: "a positive integer"}[least]
+        raise InvalidInputError(f"{name} must be {kind}, not {given!r}")
 
 
-def check_combinations(
-    *,
-    limit: int,
-    pack_size: int,
-    stride: int,
-    min_len: int,
-    max_len: int | None,
-    seed: int,
-    steps: Steps | None,
-    order_window: int | None,
-    whole_batches: bool,
-    has_trained_tokens: bool,
-) -> None:
-    """Refuse options that contradict each other; `limit` is the longest length that fits into a bin."""
-    if pack_size > LARGEST_PACK_SIZE:
-        raise InvalidInputError(f"pack_size is at most {LARGEST_PACK_SIZE:,}, not {pack_size:,}")
-    if seed >= 2**64:
-        raise InvalidInputError(f"seed is at most 2**64 - 1, not {seed}")
-    if stride >= limit:
-        raise InvalidInputError(f"stride {stride} must be below the {limit} tokens of a piece, or splitting never ends")
-    if min_len > limit or (max_len is not None and max_len < min_len):
+def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+    if given == "single" and "single" not in known:
         raise InvalidInputError(
-            f"min_len {min_len} leaves nothing to pack: at most {max_len or limit} tokens are allowed"
+            f"{name} 'single' makes bins longer than the pack, which no shard can hold; choose from {', '.join(known)}"
         )
-    balance = "none" if steps is None else steps.balance
-    if order_window is not None and balance != "none":
-        raise InvalidInputError(
-            f"order_window keeps the data's order and steps.balance={balance!r} shuffles it; choose one"
-        )
-    if whole_batches and steps is None:
-        raise InvalidInputError("whole_batches needs to know the batch: pass steps={'global_batch': ...}")
-    if balance == "trained_tokens" and not has_trained_tokens:
-        raise InvalidInputError("steps.balance='trained_tokens' needs trained_tokens: pass the count for each sequence")
+    if given not in known:
+        raise InvalidInputError(f"{name} {given!r} is unknown; choose from {', '.join(known)}")

@@ -1,8 +1,8 @@
 """PackPlan: which sequences share a bin, in which order bins are read, and what happened to the rest.
 
     bin_offsets   int64 [num_bins + 1]     bin b = indices[bin_offsets[b] : bin_offsets[b + 1]]
-    indices       int32 [num_packed]       numbers of units: sequences, or their pieces when `chunks` is there
-    unit_lengths  int32 [num_units]        tokens of every unit, packed or not
+    indices       int32 [num_packed]       numbers of items: sequences, or chunks of them where `chunks` is not None
+    item_lengths  int32 [num_items]        tokens of every item, packed or not
 
 Canonical order: indices ascend inside a bin, bins are ordered by their smallest index. `order`, if there is one, says
 in which order bins are read; it never changes what is in a bin.
@@ -10,31 +10,29 @@ in which order bins are read; it never changes what is in a bin.
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.accounting import Accounting
-from megatron_packed_sft.packing.fingerprint import fingerprint_of
-from megatron_packed_sft.packing.items import Chunks
-from megatron_packed_sft.packing.sizes import sizes_of
-from megatron_packed_sft.packing.strategies.problem import Int32, Int64
+from megatron_packed_sft.packing.items import Chunks, sizes_of
+from megatron_packed_sft.packing.strategies.packing_problem import Int32, Int64
 
-if TYPE_CHECKING:
-    from megatron_packed_sft.packing.alignment import AlignedPlan
-    from megatron_packed_sft.packing.stats import PlanStats
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackPlan:
     """A packing of sequences into bins: a pure function of lengths, options and seed, the same everywhere.
 
-    Made by `pack`, or read by `PackPlan.load`. Its arrays cannot be written to.
+    Made by `pack`, or read by `PackPlan.load`. Its arrays are read-only.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -45,21 +43,21 @@ class PackPlan:
 
     bin_offsets: Int64
     indices: Int32
-    unit_lengths: Int32
+    item_lengths: Int32
     pack_size: int
     strategy: str
     method: str  # how the strategy found it, when it has more than one way
     measure: str
     pad_seq_to_mult: int
     accounting: Accounting
-    lower_bound: int  # no packing of the same units has fewer bins
+    lower_bound: int  # no packing of the same items has fewer bins
     chunks: Chunks | None = None
     order: Int32 | None = None
     global_batch: int | None = None  # bins to a step, when `order` is grouped into steps
-    held_back: Int32 | None = None  # units left out so that every step is whole
+    held_back: Int32 | None = None  # items left out so that every step is whole
 
     def __post_init__(self) -> None:
-        arrays: list[npt.NDArray[Any] | None] = [self.bin_offsets, self.indices, self.unit_lengths]
+        arrays: list[npt.NDArray[Any] | None] = [self.bin_offsets, self.indices, self.item_lengths]
         arrays += [self.order, self.held_back]
         if self.chunks is not None:
             arrays += [self.chunks.sequence, self.chunks.start, self.chunks.masked_prefix]
@@ -77,18 +75,12 @@ class PackPlan:
 
     def __repr__(self) -> str:
         return (
-            f"PackPlan({self.num_bins:,} bins of {self.pack_size:,}, {self.indices.size:,} units, "
+            f"PackPlan({self.num_bins:,} bins of {self.pack_size:,}, {self.indices.size:,} items, "
             f"strategy {self.strategy!r}, {self.fingerprint})"
         )
 
     def bin(self, number: int) -> Int32:
-        """Return the units of a bin, by its canonical number.
-
-        Example:
-            >>> from megatron_packed_sft.packing.packer import pack
-            >>> pack([3, 4, 1], pack_size=4).bin(0).tolist()
-            [0, 2]
-        """
+        """Return the items of a bin, by its canonical number."""
         if not 0 <= number < self.num_bins:
             raise InvalidInputError(f"bin {number} is not in a plan of {self.num_bins} bins")
         return self.indices[self.bin_offsets[number] : self.bin_offsets[number + 1]]
@@ -97,10 +89,10 @@ class PackPlan:
     def fingerprint(self) -> str:
         """Checksum of what is in the bins: equal for equal plans, on every machine."""
         parts: list[str | int | npt.NDArray[Any]] = ["pack plan 1", self.pack_size]
-        parts += [self.bin_offsets, self.indices, self.unit_lengths]
+        parts += [self.bin_offsets, self.indices, self.item_lengths]
         if self.chunks is not None:
             parts += ["chunks", self.chunks.sequence, self.chunks.start, self.chunks.masked_prefix]
-        return fingerprint_of(*parts)
+        return _fingerprint_of(*parts)
 
     @cached_property
     def order_fingerprint(self) -> str:
@@ -111,7 +103,7 @@ class PackPlan:
         """Checksum of these bins one after the other; `fingerprint` when they are all, in canonical order."""
         if bins.size == self.num_bins and np.array_equal(bins, np.arange(self.num_bins)):
             return self.fingerprint
-        return fingerprint_of(self.fingerprint, np.ascontiguousarray(bins, np.int32))
+        return _fingerprint_of(self.fingerprint, np.ascontiguousarray(bins, np.int32))
 
     @property
     def bin_order(self) -> Int32:
@@ -121,37 +113,29 @@ class PackPlan:
     @cached_property
     def bin_tokens(self) -> Int64:
         """Stored tokens of each bin. With measure='inputs' this may exceed pack_size."""
-        return self._sum_by_bin(self.unit_lengths)
+        return self._sum_by_bin(self.item_lengths)
 
     @cached_property
     def bin_room(self) -> Int64:
         """What each bin uses of pack_size, in the plan's measure, padding of sequences included."""
-        return self._sum_by_bin(sizes_of(self.unit_lengths, self.measure, self.pad_seq_to_mult))
+        return self._sum_by_bin(sizes_of(self.item_lengths, self.measure, self.pad_seq_to_mult))
 
     @cached_property
     def bin_squared_lengths(self) -> Int64:
         """Sum of squared lengths of each bin: what attention costs there."""
-        return self._sum_by_bin(self.unit_lengths.astype(np.int64) ** 2)
+        return self._sum_by_bin(self.item_lengths.astype(np.int64) ** 2)
 
     def _sum_by_bin(self, values: Int32 | Int64) -> Int64:
         return np.add.reduceat(values[self.indices], self.bin_offsets[:-1], dtype=np.int64)
 
     def stats(self) -> PlanStats:
-        """Return the plan in numbers: how full, how wasteful, what was dropped, how far from the bound.
-
-        Example:
-            >>> from megatron_packed_sft.packing.packer import pack
-            >>> pack([3, 1, 2, 2], pack_size=4).stats().utilization
-            1.0
-        """
-        from megatron_packed_sft.packing.stats import stats_of
-
-        return stats_of(self)
+        """Return the plan in numbers: how full, how wasteful, what was dropped, how far from the bound."""
+        return _stats(self)
 
     def aligned(self, world_size: int, drop_last: bool) -> AlignedPlan:
         """Return the bins, in reading order, made a multiple of `world_size`.
 
-        drop_last drops the last bins; otherwise the first ones are repeated at the end. Both, the counts and the
+        `drop_last` drops the last bins; otherwise the first ones are repeated at the end. The counts, the bins and the
         fingerprints are logged.
 
         Example:
@@ -159,18 +143,16 @@ class PackPlan:
             >>> pack([4, 4, 4], pack_size=4).aligned(world_size=2, drop_last=False).bins.tolist()
             [0, 1, 2, 0]
         """
-        from megatron_packed_sft.packing.alignment import align
-
-        return align(self, world_size, drop_last)
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise InvalidInputError(f"world_size must be a positive integer, not {world_size!r}")
+        if self.num_bins == 0:
+            raise InvalidInputError("the plan has no bins to share among ranks; check what was packed")
+        aligned = _aligned(self, world_size, drop_last)
+        aligned.log()
+        return aligned
 
     def reordered(self, order: Int32, global_batch: int | None = None) -> PackPlan:
-        """Return the same bins, read in another order.
-
-        Example:
-            >>> from megatron_packed_sft.packing.packer import pack
-            >>> pack([4, 4], pack_size=4).reordered(np.array([1, 0])).order.tolist()
-            [1, 0]
-        """
+        """Return the same bins, read in another order."""
         order = np.array(order, np.int32)
         if order.shape != (self.num_bins,) or not np.array_equal(np.sort(order), np.arange(self.num_bins)):
             raise InvalidInputError(f"order must hold each of the {self.num_bins} bins once")
@@ -196,3 +178,147 @@ class PackPlan:
         from megatron_packed_sft.packing.plan_file import load_plan
 
         return load_plan(path)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AlignedPlan:
+    """What training reads: `bins` are canonical bin numbers of `plan`, in reading order, a multiple of world_size."""
+
+    plan: PackPlan
+    world_size: int
+    drop_last: bool
+    bins: Int32
+    repeated_bins: Int32  # appended at the end, so that all ranks have equally many
+    dropped_bins: Int32  # the last ones, which no rank reads
+    fingerprint: str
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins, repeated ones included."""
+        return self.bins.size
+
+    def __len__(self) -> int:
+        return self.num_bins
+
+    def log(self) -> None:
+        """Log what alignment did, for comparison between ranks and runs."""
+        _logger.info(
+            "aligned plan: num_raw_bins=%d num_aligned_bins=%d world_size=%d drop_last=%s "
+            "raw_fingerprint=%s aligned_fingerprint=%s",
+            self.plan.num_bins,
+            self.num_bins,
+            self.world_size,
+            self.drop_last,
+            self.plan.fingerprint,
+            self.fingerprint,
+        )
+        if self.repeated_bins.size:
+            _logger.info(
+                "aligned plan: pad_needed=%d repeated_bins=%s", self.repeated_bins.size, self.repeated_bins.tolist()
+            )
+        if self.dropped_bins.size:
+            _logger.info("aligned plan: dropped_bins=%s", self.dropped_bins.tolist())
+
+
+def _aligned(plan: PackPlan, world_size: int, drop_last: bool) -> AlignedPlan:
+    order = plan.bin_order
+    remainder = plan.num_bins % world_size
+    nothing = np.empty(0, np.int32)
+    if remainder == 0:
+        bins, repeated, dropped = order, nothing, nothing
+    elif drop_last:
+        bins, repeated, dropped = order[:-remainder], nothing, order[-remainder:]
+    else:
+        # With more ranks than bins, the repetition itself wraps around.
+        repeated = np.resize(order, world_size - remainder)
+        bins, dropped = np.concatenate([order, repeated]), nothing
+    bins.flags.writeable = False
+    return AlignedPlan(
+        plan=plan,
+        world_size=world_size,
+        drop_last=drop_last,
+        bins=bins,
+        repeated_bins=repeated,
+        dropped_bins=dropped,
+        fingerprint=plan.fingerprint_of_bins(bins),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStats:
+    """How full a plan is, what it costs, what it left out, and how far it is from the best possible.
+
+    Example:
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> stats = pack([3, 1, 2], pack_size=4).stats()
+        >>> stats.num_bins, stats.utilization, stats.num_padding, stats.gap
+        (2, 0.75, 2, 0.0)
+    """
+
+    num_bins: int
+    num_items: int  # sequences, or chunks of them, in the bins
+    utilization: float  # used positions / all positions
+    num_padding: int  # positions that hold nothing
+    mean_items_per_bin: float
+    max_items_per_bin: int
+    longest_item: int
+    max_bin_tokens: int  # a shard's bins must be at least this wide to hold the plan
+    mean_squared_lengths: float  # per bin: what attention costs
+    max_squared_lengths: int
+    step_imbalance: float | None  # slowest bin of a step over its mean, averaged; None without steps
+    lower_bound: int
+    gap: float  # bins above the lower bound, as a share of it
+    accounting: Accounting
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers, for JSON and logs."""
+        return asdict(self)
+
+
+def _stats(plan: PackPlan) -> PlanStats:
+    items_per_bin = np.diff(plan.bin_offsets)
+    # A bin of one oversized sequence is as wide as that sequence.
+    capacity = int(np.maximum(plan.bin_room, plan.pack_size).sum())
+    used = plan.accounting.num_tokens_packed
+    if plan.measure == "inputs":
+        used -= plan.indices.size
+    squared = plan.bin_squared_lengths
+    return PlanStats(
+        num_bins=plan.num_bins,
+        num_items=plan.indices.size,
+        utilization=used / capacity,
+        num_padding=capacity - used,
+        mean_items_per_bin=plan.indices.size / plan.num_bins,
+        max_items_per_bin=int(items_per_bin.max()),
+        longest_item=int(plan.item_lengths[plan.indices].max()),
+        max_bin_tokens=int(plan.bin_tokens.max()),
+        mean_squared_lengths=int(squared.sum()) / plan.num_bins,
+        max_squared_lengths=int(squared.max()),
+        step_imbalance=_step_imbalance(plan),
+        lower_bound=plan.lower_bound,
+        gap=plan.num_bins / plan.lower_bound - 1,
+        accounting=plan.accounting,
+    )
+
+
+def _step_imbalance(plan: PackPlan) -> float | None:
+    if plan.global_batch is None or plan.num_bins < plan.global_batch:
+        return None
+    num_whole = plan.num_bins // plan.global_batch
+    costs = plan.bin_squared_lengths[plan.bin_order[: num_whole * plan.global_batch]]
+    steps = costs.reshape(num_whole, plan.global_batch)
+    return float((steps.max(axis=1) / steps.mean(axis=1)).mean())
+
+
+def _fingerprint_of(*parts: str | int | npt.NDArray[Any]) -> str:
+    """Return 32 hexadecimal digits, the same on every machine: xxh3_128 of the parts, each with its kind and length."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            little = np.ascontiguousarray(part, part.dtype.newbyteorder("<"))
+            digest.update(f"{little.dtype.str}:{little.size};".encode())
+            digest.update(little.view(np.uint8).data)
+        else:
+            text = str(part).encode()
+            digest.update(f"{type(part).__name__}:{len(text)};".encode() + text)
+    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """A plan as one file: an uncompressed .npz that NumPy reads, checked in full before it becomes a plan again.
 
     plan.json        uint8, JSON: version, options, accounting, fingerprints
-    bin_offsets, indices, unit_lengths
+    bin_offsets, indices, unit_lengths               (unit_lengths: `item_lengths` of the plan)
     order, held_back                                                     when there are any
     chunk_sequence, chunk_start, chunk_masked_prefix                     when sequences were cut
 
@@ -10,23 +10,21 @@ It is not pickled, nothing in it is compressed, and names, types and sizes are c
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import secrets
 import zipfile
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import PackedSFTError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.disk.atomic import Staging, os_errors, write_at
+from megatron_packed_sft.disk.paths import local_path
+from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.packing.accounting import REASONS, Accounting
-from megatron_packed_sft.packing.items import Chunks
+from megatron_packed_sft.packing.items import MEASURES, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.plan_check import check_plan
-from megatron_packed_sft.packing.sizes import MEASURES
 
 _VERSION = 1
 _HEADER = "plan.json"
@@ -50,7 +48,7 @@ def save_plan(plan: PackPlan, path: str | os.PathLike[str]) -> None:
     arrays: dict[str, npt.NDArray[Any] | None] = {
         "bin_offsets": plan.bin_offsets,
         "indices": plan.indices,
-        "unit_lengths": plan.unit_lengths,
+        "unit_lengths": plan.item_lengths,
         "order": plan.order,
         "held_back": plan.held_back,
     }
@@ -70,63 +68,65 @@ def save_plan(plan: PackPlan, path: str | os.PathLike[str]) -> None:
         "fingerprint": plan.fingerprint,
         "order_fingerprint": plan.order_fingerprint,
     }
-    target = os.path.abspath(path)
-    # A sibling of the target, so that the rename stays inside one file system.
-    temporary = f"{target}.staging-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
+    with Staging(local_path(path, "the plan's path"), overwrite=True) as staging:
+        _write(staging.path / "plan.npz", json.dumps(header, sort_keys=True).encode(), arrays, staging.target)
+        staging.publish_file("plan.npz")
+
+
+def _write(path: Path, header: bytes, arrays: dict[str, npt.NDArray[Any] | None], target: Path) -> None:
+    entries = {_HEADER: np.frombuffer(header, np.uint8)} | {
+        name: array.astype(_TYPES[name], copy=False) for name, array in arrays.items() if array is not None
+    }
+    with os_errors("write the plan", target, sum(array.nbytes for array in entries.values())):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with open(temporary, "xb") as file:
-                _write(file, json.dumps(header, sort_keys=True).encode(), arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+            with zipfile.ZipFile(cast("IO[bytes]", _PositionedFile(fd)), "w", zipfile.ZIP_STORED) as archive:
+                for name, array in entries.items():
+                    # A fixed date, so that equal plans are equal files.
+                    entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+                    with archive.open(entry, "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, array, version=(1, 0), allow_pickle=False)
+            os.fsync(fd)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-        directory = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise _os_error("write", target, error) from error
+            os.close(fd)
 
 
-def _write(file: io.BufferedWriter, header: bytes, arrays: dict[str, npt.NDArray[Any] | None]) -> None:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        entries = {_HEADER: np.frombuffer(header, np.uint8)} | {
-            name: array.astype(_TYPES[name], copy=False) for name, array in arrays.items() if array is not None
-        }
-        for name, array in entries.items():
-            # A fixed date, so that equal plans are equal files.
-            entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-            with archive.open(entry, "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, version=(1, 0), allow_pickle=False)
+class _PositionedFile:
+    """What zipfile needs of a file, on `write_at`: its writes are large and few, so a buffer would only copy them."""
 
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._position = 0
 
-def _os_error(action: str, path: str, error: OSError) -> StorageIOError:
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    translated = StorageIOError(f"cannot {action} the plan {path}: {reason}; check the path and its permissions")
-    translated.errno = error.errno
-    return translated
+    def write(self, data: bytes) -> int:
+        write_at(self._fd, data, self._position)
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: os.fstat(self._fd).st_size}[whence]
+        self._position = base + position
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
 
 def load_plan(path: str | os.PathLike[str]) -> PackPlan:
     """See `PackPlan.load`."""
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             size = os.fstat(file.fileno()).st_size
             header = _read_header(archive, name, size)
             arrays = {key: _read_array(archive, key, name, size) for key in _array_names(archive, name)}
-    except PackedSFTError:
-        raise
-    except OSError as error:
-        raise _os_error("read", name, error) from error
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise _broken(name, f"it is no whole .npz file ({error})") from None
+        raise _broken(name, f"it is not a whole .npz file ({error})") from None
     plan = _assemble(header, arrays, name)
-    check_plan(plan, name)
+    _check(plan, name)
     for key, found in (("fingerprint", plan.fingerprint), ("order_fingerprint", plan.order_fingerprint)):
         if header[key] != found:
             raise _broken(name, f"its {key} is {found}, not {header[key]} as noted inside")
@@ -134,7 +134,7 @@ def load_plan(path: str | os.PathLike[str]) -> PackPlan:
 
 
 def _broken(name: str, what: str) -> ShardFileError:
-    return ShardFileError(f"{name} is not a sound pack plan: {what}; make it again with PackPlan.save")
+    return ShardFileError(f"{name} is not a valid pack plan: {what}; make the plan again")
 
 
 def _array_names(archive: zipfile.ZipFile, name: str) -> list[str]:
@@ -176,7 +176,7 @@ def _read_header(archive: zipfile.ZipFile, name: str, file_size: int) -> dict[st
         raise _broken(name, f"{_HEADER} has {entry.file_size:,} bytes")
     header = json.loads(_read_array(archive, _HEADER, name, file_size).tobytes())
     if not isinstance(header, dict):
-        raise _broken(name, f"{_HEADER} is no JSON object")
+        raise _broken(name, f"{_HEADER} is not a JSON object")
     if header.get("version") != _VERSION:
         raise UnsupportedFormatError(
             f"{name} is a pack plan of version {header.get('version')!r}; this release reads version {_VERSION}"
@@ -206,7 +206,7 @@ def _assemble(header: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], name:
         return PackPlan(
             bin_offsets=arrays["bin_offsets"],
             indices=arrays["indices"],
-            unit_lengths=arrays["unit_lengths"],
+            item_lengths=arrays["unit_lengths"],
             pack_size=_count(header["pack_size"]),
             strategy=str(header["strategy"]),
             method=str(header["method"]),
@@ -225,5 +225,97 @@ def _assemble(header: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], name:
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _check(plan: PackPlan, name: str) -> None:
+    """Refuse a plan that breaks a rule; `name` is the file it came from."""
+    # In this order: each check relies on the ones before it.
+    for check in (_arrays, _canonical_order, _capacity, _chunks, _extras, _counts):
+        what = check(plan)
+        if what:
+            raise _broken(name, what)
+
+
+def _arrays(plan: PackPlan) -> str:
+    offsets = plan.bin_offsets
+    if offsets.size < 2 or offsets[0] != 0 or offsets[-1] != plan.indices.size or (np.diff(offsets) < 1).any():
+        return "bin_offsets does not cut indices into bins with at least one item each"
+    if plan.item_lengths.size == 0 or plan.item_lengths.min() < 1:
+        return "an item has no tokens"
+    if plan.indices.min() < 0 or plan.indices.max() >= plan.item_lengths.size:
+        return "indices names an item that is not there"
+    if (np.bincount(plan.indices) > 1).any():
+        return "an item is in two bins"
+    if plan.pack_size < 1 or plan.pad_seq_to_mult < 1 or not 1 <= plan.lower_bound <= plan.num_bins + _held_back(plan):
+        return "pack_size, pad_seq_to_mult or lower_bound is out of range"
+    return ""
+
+
+def _held_back(plan: PackPlan) -> int:
+    """The most bins that can have been held back; each had at least one item."""
+    return 0 if plan.held_back is None else plan.held_back.size
+
+
+def _canonical_order(plan: PackPlan) -> str:
+    firsts = plan.indices[plan.bin_offsets[:-1]]
+    is_rising = np.diff(plan.indices) > 0
+    is_rising[plan.bin_offsets[1:-1] - 1] = True  # from one bin to the next
+    if not is_rising.all() or (np.diff(firsts) <= 0).any():
+        return "items or bins are not in canonical order"
+    return ""
+
+
+def _capacity(plan: PackPlan) -> str:
+    is_single = np.diff(plan.bin_offsets) == 1
+    over = plan.bin_room > plan.pack_size
+    if (over & ~is_single).any():
+        return f"bin {int(np.argmax(over & ~is_single))} holds more than pack_size"
+    if int(over.sum()) > plan.accounting.num_oversized:
+        return f"bin {int(np.argmax(over))} holds a sequence longer than pack_size"
+    return ""
+
+
+def _chunks(plan: PackPlan) -> str:
+    chunks = plan.chunks
+    num_sequences = plan.accounting.num_sequences
+    if chunks is None:
+        return "" if plan.item_lengths.size == num_sequences else "unit_lengths does not have one entry per sequence"
+    sizes = {chunks.sequence.size, chunks.start.size, chunks.masked_prefix.size, plan.item_lengths.size}
+    if len(sizes) > 1:
+        return "the arrays of chunks differ in length"
+    if chunks.sequence.min() < 0 or chunks.sequence.max() >= num_sequences:
+        return "a chunk belongs to a sequence that is not there"
+    if (np.diff(chunks.sequence) < 0).any() or chunks.start.min() < 0:
+        return "chunks are not ordered by sequence and start"
+    same = np.diff(chunks.sequence) == 0
+    if (np.diff(chunks.start)[same] <= 0).any():
+        return "chunks are not ordered by sequence and start"
+    if chunks.masked_prefix.min() < 0 or (chunks.masked_prefix >= plan.item_lengths).any():
+        return "a chunk trains nothing: masked_prefix is as long as the chunk"
+    return ""
+
+
+def _extras(plan: PackPlan) -> str:
+    if plan.order is not None and not np.array_equal(np.sort(plan.order), np.arange(plan.num_bins)):
+        return "order does not hold each bin once"
+    if plan.global_batch is not None and plan.global_batch < 1:
+        return "global_batch is below 1"
+    held_back = plan.held_back
+    if held_back is not None:
+        if held_back.size and (held_back.min() < 0 or held_back.max() >= plan.item_lengths.size):
+            return "held_back names an item that is not there"
+        if np.isin(held_back, plan.indices).any() or np.unique(held_back).size < held_back.size:
+            return "held_back names an item twice, or one that is in a bin"
+    return ""
+
+
+def _counts(plan: PackPlan) -> str:
+    accounting = plan.accounting
+    if int(plan.bin_tokens.sum()) != accounting.num_tokens_packed:
+        return f"its bins hold {int(plan.bin_tokens.sum())} tokens, not {accounting.num_tokens_packed} as noted inside"
+    packed = plan.indices if plan.chunks is None else np.unique(plan.chunks.sequence[plan.indices])
+    if packed.size != accounting.num_sequences_packed:
+        return f"it packs {packed.size} sequences, not {accounting.num_sequences_packed} as noted inside"
+    return ""

@@ -180,9 +180,9 @@ def _pack_metadata(plan: PackPlan) -> dict[str, Any]:
     """What Megatron-Bridge keeps beside a packed file, for `pack_metadata_file_path`."""
     stats = plan.stats()
     return {
-        "dataset_max_seqlen": stats.longest_unit,
-        "max_samples_per_bin": stats.max_units_per_bin,
-        "packing_factor": round(stats.mean_units_per_bin, 2),
+        "dataset_max_seqlen": stats.longest_item,
+        "max_samples_per_bin": stats.max_items_per_bin,
+        "packing_factor": round(stats.mean_items_per_bin, 2),
         "packing_efficiency": round(100 * stats.utilization, 2),
         "pack_size": plan.pack_size,
         "min_packed_seqlen": int(plan.bin_tokens.min()),

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.sizes import sizes_of
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
@@ -54,7 +54,7 @@ def stored_width(plan: PackPlan) -> int:
         >>> stored_width(pack([3, 1, 2, 2], pack_size=4))
         4
     """
-    sizes = sizes_of(plan.unit_lengths, "tokens", plan.pad_seq_to_mult)
+    sizes = sizes_of(plan.item_lengths, "tokens", plan.pad_seq_to_mult)
     return int(np.add.reduceat(sizes[plan.indices], plan.bin_offsets[:-1], dtype=np.int64).max())
 
 
@@ -215,12 +215,12 @@ def _check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
         )
     lengths = store.lengths
     if plan.chunks is None:
-        fits = len(lengths) == len(plan.unit_lengths) and np.array_equal(lengths, plan.unit_lengths)
+        fits = len(lengths) == len(plan.item_lengths) and np.array_equal(lengths, plan.item_lengths)
     else:
         chunks = plan.chunks
         fits = len(chunks.sequence) == 0 or (
             int(chunks.sequence.max()) < len(lengths)
-            and bool(np.all(chunks.start.astype(np.int64) + plan.unit_lengths <= lengths[chunks.sequence]))
+            and bool(np.all(chunks.start.astype(np.int64) + plan.item_lengths <= lengths[chunks.sequence]))
         )
     if not fits:
         raise InvalidInputError(
@@ -280,8 +280,8 @@ def _pieces(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Pieces:
     counts = plan.bin_offsets[bins + 1] - first
     offsets = np.concatenate(([0], np.cumsum(counts)))
     units = plan.indices[np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)]
-    lengths = plan.unit_lengths[units].astype(np.int64)
-    sizes = sizes_of(plan.unit_lengths[units], "tokens", plan.pad_seq_to_mult).astype(np.int64)
+    lengths = plan.item_lengths[units].astype(np.int64)
+    sizes = sizes_of(plan.item_lengths[units], "tokens", plan.pad_seq_to_mult).astype(np.int64)
     filled = np.concatenate(([0], np.cumsum(sizes)))
     columns = filled[:-1] - np.repeat(filled[offsets[:-1]], counts)
     if plan.chunks is None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_packed_sft import DatasetWriter, create_shard_writer, validate
+from megatron_packed_sft import DatasetWriter, create_shard_writer, pack, validate
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins
 
@@ -49,10 +49,16 @@ def write_dataset(target: Path) -> None:
         dataset.finalize(card="# A dataset\n")
 
 
+def write_plan(target: Path) -> None:
+    """A pack plan."""
+    pack([5, 3, 8, 2, 7, 1], pack_size=PACK_SIZE, shuffle_output=True).save(target)
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     "shard": write_shard,
     "legacy": write_legacy,
     "dataset": write_dataset,
+    "plan": write_plan,
 }
 
 

@@ -51,11 +51,11 @@ def test_with_a_packing_factor_the_batch_counts_sequences() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"wanted": 0}, "wanted must be a whole number from 1 on"),
-        ({"ranks": 0}, "ranks must be a whole number"),
-        ({"micro_batch": 1.5}, "micro_batch must be a whole number"),
-        ({"gradient_accumulation": True}, "gradient_accumulation must be a whole number"),
-        ({"packed_micro_batch": -1}, "packed_micro_batch must be a whole number"),
+        ({"wanted": 0}, "wanted must be a positive integer"),
+        ({"ranks": 0}, "ranks must be a positive integer"),
+        ({"micro_batch": 1.5}, "micro_batch must be a positive integer"),
+        ({"gradient_accumulation": True}, "gradient_accumulation must be a positive integer"),
+        ({"packed_micro_batch": -1}, "packed_micro_batch must be a positive integer"),
         ({"packing_factor": 0.5}, "packing_factor must be at least 1"),
         ({"packing_factor": float("nan")}, "packing_factor must be at least 1"),
     ],

@@ -18,7 +18,7 @@ from megatron_packed_sft.packing.strategies.registry import known_strategies
 @pytest.mark.parametrize("dtype", [np.int64, object])
 def test_a_length_that_is_no_length_is_named_with_its_place(bad: int, dtype: Any) -> None:
     lengths = np.array([5, 6, bad, 7], dtype)
-    match = f"sequence 2 has length {bad}" if dtype is np.int64 else "whole numbers, not object"
+    match = f"sequence 2 has length {bad}" if dtype is np.int64 else "integers, not object"
     with pytest.raises(InvalidInputError, match=match):
         pack(lengths, pack_size=10)
 
@@ -34,9 +34,9 @@ def test_a_huge_unsigned_length_is_refused() -> None:
         ([], "nothing to pack: lengths is empty"),
         ([[1, 2], [3, 4]], "one dimension"),
         ([[1], [2, 3]], "one number per sequence"),
-        ([1.5, 2.0], "whole numbers, not float64"),
-        (["a"], "whole numbers"),
-        ([True, False], "whole numbers, not bool"),
+        ([1.5, 2.0], "integers, not float64"),
+        (["a"], "integers"),
+        ([True, False], "integers, not bool"),
         (7, "one dimension"),
         (None, "one dimension"),
     ],
@@ -61,12 +61,12 @@ def test_a_plan_with_nothing_left_says_why() -> None:
         pack([2, 3], pack_size=9, min_len=8)
 
 
-def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidInputError) as caught:
+def test_an_unknown_strategy_suggests_the_nearest_or_lists_all() -> None:
+    with pytest.raises(InvalidInputError, match="strategy 'best' is unknown; did you mean 'best_fit'"):
         pack([1], pack_size=4, strategy="best")
-    message = str(caught.value)
-    assert "strategy 'best' is unknown" in message
-    assert all(name in message for name in known_strategies())
+    with pytest.raises(InvalidInputError, match="strategy 'xyz' is unknown; use one of") as caught:
+        pack([1], pack_size=4, strategy="xyz")
+    assert all(name in str(caught.value) for name in known_strategies())
     assert len(known_strategies()) >= 6
 
 
@@ -75,21 +75,21 @@ def test_an_unknown_strategy_lists_the_known_ones() -> None:
     [
         ("overflow", "crop", "overflow 'crop' is unknown; choose from error, drop, truncate, split, single"),
         ("measure", "bytes", "measure 'bytes' is unknown; choose from tokens, inputs"),
-        ("pack_size", 0, "pack_size must be a whole number from 1 on"),
-        ("pack_size", 10.0, "pack_size must be a whole number"),
-        ("pack_size", True, "pack_size must be a whole number"),
+        ("pack_size", 0, "pack_size must be a positive integer"),
+        ("pack_size", 10.0, "pack_size must be a positive integer"),
+        ("pack_size", True, "pack_size must be a positive integer"),
         ("pack_size", 2**30, "pack_size is at most 4,194,304"),
-        ("min_len", 0, "min_len must be a whole number from 1 on"),
-        ("max_len", 0, "max_len must be a whole number from 1 on"),
-        ("stride", -1, "stride must be a whole number from 0 on"),
-        ("seed", -1, "seed must be a whole number from 0 on"),
+        ("min_len", 0, "min_len must be a positive integer"),
+        ("max_len", 0, "max_len must be a positive integer"),
+        ("stride", -1, "stride must be an integer that is not negative"),
+        ("seed", -1, "seed must be an integer that is not negative"),
         ("seed", 2**64, r"seed is at most 2\*\*64 - 1"),
-        ("max_seqs_per_bin", 0, "max_seqs_per_bin must be a whole number from 1 on"),
-        ("pad_seq_to_mult", 0, "pad_seq_to_mult must be a whole number from 1 on"),
-        ("order_window", 0, "order_window must be a whole number from 1 on"),
+        ("max_seqs_per_bin", 0, "max_seqs_per_bin must be a positive integer"),
+        ("pad_seq_to_mult", 0, "pad_seq_to_mult must be a positive integer"),
+        ("order_window", 0, "order_window must be a positive integer"),
         ("steps", {"balance": "none"}, "steps needs global_batch"),
         ("steps", {"global_batch": 4, "size": 1}, "steps needs global_batch and may have balance; it has"),
-        ("steps", {"global_batch": 0}, "steps.global_batch must be a whole number from 1 on"),
+        ("steps", {"global_batch": 0}, "steps.global_batch must be a positive integer"),
         ("steps", {"global_batch": 4, "balance": "cost"}, "steps.balance 'cost' is unknown"),
         ("steps", 4, "steps must be a mapping"),
     ],

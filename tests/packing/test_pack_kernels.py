@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.packing.search.bitset_kernel import add, discard, empty_set, highest_at_most, lowest_at_least
 from megatron_packed_sft.packing.search.exact_kernel import exact_fill
+from megatron_packed_sft.packing.search.fit_kernel import shuffle_groups
 from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing, lower_bound, martello_toth_bound
 from megatron_packed_sft.packing.search.linear_program_kernel import RESOLUTION, make_buckets, solve_program
-from megatron_packed_sft.packing.search.order_kernel import shuffle_groups
 from megatron_packed_sft.packing.strategies.optimal import guided_fill, mixed_fill
-from megatron_packed_sft.packing.strategies.problem import Int64, Patterns, histogram_of
+from megatron_packed_sft.packing.strategies.packing_problem import Int64, Patterns, histogram_of
 from tests.packing import lengths as made
 
 UNLIMITED = 1 << 40

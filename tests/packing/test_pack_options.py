@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from typing import Any
+
 import numpy as np
 import pytest
+from omegaconf import OmegaConf, ValidationError
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.options import STORABLE_OVERFLOWS, PackOptions
+from megatron_packed_sft.packing.packer import pack, pack_with
 from megatron_packed_sft.packing.plan import PackPlan
 
 
@@ -50,7 +56,7 @@ def test_a_sequence_as_long_as_the_pack_fits() -> None:
 def test_truncate_keeps_the_beginning_and_counts_what_is_cut() -> None:
     lengths = [5, 25]
     plan = pack(lengths, pack_size=10, overflow="truncate")
-    assert plan.unit_lengths.tolist() == [5, 10]
+    assert plan.item_lengths.tolist() == [5, 10]
     assert plan.chunks is not None
     assert plan.chunks.sequence.tolist() == [0, 1]
     assert plan.chunks.start.tolist() == [0, 0]
@@ -66,13 +72,13 @@ def test_split_covers_every_token_and_masks_the_overlap() -> None:
     assert chunks is not None
     assert chunks.sequence.tolist() == [0, 1, 1, 1, 2]
     assert chunks.start.tolist() == [0, 0, 9, 18, 0]
-    assert plan.unit_lengths.tolist() == [4, 12, 12, 9, 10]
+    assert plan.item_lengths.tolist() == [4, 12, 12, 9, 10]
     assert chunks.masked_prefix.tolist() == [0, 0, 3, 3, 0]
     assert plan.accounting.num_overlap_tokens == 6
     assert (plan.accounting.num_split, plan.accounting.num_chunks) == (1, 3)
     trained = [
         token
-        for start, length, masked in zip(chunks.start, plan.unit_lengths, chunks.masked_prefix, strict=True)
+        for start, length, masked in zip(chunks.start, plan.item_lengths, chunks.masked_prefix, strict=True)
         for token in range(start + masked, start + length)
     ]
     assert sorted(trained) == sorted([*range(4), *range(27), *range(10)])  # each exactly once
@@ -83,13 +89,13 @@ def test_split_without_stride_has_no_overlap() -> None:
     plan = pack([25], pack_size=10, overflow="split")
     assert plan.chunks is not None
     assert plan.chunks.masked_prefix.tolist() == [0, 0, 0]
-    assert plan.unit_lengths.tolist() == [10, 10, 5]
+    assert plan.item_lengths.tolist() == [10, 10, 5]
 
 
 def test_a_tail_shorter_than_min_len_is_dropped_and_counted() -> None:
     lengths = [23, 27]
     plan = pack(lengths, pack_size=10, overflow="split", min_len=5)
-    assert plan.unit_lengths.tolist() == [10, 10, 10, 10, 7]
+    assert plan.item_lengths.tolist() == [10, 10, 10, 10, 7]
     assert plan.accounting.dropped_tokens == {"short_tail": 3}
     assert plan.accounting.dropped_sequences == {}
     assert plan.accounting.num_chunks == 5
@@ -100,7 +106,7 @@ def test_a_dropped_tail_costs_only_its_new_tokens() -> None:
     lengths = [19]
     plan = pack(lengths, pack_size=10, overflow="split", stride=4, min_len=9)
     # Pieces 0..9, 6..15, 12..18; the last has seven tokens, three of them new.
-    assert plan.unit_lengths.tolist() == [10, 10]
+    assert plan.item_lengths.tolist() == [10, 10]
     assert plan.accounting.dropped_tokens == {"short_tail": 3}
     assert plan.accounting.num_overlap_tokens == 4
     assert_conserved(plan, lengths)
@@ -143,7 +149,7 @@ def test_padded_sequences_fit_together_only_with_their_padding() -> None:
 
 def test_cut_pieces_fit_with_their_padding() -> None:
     plan = pack([100], pack_size=30, overflow="split", pad_seq_to_mult=8)
-    assert plan.unit_lengths.max() == 25  # 24 inputs, a multiple of 8
+    assert plan.item_lengths.max() == 25  # 24 inputs, a multiple of 8
     assert plan.bin_room.max() <= 30
 
 
@@ -173,3 +179,43 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         pack([5], pack_size=10, whole_batches=True)
     with pytest.raises(InvalidInputError, match="needs trained_tokens"):
         pack([5], pack_size=10, steps={"global_batch": 1, "balance": "trained_tokens"})
+
+
+def test_pack_has_the_options_and_the_defaults_of_pack_options() -> None:
+    """They are declared once; `steps` is the one argument that stands for two of them."""
+    arguments = inspect.signature(pack).parameters
+    for option in dataclasses.fields(PackOptions):
+        if option.name in ("global_batch", "balance"):
+            assert option.name not in arguments
+        elif option.name != "pack_size":
+            assert arguments[option.name].default == option.default, option.name
+    assert arguments["pack_size"].default is inspect.Parameter.empty
+
+
+def test_every_pack_option_is_documented() -> None:
+    documented = inspect.getdoc(PackOptions) or ""
+    for option in dataclasses.fields(PackOptions):
+        assert f"\n    {option.name}: " in documented, option.name
+
+
+def test_pack_options_are_a_hydra_schema() -> None:
+    schema = OmegaConf.structured(PackOptions(overflow="drop", shuffle_output=True))
+    chosen = OmegaConf.merge(schema, {"pack_size": 10, "strategy": "greedy", "max_len": None})
+    options = OmegaConf.to_object(chosen)
+    assert options == PackOptions(pack_size=10, strategy="greedy", overflow="drop", shuffle_output=True)
+    with pytest.raises(ValidationError, match="pack_size"):
+        OmegaConf.merge(schema, {"pack_size": "wide"})
+
+
+def test_messages_name_the_options_as_the_user_wrote_them_and_only_the_choices_that_exist() -> None:
+    choices: Any = {"prefix": "packing.", "overflows": STORABLE_OVERFLOWS}
+    with pytest.raises(InvalidInputError, match=r"packing.overflow='drop', 'truncate' or 'split'$"):
+        pack_with(PackOptions(pack_size=4), [3, 5], **choices)
+    with pytest.raises(InvalidInputError, match=r"overflow='drop', 'truncate', 'split' or 'single'$"):
+        pack([3, 5], pack_size=4)
+    with pytest.raises(InvalidInputError, match=r"packing.overflow 'single' .*from error, drop, truncate, split"):
+        pack_with(PackOptions(pack_size=4, overflow="single"), [3, 5], **choices)
+    with pytest.raises(InvalidInputError, match=r"relax packing.min_len, packing.max_len or packing.overflow"):
+        pack_with(PackOptions(pack_size=4, overflow="drop"), [7, 5], **choices)
+    with pytest.raises(InvalidInputError, match=r"packing.whole_batches needs .*set packing.global_batch"):
+        pack_with(PackOptions(pack_size=4, whole_batches=True), [3], **choices)

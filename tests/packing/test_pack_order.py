@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.bin_order import Steps
+from megatron_packed_sft.packing.options import Steps
 from megatron_packed_sft.packing.packer import pack
 from tests.packing import lengths as made
 
@@ -72,7 +72,7 @@ def test_pieces_of_a_sequence_share_its_trained_tokens() -> None:
 
 def test_a_short_step_comes_last() -> None:
     plan = pack([4, 3, 2, 1, 4], pack_size=4, max_seqs_per_bin=1, steps={"global_batch": 2, "balance": "attention"})
-    assert plan.unit_lengths[plan.bin(int(plan.bin_order[-1]))].tolist() == [1]
+    assert plan.item_lengths[plan.bin(int(plan.bin_order[-1]))].tolist() == [1]
 
 
 def test_steps_without_balance_leave_the_order_alone() -> None:
@@ -101,7 +101,7 @@ def test_whole_batches_with_nothing_to_hold_back_change_nothing() -> None:
 
 
 def test_a_batch_larger_than_the_plan_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="would hold back everything: 3 bins are less than a global batch of 4"):
+    with pytest.raises(InvalidInputError, match="back everything: 3 bins are fewer than a global batch of 4"):
         pack([4] * 3, pack_size=4, steps={"global_batch": 4}, whole_batches=True)
 
 

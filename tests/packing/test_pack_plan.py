@@ -109,7 +109,7 @@ def test_alignment_follows_the_reading_order_and_has_a_fingerprint_of_its_own() 
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
 def test_a_world_size_that_is_no_count_is_refused(world_size: int) -> None:
-    with pytest.raises(InvalidInputError, match="world_size must be a whole number from 1 on"):
+    with pytest.raises(InvalidInputError, match="world_size must be a positive integer"):
         pack([4], pack_size=4).aligned(world_size, drop_last=True)
 
 
@@ -137,7 +137,7 @@ def test_an_order_changes_its_own_fingerprint_and_not_what_is_in_the_bins() -> N
 def test_a_plan_cannot_be_changed() -> None:
     plan = pack([30, 4], pack_size=10, overflow="split", shuffle_output=True)
     assert plan.chunks is not None
-    for array in (plan.indices, plan.bin_offsets, plan.unit_lengths, plan.order, plan.chunks.start):
+    for array in (plan.indices, plan.bin_offsets, plan.item_lengths, plan.order, plan.chunks.start):
         assert array is not None
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
@@ -149,7 +149,7 @@ def test_changing_the_lengths_afterwards_does_not_change_the_plan() -> None:
     lengths = np.array([3, 1], np.int32)
     plan = pack(lengths, pack_size=4)
     lengths[:] = 99
-    assert plan.unit_lengths.tolist() == [3, 1]
+    assert plan.item_lengths.tolist() == [3, 1]
 
 
 def test_a_bin_that_is_not_there_is_refused() -> None:
@@ -169,9 +169,9 @@ def test_an_order_must_hold_each_bin_once() -> None:
 def test_stats_add_up() -> None:
     lengths = np.array([7, 3, 6, 2, 30])
     stats = pack(lengths, pack_size=10, overflow="drop").stats()
-    assert (stats.num_bins, stats.num_units, stats.num_padding) == (2, 4, 2)
+    assert (stats.num_bins, stats.num_items, stats.num_padding) == (2, 4, 2)
     assert stats.utilization == 18 / 20
-    assert (stats.mean_units_per_bin, stats.max_units_per_bin, stats.longest_unit) == (2.0, 2, 7)
+    assert (stats.mean_items_per_bin, stats.max_items_per_bin, stats.longest_item) == (2.0, 2, 7)
     assert (stats.max_squared_lengths, stats.mean_squared_lengths) == (58, (58 + 40) / 2)
     assert (stats.lower_bound, stats.gap) == (2, 0.0)
     assert stats.as_dict()["accounting"]["dropped_tokens"] == {"longer_than_pack": 30}

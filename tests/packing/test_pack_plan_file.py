@@ -17,14 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.errors import PackedSFTError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.errors import (
+    InvalidInputError,
+    PackedSFTError,
+    ShardFileError,
+    StorageIOError,
+    UnsupportedFormatError,
+)
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
 from tests.packing import lengths as made
 
 
 def small_plan() -> PackPlan:
-    """A plan with everything in it: pieces, drops, held-back bins, steps."""
+    """A plan with everything in it: chunks, drops, held-back bins, steps."""
     return pack(
         [30, 4, 7, 7, 1, 9, 3, 10, 10],
         pack_size=10,
@@ -56,7 +62,7 @@ def test_a_plan_is_the_same_after_saving_and_loading(make: Callable[[], PackPlan
     assert loaded.fingerprint == plan.fingerprint
     assert loaded.order_fingerprint == plan.order_fingerprint
     assert loaded.stats() == plan.stats()
-    for name in ("bin_offsets", "indices", "unit_lengths", "order", "held_back"):
+    for name in ("bin_offsets", "indices", "item_lengths", "order", "held_back"):
         before, after = getattr(plan, name), getattr(loaded, name)
         assert (before is None and after is None) or np.array_equal(before, after)
     assert (plan.chunks is None) == (loaded.chunks is None)
@@ -87,16 +93,19 @@ def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_written_or_read_is_our_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageIOError, match=r"cannot write the plan .*No such file"):
-        pack([1], pack_size=2).save(tmp_path / "no" / "plan.npz")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageIOError, match=r"cannot create a directory for .*file/plan.npz"):
+        pack([1], pack_size=2).save(tmp_path / "file" / "plan.npz")
     with pytest.raises(StorageIOError, match=r"cannot read the plan .*No such file"):
         PackPlan.load(tmp_path / "plan.npz")
     with pytest.raises(StorageIOError, match="cannot read the plan"):
         PackPlan.load(tmp_path)
     (tmp_path / "taken").mkdir()
-    with pytest.raises(StorageIOError, match="cannot write the plan"):
+    with pytest.raises(StorageIOError, match=r"cannot publish .*taken: Is a directory"):
         pack([1], pack_size=2).save(tmp_path / "taken")
-    assert os.listdir(tmp_path) == ["taken"]
+    with pytest.raises(InvalidInputError, match=r"s3://bucket/plan.npz is a URL"):
+        pack([1], pack_size=2).save("s3://bucket/plan.npz")
+    assert sorted(os.listdir(tmp_path)) == ["file", "taken"]
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -105,7 +114,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
-        with pytest.raises(ShardFileError, match="not a sound pack plan"):
+        with pytest.raises(ShardFileError, match="not a valid pack plan"):
             PackPlan.load(path)
 
 
@@ -191,16 +200,16 @@ def in_accounting(**values: Any) -> Callable[[dict[str, Any], dict[str, Any]], N
     ("change", "message"),
     [
         (setter("bin_offsets", 0, 1), "bin_offsets does not cut"),
-        (setter("bin_offsets", 1, 0), "at least one unit"),
+        (setter("bin_offsets", 1, 0), "at least one item"),
         (setter("bin_offsets", -1, 3), "bin_offsets does not cut"),
-        (setter("indices", 0, -1), "names a unit that is not there"),
-        (setter("indices", 0, 99), "names a unit that is not there"),
-        (setter("indices", 1, 0), "a unit is in two bins"),
-        (setter("unit_lengths", 0, 0), "a unit has no tokens"),
+        (setter("indices", 0, -1), "names an item that is not there"),
+        (setter("indices", 0, 99), "names an item that is not there"),
+        (setter("indices", 1, 0), "an item is in two bins"),
+        (setter("unit_lengths", 0, 0), "an item has no tokens"),
         (setter("unit_lengths", 0, 11), "holds more than pack_size|longer than pack_size|tokens"),
         (setter("order", 0, 7), "order does not hold each bin once"),
-        (setter("held_back", 0, 0), "held_back names a unit"),
-        (setter("held_back", 0, -5), "held_back names a unit that is not there"),
+        (setter("held_back", 0, 0), "held_back names an item"),
+        (setter("held_back", 0, -5), "held_back names an item that is not there"),
         (setter("chunk_sequence", 0, 50), "a sequence that is not there"),
         (setter("chunk_sequence", 0, 8), "not ordered by sequence"),
         (setter("chunk_start", 1, 0), "not ordered by sequence"),

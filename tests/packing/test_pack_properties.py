@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.search.histogram_kernel import lower_bound, martello_toth_bound
-from megatron_packed_sft.packing.sizes import sizes_of
 
 STRATEGIES = ["best_fit", "first_fit", "first_fit_shuffle", "greedy", "optimal", "window"]
 
@@ -28,13 +28,13 @@ def check_everything(plan: PackPlan, lengths: list[int]) -> None:
     assert bins == sorted(bins)
     packed = list(itertools.chain.from_iterable(bins))
     assert len(set(packed)) == len(packed)
-    room = sizes_of(plan.unit_lengths, plan.measure, plan.pad_seq_to_mult)
+    room = sizes_of(plan.item_lengths, plan.measure, plan.pad_seq_to_mult)
     for members in bins:
         assert room[members].sum() <= plan.pack_size or (len(members) == 1 and plan.accounting.num_oversized)
     accounting = plan.accounting
     assert accounting.num_sequences == len(lengths)
     assert accounting.num_tokens == sum(lengths)
-    assert accounting.num_tokens_packed == int(plan.unit_lengths[packed].sum())
+    assert accounting.num_tokens_packed == int(plan.item_lengths[packed].sum())
     assert all(count > 0 for count in [*accounting.dropped_sequences.values(), *accounting.dropped_tokens.values()])
     rows = set(packed) if plan.chunks is None else set(plan.chunks.sequence[packed].tolist())
     assert len(rows) == accounting.num_sequences_packed
@@ -117,7 +117,7 @@ def test_whole_batches_hold_back_and_name_what_is_missing(lengths: list[int], gl
     assert plan.num_bins % global_batch == 0
     held_back = [] if plan.held_back is None else plan.held_back.tolist()
     assert not set(held_back) & set(plan.indices.tolist())
-    assert plan.accounting.dropped_tokens.get("held_back", 0) == int(plan.unit_lengths[held_back].sum())
+    assert plan.accounting.dropped_tokens.get("held_back", 0) == int(plan.item_lengths[held_back].sum())
 
 
 def fewest_bins(sizes: list[int], capacity: int) -> int:

@@ -151,10 +151,10 @@ def test_window_falls_back_on_sorted_lengths_and_says_so(caplog: pytest.LogCaptu
 @pytest.fixture
 def own_strategies() -> Iterator[None]:
     """Forget what a test registers."""
-    before = dict(strategies._registered)
+    before = dict(strategies._strategies._values)
     yield
-    strategies._registered.clear()
-    strategies._registered.update(before)
+    strategies._strategies._values.clear()
+    strategies._strategies._values.update(before)
 
 
 @pytest.mark.usefixtures("own_strategies")

@@ -33,7 +33,7 @@ def expected_rows(plan: PackPlan, sequences: Sequences, pad_id: int) -> list[tup
                 sequence = int(plan.chunks.sequence[unit])
                 start = int(plan.chunks.start[unit])
                 overlap = int(plan.chunks.masked_prefix[unit])
-            end = start + int(plan.unit_lengths[unit])
+            end = start + int(plan.item_lengths[unit])
             ids, train = sequences[sequence][0][start:end], list(sequences[sequence][1][start:end])
             train[:overlap] = [0] * overlap
             starts.append(len(row_ids))

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_packed_sft.packing.strategies.problem import (
+from megatron_packed_sft.packing.strategies.packing_problem import (
     Bins,
     Int32,
     Int64,
+    PackingProblem,
     Patterns,
-    Problem,
     bins_from_patterns,
     joined,
     num_bins_of,
@@ -41,12 +41,12 @@ _NUM_BUCKETS = 56
 _MOST_PIVOTS = 2000
 
 
-def pack_optimal(problem: Problem) -> Bins:
+def pack_optimal(problem: PackingProblem) -> Bins:
     """Pack as full as possible.
 
     Example:
         >>> sizes = np.array([6, 6, 5, 5, 4, 4], np.int32)
-        >>> bins = pack_optimal(Problem(sizes=sizes, histogram=np.bincount(sizes, minlength=16), capacity=15))
+        >>> bins = pack_optimal(PackingProblem(sizes=sizes, histogram=np.bincount(sizes, minlength=16), capacity=15))
         >>> bins.indices.reshape(2, 3).tolist()
         [[0, 3, 5], [1, 2, 4]]
     """
@@ -148,7 +148,7 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
 
 def _cut_into_lots(histogram: Int64, num_lots: int, seed: int) -> tuple[Int32, Int64]:
     """Return sizes and counts of about `num_lots` lots, in shuffled order."""
-    from megatron_packed_sft.packing.search.order_kernel import shuffle_groups
+    from megatron_packed_sft.packing.search.fit_kernel import shuffle_groups
 
     different = np.flatnonzero(histogram)
     counts = histogram[different]

@@ -1,4 +1,4 @@
-"""Strategies by name: six of ours, and those users register."""
+"""Strategies by name: ours, those that users register, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -9,46 +9,43 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.strategies.fit import (
-    pack_best_fit,
-    pack_first_fit,
-    pack_first_fit_shuffle,
-    pack_greedy,
-)
-from megatron_packed_sft.packing.strategies.optimal import pack_optimal
-from megatron_packed_sft.packing.strategies.problem import Bins, Int32, Problem, bins_from_numbers
-from megatron_packed_sft.packing.strategies.window import pack_window
+from megatron_packed_sft.packing.strategies.packing_problem import Bins, Int32, PackingProblem, bins_from_numbers
+from megatron_packed_sft.plugins import Registry
 
 # (lengths, capacity) -> bins: a list of lists of indices, or an array with the bin number of each sequence.
 CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]
 
-_BUILT_IN: dict[str, Callable[[Problem], Bins]] = {
-    "best_fit": pack_best_fit,
-    "first_fit": pack_first_fit,
-    "first_fit_shuffle": pack_first_fit_shuffle,
-    "greedy": pack_greedy,
-    "optimal": pack_optimal,
-    "window": pack_window,
+_HERE = "megatron_packed_sft.packing.strategies"
+# Ours take a PackingProblem and return Bins, which nobody needs to check.
+_BUILT_IN = {
+    "best_fit": f"{_HERE}.fit:pack_best_fit",
+    "first_fit": f"{_HERE}.fit:pack_first_fit",
+    "first_fit_shuffle": f"{_HERE}.fit:pack_first_fit_shuffle",
+    "greedy": f"{_HERE}.fit:pack_greedy",
+    "optimal": f"{_HERE}.optimal:pack_optimal",
+    "window": f"{_HERE}.window:pack_window",
 }
-_registered: dict[str, CustomStrategy] = {}
+_strategies: Registry[Callable[..., Any]] = Registry("strategies", "strategy", _BUILT_IN)
 
 
 def known_strategies() -> list[str]:
-    """Return the names `pack` knows, sorted.
+    """Return the names that `pack` knows, sorted.
 
     Example:
         >>> "optimal" in known_strategies()
         True
     """
-    return sorted([*_BUILT_IN, *_registered])
+    return sorted(_strategies.names())
 
 
 def register_strategy(name: str, function: CustomStrategy, *, replace: bool = False) -> None:
     """Add a packer of your own under `name`.
 
-    It gets what each sequence takes (int64 array) and the capacity of a bin, and returns the bins: a list of lists of
-    indices, or an array with each sequence's bin number. What it returns is checked before it becomes a plan: every
-    sequence in exactly one bin, no bin over capacity. It must be deterministic, or plans are not reproducible.
+    It is called with the room that each sequence takes (int64 array) and the capacity of a bin, and returns the bins: a
+    list of lists of indices, or an array with each sequence's bin number. What it returns is checked before it becomes
+    a plan: every sequence in exactly one bin, no bin over capacity. It must be deterministic, or plans are not
+    reproducible. An installed package offers one without this call, by an entry point in the group
+    `megatron_packed_sft.strategies`.
 
     Example:
         >>> register_strategy("one_each", lambda lengths, capacity: [[i] for i in range(len(lengths))], replace=True)
@@ -58,29 +55,26 @@ def register_strategy(name: str, function: CustomStrategy, *, replace: bool = Fa
     """
     if name in _BUILT_IN:
         raise InvalidInputError(f"strategy {name!r} is built in and cannot be replaced; choose another name")
-    if name in _registered and not replace:
-        raise InvalidInputError(f"strategy {name!r} is registered already; choose another name or pass replace=True")
     if not callable(function):
         raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
-    _registered[name] = function
+    _strategies.register(name, function, replace=replace)
 
 
 def check_strategy(name: str) -> None:
-    """Refuse an unknown name, and list the known ones.
-
-    Example:
-        >>> check_strategy("greedy")
-    """
-    if name not in _BUILT_IN and name not in _registered:
-        raise InvalidInputError(f"strategy {name!r} is unknown; choose from {', '.join(known_strategies())}")
+    """Refuse an unknown name; nothing is imported for it."""
+    if name not in _strategies:
+        raise InvalidInputError(_strategies.unknown(name))
 
 
-def run_strategy(name: str, problem: Problem) -> Bins:
+def run_strategy(name: str, problem: PackingProblem) -> Bins:
     """Pack `problem` by the strategy called `name`."""
-    check_strategy(name)
+    function = _strategies[name]
     if name in _BUILT_IN:
-        return _BUILT_IN[name](problem)
-    result = _registered[name](problem.sizes.astype(np.int64), problem.capacity)
+        bins: Bins = function(problem)
+        return bins
+    if not callable(function):
+        raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
+    result = function(problem.sizes.astype(np.int64), problem.capacity)
     numbers = (
         _numbers_from_array(name, result)
         if isinstance(result, np.ndarray)
@@ -111,7 +105,7 @@ def _numbers_from_lists(name: str, result: Iterable[Iterable[int]], num_sequence
             raise InvalidInputError(f"strategy {name!r} left bin {number} empty; leave empty bins out")
         if members.dtype.kind not in "iu" or members.min() < 0 or members.max() >= num_sequences:
             raise InvalidInputError(
-                f"strategy {name!r} put something into bin {number} that is no index from 0 to {num_sequences - 1}"
+                f"strategy {name!r} put something into bin {number} that is not an index from 0 to {num_sequences - 1}"
             )
         if np.unique(members).size < members.size or (numbers[members] >= 0).any():
             raise InvalidInputError(f"strategy {name!r} packed a sequence of bin {number} more than once")
@@ -122,7 +116,7 @@ def _numbers_from_lists(name: str, result: Iterable[Iterable[int]], num_sequence
     return numbers
 
 
-def _checked_bins(name: str, numbers: npt.NDArray[np.int64], problem: Problem) -> Bins:
+def _checked_bins(name: str, numbers: npt.NDArray[np.int64], problem: PackingProblem) -> Bins:
     if numbers.size != problem.sizes.size:
         raise InvalidInputError(
             f"strategy {name!r} returned {numbers.size} bin numbers for {problem.sizes.size} sequences"

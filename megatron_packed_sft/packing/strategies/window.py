@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.packing.strategies.optimal import pack_optimal
-from megatron_packed_sft.packing.strategies.problem import Bins, Int32, Int64, Problem, bins_from_numbers, histogram_of
+from megatron_packed_sft.packing.strategies.packing_problem import (
+    Bins,
+    Int32,
+    Int64,
+    PackingProblem,
+    bins_from_numbers,
+    histogram_of,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -20,14 +27,14 @@ _TRIES = 128
 _LARGEST_GAP = 200
 
 
-def pack_window(problem: Problem) -> Bins:
+def pack_window(problem: PackingProblem) -> Bins:
     """Pack in order, looking 2,000 sequences ahead; fall back to `optimal`, and say so, where that wastes too much.
 
     Sorted lengths, and lengths that need particular partners far away, cannot be packed well in order.
 
     Example:
         >>> sizes = np.array([3, 1, 2, 2], np.int32)
-        >>> pack_window(Problem(sizes=sizes, histogram=histogram_of(sizes, 4), capacity=4)).indices.tolist()
+        >>> pack_window(PackingProblem(sizes=sizes, histogram=histogram_of(sizes, 4), capacity=4)).indices.tolist()
         [0, 1, 2, 3]
     """
     bins = _pack_in_order(problem)
@@ -46,7 +53,7 @@ def pack_window(problem: Problem) -> Bins:
     return bins
 
 
-def _pack_in_order(problem: Problem) -> Bins:
+def _pack_in_order(problem: PackingProblem) -> Bins:
     """Go over the sequences with a wide window, over what it leaves at the end with a narrow one, and so on.
 
     The last few have nothing to wait for any more. They are packed as full as possible.
@@ -68,7 +75,7 @@ def _pack_in_order(problem: Problem) -> Bins:
     return bins_from_numbers(bin_of, num_bins, "in order")
 
 
-def _fill_window(problem: Problem, sizes: Int32, window: int) -> tuple[Bins, npt.NDArray[np.intp]]:
+def _fill_window(problem: PackingProblem, sizes: Int32, window: int) -> tuple[Bins, npt.NDArray[np.intp]]:
     """Return bins of `sizes`, and the positions of those that were still waiting at the end."""
     from megatron_packed_sft.packing.search.window_kernel import window_fill
 

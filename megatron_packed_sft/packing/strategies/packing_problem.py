@@ -15,11 +15,12 @@ Patterns = tuple[Int64, Int32, Int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PackingProblem:
     """Sizes to put into bins: each 1..capacity, at most `max_per_bin` to a bin.
 
     Example:
-        >>> Problem(sizes=np.array([3, 1], np.int32), histogram=np.array([0, 1, 0, 1, 0]), capacity=4).lower_bound
+        >>> sizes = np.array([3, 1], np.int32)
+        >>> PackingProblem(sizes=sizes, histogram=histogram_of(sizes, 4), capacity=4).lower_bound
         1
     """
 
@@ -80,7 +81,7 @@ def joined(parts: list[Patterns]) -> Patterns:
     )
 
 
-def bins_from_patterns(problem: Problem, patterns: Patterns, method: str = "") -> Bins:
+def bins_from_patterns(problem: PackingProblem, patterns: Patterns, method: str = "") -> Bins:
     """Deal the sequences out to the patterns."""
     from megatron_packed_sft.packing.search.deal_kernel import deal
 
