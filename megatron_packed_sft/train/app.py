@@ -1,4 +1,8 @@
-"""`packed-sft train` and recipes/sft.py: from a configuration to a trained model."""
+"""`packed-sft train` and recipes/sft.py: from a configuration to a trained model.
+
+check_config ─▶ open_data ─▶ find_checkpoint ─▶ schedule_steps ─▶ Megatron-Core starts ─▶ Trainer.run
+└──────────── every mistake is reported here, before megatron.core is imported ───────┘
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, run_application
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
+from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
-from megatron_packed_sft.train.config_checks import check_settings
-from megatron_packed_sft.train.failures import first_rank_speaks, lost_ranks_explained, num_ranks, own_rank
+from megatron_packed_sft.train.config_checks import check_config
+from megatron_packed_sft.train.ranks import lost_ranks_explained, num_ranks, one_rank_reports, own_rank
 from megatron_packed_sft.train.step_schedule import StepSchedule, data_parallel_size, schedule_steps
 
 if TYPE_CHECKING:
@@ -24,8 +30,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
 
-Start it with torchrun for several processes. It uses NCCL and Transformer Engine where CUDA is, else gloo and the CPU.
-Run the same command again to go on from the newest checkpoint."""
+Start it with torchrun for several processes. It uses NCCL and Transformer Engine with CUDA, gloo and the CPU without.
+Run the same command again to resume from the newest checkpoint."""
 
 _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
@@ -34,7 +40,7 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
 
 
 class Resumption(NamedTuple):
-    """The checkpoint to go on from, and its state."""
+    """The checkpoint to resume from, and its state."""
 
     checkpoint: Path
     state: TrainingState
@@ -43,9 +49,8 @@ class Resumption(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training application and return its exit code.
 
-    Example:
-        >>> main(["data.path=my_dataset", "train.steps=20"])  # doctest: +SKIP
-        0
+    Args:
+        argv: overrides such as `data.path=my_dataset`; by default those of the command line.
     """
     return run_application(
         train,
@@ -59,24 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainConfig) -> None:
-    """Train as the configuration says.
-
-    Example:
-        >>> train(config)  # doctest: +SKIP
-    """
-    with first_rank_speaks():
+    """Train as configured; on every rank of the run."""
+    with one_rank_reports():
         _train(config)
 
 
 def _train(config: TrainConfig) -> None:
     # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
-    from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint
-    from megatron_packed_sft.train.checkpoint_files import refuse_damaged
+    from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint, refuse_damaged
     from megatron_packed_sft.train.data import open_data
 
-    check_settings(config)
+    check_config(config)
     data = open_data(config)
-    output = Path(config.output).absolute()
+    output = local_path(config.output, "output")
     checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
     resumption = None
     checkpoint = find_checkpoint(config.resume, checkpoints)
@@ -84,14 +84,14 @@ def _train(config: TrainConfig) -> None:
         resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
         _refuse_other_run(resumption, config, data)
         refuse_damaged(checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
-    _plan(config, data, resumption)  # for what it refuses; rank 0's choice of a checkpoint decides the real one
+    _schedule(config, data, resumption)  # for its errors; rank 0's choice of a checkpoint decides the real one
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
         replace_file(output / "config.yaml", as_yaml(config).encode())
 
     _silence_known_warnings()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's advice for tensor parallelism
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism
     from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
 
     backend = choose_backend()
@@ -117,29 +117,29 @@ def _run(
 
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
-    from megatron_packed_sft.train.model_and_optimizer import build_parts
+    from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
     from megatron_packed_sft.train.report import ConsoleReporter, Reporter
 
-    chosen = [resumption]  # rank 0 decides: on a shared file system the others may see an older listing
+    chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
-    plan = _plan(config, data, resumption)
-    parts = build_parts(
+    schedule = _schedule(config, data, resumption)
+    trained = build_model_and_optimizer(
         config.model,
         config.optimizer,
-        plan,
+        schedule,
         backend=backend,
         vocab_size=data.vocab_size,
         sequence_length=data.sequence_length,
     )
-    trainer = Trainer(config, data, plan, parts, checkpoints, backend.device)
+    trainer = Trainer(config, data, schedule, trained, checkpoints, backend.device)
     if resumption is not None:
         trainer.resume(resumption.checkpoint, resumption.state)
     reporter = Reporter()
     if own_rank() == 0:
-        metrics = MetricsFile(Path(config.output).absolute(), first_step=trainer.step)
-        reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=plan.num_steps)
-    for line in _opening_lines(data, plan, backend, resumption):
+        metrics = MetricsFile(local_path(config.output), first_step=trainer.step)
+        reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps)
+    for line in _opening_lines(data, schedule, backend, resumption):
         reporter.say(line)
     try:
         reporter.summarize(trainer.run(reporter))
@@ -147,7 +147,7 @@ def _run(
         reporter.close()
 
 
-def _plan(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepSchedule:
+def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepSchedule:
     state = None if resumption is None else resumption.state
     return schedule_steps(
         config.train,
@@ -160,7 +160,7 @@ def _plan(config: TrainConfig, data: TrainingData, resumption: Resumption | None
 
 
 def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData) -> None:
-    """Refuse to go on with another model or other data, in the words of the configuration."""
+    """Refuse to resume with a different model or different data, naming the keys of the configuration."""
     from megatron_packed_sft.train.checkpoint import model_shape, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
 
@@ -169,37 +169,37 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
     loader = training_loader(data, config)
     try:
         loader.load_state_dict(dict(state.data))
-    except StateMismatchError as error:  # the loader's words speak of its argument; here it is a key
+    except StateMismatchError as error:  # the loader names its own argument; here it is a key
         override = f"data.allow_mismatch=[{', '.join(error.differing)}]"
         raise InvalidInputError(
-            f"cannot resume from {checkpoint}: {error.problem}, or set {override} to go on anyway"
+            f"cannot resume from {checkpoint}: {error.problem}, or set {override} to resume anyway"
         ) from None
     except InvalidInputError as error:
         raise InvalidInputError(f"cannot resume from {checkpoint}: {error}") from None
 
 
 def _silence_known_warnings() -> None:
-    """What Megatron-Core tells every process about Apex, and about its own use of torch: nothing a user can act on."""
+    """Hide Megatron-Core's warnings about Apex and about its own use of torch: nothing a user can act on."""
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message, category=UserWarning)
     for message in ("`load_state_dict` is deprecated", "Please use DTensor"):
         warnings.filterwarnings("ignore", message, category=FutureWarning)
-    # A checkpoint that cannot be written is our error's business.
+    # A checkpoint that cannot be written is reported by our own error.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 
 
 def _opening_lines(
-    data: TrainingData, plan: StepSchedule, backend: Backend, resumption: Resumption | None
+    data: TrainingData, schedule: StepSchedule, backend: Backend, resumption: Resumption | None
 ) -> Iterator[str]:
     source = data.dataset.source
-    yield f"data: {source.description}, {len(data.dataset):,} rows of up to {source.figures.pack_size:,} tokens"
+    num_bins = counted(len(data.dataset), "bin")
+    yield f"data: {source.description}, {num_bins} of up to {source.figures.pack_size:,} tokens"
     for name, dataset in data.validation.items():
-        yield f"validation: {name}, {len(dataset):,} rows"
+        yield f"validation: {name}, {counted(len(dataset), 'bin')}"
     yield (
-        f"steps: {plan.num_steps:,}, rows per step: {plan.bins_per_step:,}, forward passes per step and rank: "
-        f"{plan.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
+        f"steps: {schedule.num_steps:,}, bins per step: {schedule.bins_per_step:,}, forward passes per step and rank: "
+        f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
-    for warning in plan.warnings:
-        yield f"warning: {warning}"
+    yield from schedule.notes
     if resumption is not None:
         yield f"resumed from {resumption.checkpoint}"

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: whole or not there at all, the newest found by looking, old ones removed.
+"""The checkpoints of a run: each complete or absent, verified by size and checksum, old ones removed.
 
 output/checkpoints/
-  .step_000040.staging-.../    being written: ignored by everybody, removed by the next writer of that step
-  step_000020/                 Megatron-Core's torch_dist files, and training_state.json; appears by one rename
-  latest                       the newest one's name, for scripts; written last
+  .step_000040.staging-.../    being written; readers ignore it, and the next writer of that step removes it
+  step_000020/                 Megatron-Core's torch_dist files and training_state.json; appears by one rename
+  latest                       the newest checkpoint's name, for scripts; written last
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import queue
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
-from megatron_packed_sft.errors import InvalidInputError, StorageIOError, UnsupportedFormatError
-from megatron_packed_sft.train.checkpoint_files import file_sizes, make_durable, refuse_missing
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
+from megatron_packed_sft.disk.paths import local_path
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.train.config import ModelConfig
 
 STATE: Final = "training_state.json"
@@ -32,20 +33,21 @@ LATEST: Final = "latest"
 FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 _FULL_DISK_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 22
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """Everything of a run that is not a tensor.
+    """Everything in a checkpoint that is not a tensor.
 
     Args:
         step: optimizer steps done.
         data: the loader's state: consumed samples, fingerprint, seed.
         scheduler: the learning-rate scheduler's state.
-        model: the model's shape, to tell another one before its tensors are read.
-        files: name -> bytes of the checkpoint's other files, to tell when one is missing or cut.
-        checksums: name -> checksum of each, to tell when one was damaged.
+        model: the model's shape, to recognise a different model before its tensors are read.
+        files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
+        checksums: name -> checksum of each of them, to notice one that was damaged.
     """
 
     step: int
@@ -56,22 +58,17 @@ class TrainingState:
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As JSON that carries its own checksum."""
+        """Return the state as JSON that carries its own checksum."""
         return json_document.render({"format": FORMAT, "version": VERSION, **asdict(self)})
 
     @classmethod
     def load(cls, checkpoint: Path) -> TrainingState:
-        """Read the state of a checkpoint, and see that its files are all there.
-
-        Example:
-            >>> TrainingState.load(Path("runs/sft/checkpoints/step_000020")).step  # doctest: +SKIP
-            20
-        """
+        """Read the state of a checkpoint and check that its files are all there."""
         file = checkpoint / STATE
         if not file.is_file():
             raise InvalidInputError(
-                f"{checkpoint} is not a checkpoint of this recipe: it has no {STATE}; give resume a directory like "
-                "output/checkpoints/step_000100"
+                f"{checkpoint} is not a checkpoint of this recipe: it has no {STATE}; set resume to a directory such "
+                "as output/checkpoints/step_000100"
             )
         with os_errors("read", file):
             data = file.read_bytes()
@@ -84,7 +81,7 @@ class TrainingState:
             )
         names = ("data", "scheduler", "model", "files", "checksums")
         mappings = {name: fields.optional_object(name) or {} for name in names}
-        refuse_missing(checkpoint, mappings["files"])
+        _refuse_missing(checkpoint, mappings["files"])
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
 
 
@@ -93,11 +90,7 @@ class CheckpointDirectory:
 
     Args:
         path: output/checkpoints.
-        keep: how many to keep, the newest ones; 0 keeps all.
-
-    Example:
-        >>> CheckpointDirectory(Path("runs/sft/checkpoints")).newest()  # doctest: +SKIP
-        PosixPath('runs/sft/checkpoints/step_000020')
+        keep: how many of the newest to keep; 0 keeps all.
     """
 
     def __init__(self, path: Path, *, keep: int = 0) -> None:
@@ -105,7 +98,7 @@ class CheckpointDirectory:
         self._keep = keep
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; a checkpoint that has its final name is whole."""
+        """Return the newest complete checkpoint: one that has its final name is complete."""
         return max(self._all(), default=(0, None))[1]
 
     def save(self, tensors: Mapping[str, Any], state: TrainingState) -> Path:
@@ -113,7 +106,7 @@ class CheckpointDirectory:
 
         Args:
             tensors: the sharded state dict of model and optimizer.
-            state: the rest; rank 0's is written.
+            state: everything else; rank 0's is written.
         """
         from megatron.core import dist_checkpointing
 
@@ -128,11 +121,13 @@ class CheckpointDirectory:
             with _write_errors(target):
                 dist_checkpointing.save(tensors, folder[0])
             torch.distributed.barrier()
-            sizes = file_sizes(Path(folder[0]))
-            checksums = _gathered(make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks]))
+            sizes = _file_sizes(Path(folder[0]))
+            checksums = _gathered(
+                _make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks])
+            )
             if staging is not None:
-                whole = replace(state, files=sizes, checksums=checksums)
-                write_file(staging.path / STATE, whole.to_bytes())
+                complete = replace(state, files=sizes, checksums=checksums)
+                write_file(staging.path / STATE, complete.to_bytes())
                 staging.publish()
                 replace_file(self.path / LATEST, f"{target.name}\n".encode())
                 self._remove_old()
@@ -156,7 +151,7 @@ class CheckpointDirectory:
 
 
 def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
-    """The checkpoint that `resume` means, or None to begin anew.
+    """Return the checkpoint to resume from, or None to start from scratch.
 
     Args:
         resume: `auto`, `never`, or the path of a checkpoint.
@@ -170,44 +165,39 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
     if resume == "auto":
         return newest
     if resume != "never":
-        path = Path(os.path.abspath(resume))
+        path = local_path(resume, "resume")
         if not path.is_dir():
             raise InvalidInputError(
-                f"resume={resume} is not a directory; give auto, never, or a checkpoint such as "
+                f"resume={resume} is not a directory; set it to auto, never, or a checkpoint such as "
                 f"{directory.path / 'step_000100'}"
             )
         if newest is not None and newest.resolve() != path.resolve():
             raise InvalidInputError(
                 f"resume={resume}, but {directory.path} already has checkpoints up to {newest.name}, and the next "
-                "resume=auto would go on from there; choose another output, or remove the later ones"
+                "resume=auto would resume from there; choose another output, or remove the later checkpoints"
             )
         return path
     if newest is not None:
         raise InvalidInputError(
             f"resume=never, but {directory.path} already has checkpoints up to {newest.name}; choose another output, "
-            "or resume=auto to go on from there"
+            "or resume=auto to resume from there"
         )
     return None
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """What must be the same for a checkpoint's tensors to fit.
-
-    Example:
-        >>> model_shape(ModelConfig(num_layers=2), 32000)["vocab_size"]
-        32000
-    """
+    """Return what must not change for a checkpoint's tensors to fit the model."""
     return {**asdict(model), "vocab_size": vocab_size}
 
 
 def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a model with another shape, naming the keys.
+    """Refuse a checkpoint of a model with a different shape, naming the keys.
 
     Example:
         >>> refuse_other_model(Path("step_000020"), {"num_layers": 2}, {"num_layers": 4})
         Traceback (most recent call last):
-        megatron_packed_sft.errors.InvalidInputError: step_000020 is of another model: model.num_layers was 2 and is \
-4 now; resume with what it was, or choose another output
+        megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
+is 4 now; restore the old values, or choose another output
     """
     differing = [
         f"model.{name} was {saved.get(name)} and is {value} now"
@@ -216,16 +206,16 @@ def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapp
     ]
     if differing:
         raise InvalidInputError(
-            f"{checkpoint} is of another model: {', '.join(differing)}; resume with what it was, or choose another "
+            f"{checkpoint} holds a different model: {', '.join(differing)}; restore the old values, or choose another "
             "output"
         )
 
 
 def _gather_results_in_process() -> None:
-    """Keep Megatron-Core from starting a helper process that gathers what was written.
+    """Keep Megatron-Core from starting a helper process to gather the results of its writers.
 
-    It needs one only to save in the background. torchrun passes SIGTERM on to all processes of a rank, so the helper
-    would be gone just when the run wants to save because of that signal.
+    Only saving in the background needs one. torchrun forwards SIGTERM to all processes of a rank, so the helper would
+    be gone just when the run saves because of that signal. Megatron-Core has no public switch for this.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -234,22 +224,67 @@ def _gather_results_in_process() -> None:
 
 @contextmanager
 def _write_errors(target: Path) -> Iterator[None]:
-    """One sentence for what goes wrong while Megatron-Core writes; its own says little, and nothing of a full disk."""
+    """Turn Megatron-Core's write errors, which do not mention a full disk, into one sentence."""
     try:
         with os_errors("write", target):
             yield
     except CheckpointException as error:  # of all ranks, with the reasons on the first
-        reasons = "; ".join(str(reason) for reason, _ in error.failures.values()) or "rank 0 knows why"
-        # torch's writer fills a disk to the last page, and then says "unexpected pos".
+        reasons = "; ".join(str(reason) for reason, _ in error.failures.values()) or "see rank 0's output"
+        # torch's writer fills a disk to the last page and then reports "unexpected pos".
         if shutil.disk_usage(target.parent).free < _FULL_DISK_BYTES:
-            reasons = "its disk is full"
+            reasons = "the disk is full"
         raise StorageIOError(
-            f"cannot write {target}: {reasons}; make room or choose another output, then run the same command again"
+            f"cannot write {target}: {reasons}; free some space or choose another output, then run the same command "
+            "again"
         ) from None
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:
-    """The entries of all ranks; a collective call."""
+    """Return the entries of all ranks; a collective call."""
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, own)
     return {name: value for part in parts for name, value in sorted(part.items())}
+
+
+def refuse_damaged(checkpoint: Path, checksums: Mapping[str, str], *, rank: int = 0, num_ranks: int = 1) -> None:
+    """Refuse a checkpoint with a changed byte; each rank reads its share of the files."""
+    for name in sorted(checksums)[rank::num_ranks]:
+        if _checksum(checkpoint / name) != checksums[name]:
+            raise ShardFileError(f"{checkpoint / name} is damaged: its checksum differs; {_remedy(checkpoint)}")
+
+
+def _refuse_missing(checkpoint: Path, sizes: Mapping[str, int]) -> None:
+    found = _file_sizes(checkpoint)
+    for name, size in sizes.items():
+        if found.get(name) != size:
+            state = f"has {found[name]} bytes instead of {size}" if name in found else "is missing"
+            raise ShardFileError(f"{checkpoint / name} {state}; {_remedy(checkpoint)}")
+
+
+def _remedy(checkpoint: Path) -> str:
+    return f"restore it, or remove {checkpoint.name} to resume from the checkpoint before it"
+
+
+def _file_sizes(directory: Path) -> dict[str, int]:
+    """Return name -> bytes of all files below a directory, sorted."""
+    with os_errors("list", directory):
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+def _make_durable(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Flush these files to disk and return name -> checksum."""
+    checksums = {}
+    for name in names:
+        with os_errors("write", directory / name), open(directory / name, "rb") as file:
+            os.fsync(file.fileno())
+        checksums[name] = _checksum(directory / name)
+    return checksums
+
+
+def _checksum(path: Path) -> str:
+    hasher = new_hasher(DEFAULT_ALGORITHM)
+    with os_errors("read", path), open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            hasher.update(block)
+    return hasher.hexdigest()

@@ -1,13 +1,13 @@
-"""The training configuration as dataclasses: conf/train.yaml and its groups are checked against these."""
+"""The keys of the training configuration: conf/train.yaml and its groups are checked against these dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-MISSING: Final = "???"  # OmegaConf's mark of a value that must be given
+MISSING: Final = "???"  # OmegaConf's marker for a required value
 
-# What people coming from other trainers type, and what the key is called here.
+# Keys that users of other trainers type, and what the key is called here.
 LOOK_ALIKES: Final = {
     **dict.fromkeys(
         (
@@ -26,12 +26,11 @@ LOOK_ALIKES: Final = {
         "data.sequence_length",
     ),
     **dict.fromkeys(
-        ("effective_batch_size", "batch_size", "gbs", "gradient_accumulation_steps", "gradient_accumulation"),
+        ("effective_batch_size", "batch_size", "gbs"),
         "train.global_batch_size (gradient accumulation follows from it)",
     ),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "mbs"), "train.global_batch_size (the micro batch of packed rows is 1)"
-    ),
+    "gradient_accumulation_steps": "train.gradient_accumulation",
+    **dict.fromkeys(("per_device_train_batch_size", "mbs"), "train.micro_batch_size"),
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("lr", "max_lr"), "optimizer.learning_rate"),
@@ -48,7 +47,7 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("pp", "pipeline_model_parallel_size", "pipeline_parallel"), "parallel.pipeline"),
     **dict.fromkeys(
         ("cp", "context", "context_parallel_size", "context_parallel"),
-        "parallel.tensor or parallel.pipeline (this recipe does not split rows over ranks)",
+        "parallel.tensor or parallel.pipeline (this recipe does not split bins over ranks)",
     ),
 }
 
@@ -61,10 +60,10 @@ class ModelConfig:
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads.
-        num_query_groups: key/value heads; null is one per query head.
+        num_query_groups: key/value heads; null means one per query head.
         ffn_hidden_size: inner width of the MLP.
-        vocab_size: null takes what the data's manifests say; legacy files do not say it.
-        tie_embeddings: share the input and output embedding.
+        vocab_size: vocabulary size; null takes the one recorded with the data.
+        tie_embeddings: share the input and output embeddings.
         rotary_base: base of the rotary positions.
     """
 
@@ -80,22 +79,21 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What to train on.
+    """The data to train on.
 
     Args:
-        path: a dataset directory, a shard, a legacy .npy, a glob, a token store (with `plan`), or a list of these.
-        weights: one per path of a list: a blend in that proportion.
-        plan: a plan's file; the path is a token store then.
-        split: of dataset directories.
-        sequence_length: positions of a row, and the only key for it; null takes the data's pack size,
-            rounded up to a multiple of 16.
-        tokenizer: folder or file of the tokenizer; its fingerprint is compared with the data's.
-        allow_tokenizer_mismatch: accept a tokenizer with another fingerprint.
-        eos_id: fills the end of rows when no tokenizer is given; null takes the data's padding id.
-        shuffle: false takes the stored order.
-        pad_to_max_length: give all batches the same shape; pipeline parallelism does it in any case.
-        prefetch: batches made ahead.
-        allow_mismatch: what may differ from the run that wrote a checkpoint, such as [seed].
+        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, or a list of these.
+        weights: one per path of a list: blend the paths in this proportion.
+        plan: a plan file, when data.path is a token store.
+        split: the split of a dataset directory to train on.
+        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
+        tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
+        allow_tokenizer_mismatch: accept a tokenizer whose fingerprint differs from the data's.
+        eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
+        shuffle: reshuffle the bins every epoch; false keeps the stored order.
+        pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
+        prefetch: batches to make ahead.
+        allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
     """
 
     path: Any = MISSING
@@ -114,17 +112,19 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam, with linear warm-up and a decay.
+    """Adam with linear warm-up and a decay.
 
     Args:
-        learning_rate: after the warm-up.
-        min_learning_rate: where the decay ends.
-        warmup_share: part of all steps that warm up.
-        decay_style: `cosine`, `linear` or `constant`.
-        weight_decay, beta1, beta2, eps: Adam's.
-        clip_grad: largest gradient norm; 0 does not clip.
-        precision: `float32`, `bfloat16` (with float32 main parameters; needs CUDA), or `auto`: what the device is
-            best at.
+        learning_rate: peak learning rate, reached after the warm-up.
+        min_learning_rate: learning rate at the end of the decay.
+        warmup_share: share of all steps that warm up.
+        decay_style: cosine, linear or constant.
+        weight_decay: decoupled weight decay.
+        beta1: decay of Adam's first moment.
+        beta2: decay of Adam's second moment.
+        eps: Adam's epsilon.
+        clip_grad: largest gradient norm; 0 turns clipping off.
+        precision: float32, bfloat16 (CUDA only, with float32 main parameters), or auto: the best for the device.
         distributed: spread the optimizer state over the data-parallel ranks; needs CUDA and Transformer Engine.
     """
 
@@ -143,11 +143,11 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the ranks are divided; what is left over is data parallel.
+    """How the ranks are divided; whatever remains is data parallelism.
 
     Args:
         tensor: ranks that share each layer.
-        pipeline: stages the layers are spread over.
+        pipeline: stages that the layers are spread over.
     """
 
     tensor: int = 1
@@ -156,35 +156,37 @@ class ParallelConfig:
 
 @dataclass
 class StepConfig:
-    """How long and in which steps.
+    """What a step is, and how many there are.
 
     Args:
-        steps: optimizer steps; null takes `epochs`.
+        steps: optimizer steps; null trains for train.epochs.
         epochs: passes over the data, rounded up to whole steps.
-        global_batch_size: per optimizer step and over all ranks; gradient accumulation follows from it.
-        batch_unit: what it counts: `bins` (packed rows) or `sequences` (conversations, as before packing).
-        micro_batch_size: packed rows go through the model one at a time, so 1.
-        log_every: steps between two records of metrics.
+        global_batch_size: batch per optimizer step, over all ranks; null derives it from the next two keys.
+        gradient_accumulation: micro batches per step and rank; only with train.global_batch_size=null.
+        micro_batch_size: accepted for the batch arithmetic; packed bins always run one at a time.
+        batch_unit: what the batch counts: bins, or sequences as before packing.
+        log_every: steps between two metrics records.
     """
 
     steps: int | None = None
     epochs: float = 1.0
-    global_batch_size: int = 8
-    batch_unit: str = "bins"
+    global_batch_size: int | None = 8
+    gradient_accumulation: int | None = None
     micro_batch_size: int = 1
+    batch_unit: str = "bins"
     log_every: int = 1
 
 
 @dataclass
 class ValidationConfig:
-    """Loss on data that is not trained on: the dataset's own split, if it has it, and further paths.
+    """Loss on held-out data: the dataset's own validation split, if it has one, and any further paths.
 
     Args:
         every: steps between two validations; 0 validates only at the start and the end.
-        at_start: also before the first step.
-        steps: global batches to take of each; null takes all.
-        split: of the dataset directory in data.path.
-        paths: further data; the metrics call them by their paths.
+        at_start: also validate before the first step.
+        steps: global batches to take from each dataset; null takes all.
+        split: the split of the dataset directory in data.path to validate on.
+        paths: further data to validate on; metrics name each by its path.
     """
 
     every: int = 0
@@ -200,7 +202,7 @@ class CheckpointConfig:
 
     Args:
         every: steps between two checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
-        keep: how many to keep, the newest ones; 0 keeps all.
+        keep: how many of the newest checkpoints to keep; 0 keeps all.
     """
 
     every: int = 100
@@ -209,18 +211,20 @@ class CheckpointConfig:
 
 @dataclass
 class TrainConfig:
-    """The whole of it.
-
-    Example:
-        >>> TrainConfig(data=DataConfig(path="my_dataset")).train.global_batch_size
-        8
+    """A training run.
 
     Args:
-        packed_storage: what data.path must be: `memmap_v1` or `legacy`, by choosing storage=...; `auto` looks.
+        packed_storage: the storage that data.path must have, such as memmap_v1 or legacy; auto accepts any.
         output: the run's directory: checkpoints, metrics.jsonl, config.yaml, tensorboard.
-        resume: `auto` goes on from the newest whole checkpoint of `output`, `never` begins anew, or the path of a
-            checkpoint.
-        seed: of the model's first weights and of the data's order.
+        resume: auto resumes from the newest checkpoint in output, never starts from scratch, or a checkpoint's path.
+        seed: seed of the initial weights and of the data order.
+        model: the model's shape.
+        data: the data to train on.
+        optimizer: optimizer and learning-rate schedule.
+        parallel: how the ranks are divided.
+        train: batch size and length of the run.
+        validation: when and on what to validate.
+        checkpoint: when to save.
     """
 
     packed_storage: str = "memmap_v1"

@@ -1,4 +1,4 @@
-"""Values that a configuration's types allow and a run does not: refused before anything heavy is imported."""
+"""Values that have the right type but cannot work: refused before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -7,33 +7,44 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatron_packed_sft.data.order.state import COMPARED
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_packed_sft.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StepConfig,
+    TrainConfig,
+)
 
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant")
+BATCH_UNITS: Final = ("bins", "sequences")
 
 
-def check_settings(config: TrainConfig) -> None:
-    """Refuse the first value that model, optimizer, schedule or loop could not follow.
+def check_config(config: TrainConfig) -> None:
+    """Refuse the first value that cannot work, naming its key.
 
     Example:
-        >>> check_settings(TrainConfig(optimizer=OptimizerConfig(beta1=1.5)))
+        >>> check_config(TrainConfig(optimizer=OptimizerConfig(beta1=1.5)))
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: optimizer.beta1 is 1.5; it must be from 0 to below 1
     """
     for problem in _problems(config):
         raise InvalidInputError(problem)
+    for key, path in _paths(config):
+        local_path(path, key)
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
     for key in ("output", "resume"):
-        if not getattr(config, key):  # it would be the working directory
+        if not getattr(config, key):  # it would mean the working directory
             yield f"{key} is empty; give it a value, or leave the key out"
     yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
-    train, validation, checkpoint = config.train, config.validation, config.checkpoint
-    yield from _below(1, {"train.global_batch_size": train.global_batch_size, "train.log_every": train.log_every})
+    yield from _step_problems(config.train)
+    validation, checkpoint = config.validation, config.checkpoint
     yield from _below(1, {"validation.steps": validation.steps})
     yield from _below(0, {"validation.every": validation.every})
     yield from _below(0, {"checkpoint.every": checkpoint.every, "checkpoint.keep": checkpoint.keep})
@@ -41,13 +52,25 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _model_problems(config.model, config.parallel)
 
 
+def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    yield "output", config.output
+    yield "resume", config.resume
+    for path in config.data.path if isinstance(config.data.path, list) else [config.data.path]:
+        yield "data.path", path
+    for path in config.validation.paths:
+        yield "validation.paths", path
+    for name in ("plan", "tokenizer"):
+        if getattr(config.data, name) is not None:
+            yield f"data.{name}", getattr(config.data, name)
+
+
 def _data_problems(data: DataConfig) -> Iterator[str]:
-    # The key has no type, because it is a text or a list of texts.
+    # The key has no type in the schema, because it is a string or a list of strings.
     paths = data.path if isinstance(data.path, list) else [data.path]
     if not paths or not all(isinstance(path, str) and path for path in paths):
         yield f"data.path is {data.path!r}; give a path, or a list of paths such as [first,second]"
     if data.weights is not None and not data.shuffle:
-        yield "data.shuffle=false does not go with data.weights; leave one of them out"
+        yield "data.shuffle=false cannot be combined with data.weights; leave one of them out"
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
@@ -64,7 +87,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
         yield f"optimizer.learning_rate is {optimizer.learning_rate}; it must be above 0"
     if not 0 <= optimizer.min_learning_rate <= optimizer.learning_rate:
         yield (
-            f"optimizer.min_learning_rate {optimizer.min_learning_rate} must lie between 0 and optimizer.learning_rate "
+            f"optimizer.min_learning_rate {optimizer.min_learning_rate} must be between 0 and optimizer.learning_rate "
             f"{optimizer.learning_rate}"
         )
     for name in ("beta1", "beta2"):
@@ -73,6 +96,22 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     for name in ("weight_decay", "eps", "clip_grad"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
+
+
+def _step_problems(train: StepConfig) -> Iterator[str]:
+    names = ("global_batch_size", "gradient_accumulation", "micro_batch_size", "log_every")
+    yield from _below(1, {f"train.{name}": getattr(train, name) for name in names})
+    if train.batch_unit not in BATCH_UNITS:
+        yield f"train.batch_unit is {train.batch_unit!r}; choose from {', '.join(BATCH_UNITS)}"
+    if train.steps is not None and train.steps < 1:
+        yield f"train.steps is {train.steps}; it must be at least 1, or null to use train.epochs"
+    if not 0 < train.epochs < math.inf:
+        yield f"train.epochs is {train.epochs}; it must be above 0"
+    if train.gradient_accumulation is not None and train.global_batch_size is not None:
+        yield (
+            f"train.gradient_accumulation={train.gradient_accumulation} needs train.global_batch_size=null, because "
+            "either follows from the other; leave one of them out"
+        )
 
 
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -87,8 +126,8 @@ def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
         )
     if num_heads % num_groups:
         yield (
-            f"model.num_attention_heads {num_heads} cannot be shared out to model.num_query_groups {num_groups}; use a "
-            "divisor"
+            f"model.num_attention_heads {num_heads} is not a multiple of model.num_query_groups {num_groups}; change "
+            "one of them"
         )
     for key, value, name in (
         ("model.num_layers", model.num_layers, "pipeline"),
@@ -96,11 +135,11 @@ def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
         ("model.ffn_hidden_size", model.ffn_hidden_size, "tensor"),
     ):
         if value % getattr(parallel, name):
-            yield f"{key} {value} cannot be divided by parallel.{name} {getattr(parallel, name)}; change one of them"
+            yield f"{key} {value} is not a multiple of parallel.{name} {getattr(parallel, name)}; change one of them"
 
 
 def _below(least: int, values: dict[str, int | None]) -> Iterator[str]:
-    """Numbers that are too small; None is the default's business."""
+    """Yield a problem for each number that is too small; None means the default."""
     for key, value in values.items():
         if value is not None and value < least:
             yield f"{key} is {value}; it must be at least {least}"

@@ -1,4 +1,4 @@
-"""The recipe's data: packed rows opened and checked, and the loaders that train and validate on them."""
+"""The recipe's data: bins opened and checked, and the loaders that train and validate on them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.train.config import DataConfig, TrainConfig
 
-_ROW_MULTIPLE = 16  # what rows are padded to
-_OWN_SPLIT = "validation"  # what the metrics call the dataset's own validation split
+_LENGTH_MULTIPLE = 16  # batches are padded to a multiple of this
+_OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What the run reads.
+    """The data of a run.
 
     Args:
-        dataset: what is trained on.
-        validation: name -> what is validated on.
-        sequence_length: positions that rows may have.
+        dataset: what to train on.
+        validation: name -> what to validate on.
+        sequence_length: largest number of positions in a batch.
         vocab_size: all ids are below it.
     """
 
@@ -82,7 +82,7 @@ def open_data(config: TrainConfig) -> TrainingData:
             max_seq_length=length,
             order=blend,
             max_num_samples=None if blend is None else len(opened),
-            pad_seq_length_to_mult=_ROW_MULTIPLE,
+            pad_seq_length_to_mult=_LENGTH_MULTIPLE,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
             allow_tokenizer_mismatch=True,  # checked when it was opened
         )
@@ -97,7 +97,7 @@ def open_data(config: TrainConfig) -> TrainingData:
         found.source.description,
     )
     if data.eos_id is not None and data.eos_id >= vocab_size:
-        raise InvalidInputError(f"data.eos_id is {data.eos_id}; the vocabulary's ids go from 0 to {vocab_size - 1}")
+        raise InvalidInputError(f"data.eos_id is {data.eos_id}, but the vocabulary ends at {vocab_size - 1}")
     return TrainingData(
         dataset=sized(found),
         validation={name: sized(one) for name, one in held_out.items()},
@@ -114,23 +114,20 @@ def training_loader(
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
 ) -> PackedLoader:
-    """The endless stream of training batches; its state goes into checkpoints.
+    """Return the endless stream of training batches; its state goes into checkpoints.
 
     Args:
         data: what `open_data` returned.
         config: gives the seed and what may differ on resume.
-        global_batch_size: packed rows per step.
-        data_parallel_rank: which of them are ours.
+        global_batch_size: bins per step.
+        data_parallel_rank: this rank's share of them.
         data_parallel_size: number of ranks that share them.
-
-    Example:
-        >>> next(iter(training_loader(data, config, global_batch_size=8)))["tokens"]  # doctest: +SKIP
     """
     dataset = data.dataset
     order = None
     if dataset.sampling_order is None:
-        # Without the fingerprint as a key: the same rows come in the same order from any storage. The state carries
-        # the dataset's fingerprint all the same.
+        # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
+        # records the dataset's fingerprint.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
     return PackedLoader(
         dataset,
@@ -147,12 +144,7 @@ def training_loader(
 def validation_loader(
     dataset: PackedDataset, config: TrainConfig, *, data_parallel_rank: int = 0, data_parallel_size: int = 1
 ) -> PackedLoader:
-    """One pass over a dataset in stored order; the last batch is filled up with rows that have no loss.
-
-    Example:
-        >>> len(validation_loader(data.validation["validation"], config))  # doctest: +SKIP
-        12
-    """
+    """Return one pass over a dataset in stored order; bins without loss fill up the last batch."""
     return PackedLoader(
         dataset,
         prefetch=config.data.prefetch,
@@ -163,16 +155,11 @@ def validation_loader(
 
 
 class CountedBatches(Iterator[Batch]):
-    """Batches on their way to the model, and how much went through since the last `take_counts`.
+    """Batches on their way to the model, with a count of the tokens that passed since the last `take_counts`.
 
     Args:
-        batches: of a loader.
-        vocab_size: an id from this on is an error: the model would fail on it, or learn nonsense without a word.
-
-    Example:
-        >>> batches = CountedBatches(iter(loader), vocab_size=32000)  # doctest: +SKIP
-        >>> _ = next(batches); batches.take_counts()  # doctest: +SKIP
-        (4013, 4096)
+        batches: the batches of a loader.
+        vocab_size: a larger id is an error: the model would crash on it, or silently learn nonsense.
     """
 
     def __init__(self, batches: Iterator[Batch], *, vocab_size: int) -> None:
@@ -186,17 +173,17 @@ class CountedBatches(Iterator[Batch]):
         largest = max(int(batch[key].max()) for key in ("tokens", "labels"))
         if largest >= self._vocab_size:
             raise InvalidInputError(
-                f"a row has the id {largest}, and the model's vocabulary ends at {self._vocab_size - 1}; set "
-                f"model.vocab_size to that of the tokenizer, at least {largest + 1}"
+                f"the data has the token id {largest}, but the model's vocabulary ends at {self._vocab_size - 1}; set "
+                f"model.vocab_size to the tokenizer's, at least {largest + 1}"
             )
         num_positions = batch["tokens"].numel()
         self._num_positions += num_positions
-        # Not `token_count`: that has the padding between sequences in it.
+        # Not `token_count`, which includes the padding between sequences.
         self._num_tokens += num_positions - int(batch["padding_mask"].sum())
         return batch
 
     def take_counts(self) -> tuple[int, int]:
-        """(tokens, positions) since the last call; positions without a token are padding."""
+        """Return (tokens, positions) since the last call; positions without a token are padding."""
         counts = self._num_tokens, self._num_positions
         self._num_tokens = self._num_positions = 0
         return counts
@@ -213,7 +200,7 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
     own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
     splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
-        there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits at all"
+        there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
     return {
         **{path: path for path in config.validation.paths},
@@ -225,13 +212,13 @@ def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
     longest = max(sources, key=lambda source: source.figures.pack_size)
     pack_size = longest.figures.pack_size
     if data.sequence_length is None:
-        # Rows are padded to a multiple of 16, or to less where this is the limit. Legacy files call their longest row
-        # the pack size; rounded up, their batches have the same shapes as those of shards, and the same losses.
-        return -(-pack_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        # Batches are padded to a multiple of 16, unless this limit is lower. A legacy file's pack size is its longest
+        # bin; rounded up, its batches have the same shapes as those of shards, and the same losses.
+        return -(-pack_size // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     if data.sequence_length < pack_size:
         raise InvalidInputError(
-            f"data.sequence_length is {data.sequence_length}, but rows of {longest.description} have up to "
-            f"{pack_size} tokens; leave the key out to take {pack_size}, or pack the data again for "
+            f"data.sequence_length is {data.sequence_length}, but bins of {longest.description} have up to "
+            f"{pack_size} tokens; leave the key out to use {pack_size}, or pack the data again for "
             f"{data.sequence_length}"
         )
     return data.sequence_length
@@ -251,11 +238,11 @@ def _vocab_size(asked: int | None, recorded: list[int | None], description: str)
     known = [size for size in recorded if size is not None]
     if asked is None and not known:
         raise InvalidInputError(
-            f"{description} does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer"
+            f"{description} does not record its vocabulary size; set model.vocab_size or data.tokenizer"
         )
     if asked is not None and known and asked < max(known):
         raise InvalidInputError(
-            f"model.vocab_size is {asked}, but the data has ids up to {max(known) - 1}; leave the key out to take "
+            f"model.vocab_size is {asked}, but the data has ids up to {max(known) - 1}; leave the key out to use "
             f"{max(known)}"
         )
     return asked if asked is not None else max(known)

@@ -1,4 +1,4 @@
-"""The loop: steps, records, checkpoints and validations, until the last step or until somebody asks to stop.
+"""The training loop: steps, metrics, checkpoints and validations, until the last step or a signal.
 
 loader ─▶ micro batches ─▶ pipeline schedule ─▶ gradients ─▶ optimizer, scheduler     one step
                                 └─ losses ─▶ meter ─▶ record ─▶ reporter              every log_every steps
@@ -21,12 +21,12 @@ from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingSt
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import StepMeter, step_record
-from megatron_packed_sft.train.model_and_optimizer import TrainingParts
+from megatron_packed_sft.train.model_and_optimizer import ModelAndOptimizer
+from megatron_packed_sft.train.ranks import StopRequest
 from megatron_packed_sft.train.report import Reporter
-from megatron_packed_sft.train.signals import StopRequest
 from megatron_packed_sft.train.step_schedule import StepSchedule
 
-_LOSS = "lm loss"  # what `forward_step` calls its report
+_LOSS = "lm loss"  # the key of `forward_step`'s report
 
 
 class Trainer:
@@ -35,21 +35,18 @@ class Trainer:
     Args:
         config: the run's configuration.
         data: what `open_data` returned.
-        plan: what a step is, and how many there are.
-        parts: model, optimizer and scheduler.
+        schedule: what a step is, and how many there are.
+        trained: model, optimizer and scheduler.
         checkpoints: where checkpoints go.
         device: where this rank computes.
-
-    Example:
-        >>> Trainer(config, data, plan, parts, checkpoints, device).run(Reporter())  # doctest: +SKIP
     """
 
     def __init__(
         self,
         config: TrainConfig,
         data: TrainingData,
-        plan: StepSchedule,
-        parts: TrainingParts,
+        schedule: StepSchedule,
+        trained: ModelAndOptimizer,
         checkpoints: CheckpointDirectory,
         device: torch.device,
     ) -> None:
@@ -58,39 +55,39 @@ class Trainer:
 
         self._config = config
         self._data = data
-        self._plan = plan
-        self._parts = parts
+        self._schedule = schedule
+        self._trained = trained
         self._checkpoints = checkpoints
         self._device = device
-        # The last stage has the losses, and tensor-parallel ranks have the same ones: one of them counts.
+        # Only the last stage has losses, and its tensor-parallel ranks have the same ones: count one of them.
         is_last_stage = parallel_state.is_pipeline_last_stage()
         self._is_counted = is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
         self._ranks = {
             "data_parallel_rank": parallel_state.get_data_parallel_rank(),
             "data_parallel_size": parallel_state.get_data_parallel_world_size(),
         }
-        self._loader = training_loader(data, config, global_batch_size=plan.bins_per_step, **self._ranks)
+        self._loader = training_loader(data, config, global_batch_size=schedule.bins_per_step, **self._ranks)
         self._forward_backward: Callable[..., list[dict[str, torch.Tensor]]] = get_forward_backward_func()
         self.step = 0
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
-        """Go on where a checkpoint was saved; a collective call."""
+        """Continue from a checkpoint; a collective call."""
         self._loader.load_state_dict(dict(state.data))
-        self._parts.load(checkpoint, state.scheduler)
+        self._trained.load(checkpoint, state.scheduler)
         self.step = state.step
 
     def run(self, reporter: Reporter) -> Signals | None:
-        """Train to the last step; on SIGTERM or Ctrl-C save, stop early, and return the signal."""
+        """Train to the last step; on SIGTERM or Ctrl-C save, stop early and return the signal."""
         config = self._config
         meter = self._meter()
-        self._data.dataset.fetch_batch([0])  # loads or compiles the kernels, which is no part of the first step
+        self._data.dataset.fetch_batch([0])  # loads or compiles the kernels before the first step is timed
         batches = CountedBatches(iter(self._loader), vocab_size=self._data.vocab_size)
         with StopRequest() as stop:
             self._validate(self._owed_validations(reporter), reporter, stop)
-            while self.step < self._plan.num_steps:
+            while self.step < self._schedule.num_steps:
                 learning_rate, grad_norm = self._train_step(batches, meter)
-                is_last = self.step == self._plan.num_steps
-                stopped_by = stop.made_anywhere(self._device)
+                is_last = self.step == self._schedule.num_steps
+                stopped_by = stop.received_by_any_rank(self._device)
                 if is_last or stopped_by or _is_due(self.step, config.train.log_every):
                     self._record(meter, learning_rate, grad_norm, reporter)
                 if is_last or stopped_by or _is_due(self.step, config.checkpoint.every):
@@ -102,22 +99,22 @@ class Trainer:
         return None
 
     def _train_step(self, batches: CountedBatches, meter: StepMeter) -> tuple[float, float]:
-        """One optimizer step; returns the learning rate it was done with, and the gradients' norm."""
+        """Do one optimizer step; return its learning rate and gradient norm."""
         start, waited_before = time.perf_counter(), self._loader.wait_seconds
-        model, optimizer, scheduler = self._parts.model, self._parts.optimizer, self._parts.scheduler
+        model, optimizer, scheduler = self._trained.model, self._trained.optimizer, self._trained.scheduler
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        meter.add_losses(self._pass(batches, self._plan.num_microbatches, forward_only=False))
+        meter.add_losses(self._pass(batches, self._schedule.num_microbatches, forward_only=False))
         learning_rate: float = optimizer.param_groups[0]["lr"]  # all groups follow the same schedule
         _, norm, _ = optimizer.step()
-        grad_norm = math.nan if norm is None else float(norm)  # None: clipping is off, so nobody has measured it
+        grad_norm = math.nan if norm is None else float(norm)  # None: clipping is off, so the norm was not computed
         self.step += 1
         if norm is not None and not math.isfinite(grad_norm):
             raise PackedSFTError(
                 f"the gradients of step {self.step} are not finite (norm {grad_norm}); resume from the last "
-                "checkpoint with a lower optimizer.learning_rate, and look at the rows of that step"
+                "checkpoint with a lower optimizer.learning_rate, and check the data of that step"
             )
-        scheduler.step(increment=self._plan.bins_per_step)
+        scheduler.step(increment=self._schedule.bins_per_step)
         num_tokens, num_positions = batches.take_counts()
         meter.add_step(
             num_tokens=num_tokens,
@@ -128,11 +125,11 @@ class Trainer:
         return learning_rate, grad_norm
 
     def _pass(self, batches: Iterator[Batch], num_microbatches: int, *, forward_only: bool) -> list[torch.Tensor]:
-        """Run the pipeline schedule over micro batches; (loss sum, trained tokens) of each, on the last stage."""
+        """Run micro batches through the pipeline; return (loss sum, trained tokens) of each, on the last stage."""
         reports = self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=batches,
-            model=[self._parts.model],
+            model=[self._trained.model],
             num_microbatches=num_microbatches,
             seq_length=self._data.sequence_length,
             micro_batch_size=1,
@@ -156,15 +153,15 @@ class Trainer:
         state = TrainingState(
             step=self.step,
             data=self._loader.state_dict(),
-            scheduler=self._parts.scheduler.state_dict(),
+            scheduler=self._trained.scheduler.state_dict(),
             model=model_shape(self._config.model, self._data.vocab_size),
         )
-        reporter.on_checkpoint(self._checkpoints.save(self._parts.sharded_state(), state))
+        reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))
 
     def _owed_validations(self, reporter: Reporter) -> list[str]:
-        """What to validate on before the next step: at the start, and what the run before was stopped in or before."""
+        """Return what to validate on before the next step: the start, or what the resumed run was stopped before."""
         settings = self._config.validation
-        is_due = self.step == self._plan.num_steps or _is_due(self.step, settings.every)
+        is_due = self.step == self._schedule.num_steps or _is_due(self.step, settings.every)
         owed = []
         if settings.at_start if self.step == 0 else is_due:
             owed = [name for name in self._data.validation if not reporter.was_validated(name, self.step)]
@@ -173,23 +170,25 @@ class Trainer:
         return shared[0]
 
     def _validate(self, names: Iterable[str], reporter: Reporter, stop: StopRequest) -> None:
-        self._parts.model.eval()
+        self._trained.model.eval()
         for name in names:
             loader = validation_loader(self._data.validation[name], self._config, **self._ranks)
             batches = CountedBatches(iter(loader), vocab_size=self._data.vocab_size)
             num_left = len(loader)
             if self._config.validation.steps is not None:
-                num_left = min(num_left, self._config.validation.steps * self._plan.num_microbatches)
+                num_left = min(num_left, self._config.validation.steps * self._schedule.num_microbatches)
             meter = self._meter()
-            while num_left and stop.made_anywhere(self._device) is None:
-                num_microbatches = min(num_left, self._plan.num_microbatches)
+            reporter.on_validation_start(name, self.step, num_left * self._ranks["data_parallel_size"])
+            while num_left and stop.received_by_any_rank(self._device) is None:
+                num_microbatches = min(num_left, self._schedule.num_microbatches)
                 meter.add_losses(self._pass(batches, num_microbatches, forward_only=True))
                 num_left -= num_microbatches
-            if num_left:  # there are seconds left to save; the run that resumes this one validates
+                reporter.on_validation_progress(num_microbatches * self._ranks["data_parallel_size"])
+            if num_left:  # only seconds remain to save; the run that resumes this one validates
                 break
             totals = meter.take()
-            reporter.on_validation(name, self.step, totals.loss, totals.num_trained)
-        self._parts.model.train()
+            reporter.on_validation_end(name, self.step, totals.loss, totals.num_trained)
+        self._trained.model.train()
 
     def _meter(self) -> StepMeter:
         return StepMeter(self._device, is_counted=self._is_counted)

@@ -1,4 +1,4 @@
-"""The numbers people watch: added up over micro batches and ranks, and kept as one JSON object per line.
+"""The metrics of a run: summed over micro batches and ranks, and written as one JSON object per line.
 
 rank 0   loss sum, trained tokens, tokens, positions ─┐
 rank 1   loss sum, trained tokens, tokens, positions ─┴─ all-reduce ─▶ loss = sum / count, exactly ─▶ metrics.jsonl
@@ -26,18 +26,18 @@ TENSORBOARD: Final = "tensorboard"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is said of the steps since the record before.
+    """The metrics of the steps since the last record.
 
     Args:
         step: the last of these steps, counted from 1.
         loss: mean over the trained tokens of all ranks.
         learning_rate, grad_norm: of the last step.
         tokens_per_second, trained_tokens_per_second: over all ranks.
-        padding_share: positions without a token.
-        data_share: part of the time that the slowest rank waited for batches.
-        step_seconds: mean.
+        padding_share: share of positions without a token.
+        data_share: share of the time that the slowest rank waited for batches.
+        step_seconds: mean duration of a step.
         epoch: passes over the data so far.
-        consumed_samples: packed rows so far.
+        consumed_samples: bins so far.
     """
 
     step: int
@@ -55,7 +55,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over some steps and all ranks."""
+    """Sums over the steps since the last record, and over all ranks."""
 
     num_steps: int
     loss_sum: float
@@ -67,22 +67,16 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """Per trained token; NaN when there was none."""
+        """Mean per trained token; NaN when there was none."""
         return self.loss_sum / self.num_trained if self.num_trained else float("nan")
 
 
 class StepMeter:
-    """Adds up what steps report, on the device and without waiting for it, until `take` brings all ranks together.
+    """Sums what steps report, on the device and without synchronising, until `take` reduces it over all ranks.
 
     Args:
         device: where the losses are.
-        is_counted: whether what this rank reports goes into the sums; ranks that do the same work must not all be.
-
-    Example:
-        >>> meter = StepMeter(torch.device("cpu"), is_counted=True)
-        >>> meter.add_losses([torch.tensor([6.0, 3.0])])
-        >>> meter.take().loss  # doctest: +SKIP
-        2.0
+        is_counted: whether this rank adds to the sums; of several ranks that do the same work, only one may.
     """
 
     def __init__(self, device: torch.device, *, is_counted: bool) -> None:
@@ -103,7 +97,7 @@ class StepMeter:
                 self._loss += loss.detach().to(torch.float64)
 
     def add_step(self, *, num_tokens: int, num_positions: int, seconds: float, data_seconds: float) -> None:
-        """Add what a step read, how long it took, and how long of that it waited for data."""
+        """Add what a step read, how long it took, and how much of that it waited for data."""
         self._num_steps += 1
         self._seconds[0] += seconds
         self._seconds[1] += data_seconds
@@ -112,7 +106,7 @@ class StepMeter:
             self._counts[1] += num_positions
 
     def take(self) -> Totals:
-        """The sums over all ranks since the last call; a collective call."""
+        """Return the sums over all ranks since the last call; a collective call."""
         sums = torch.cat([self._loss, torch.tensor(self._counts, dtype=torch.float64, device=self._device)])
         torch.distributed.all_reduce(sums)
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
@@ -135,7 +129,7 @@ class StepMeter:
 def step_record(
     totals: Totals, *, step: int, learning_rate: float, grad_norm: float, consumed_samples: int, num_samples: int
 ) -> StepRecord:
-    """Make a record of sums.
+    """Turn sums into a record.
 
     Example:
         >>> totals = Totals(num_steps=1, loss_sum=6.0, num_trained=3, num_tokens=8, num_positions=16, seconds=2.0,
@@ -160,15 +154,11 @@ def step_record(
 
 
 class MetricsFile:
-    """metrics.jsonl of a run, and TensorBoard's files when that is installed.
+    """The metrics.jsonl of a run, and TensorBoard's files when that is installed.
 
     Args:
-        directory: the run's.
-        first_step: records after this step are of a run that was cut off, and go; 0 starts a new file.
-
-    Example:
-        >>> with MetricsFile("runs/sft", first_step=20) as metrics:  # doctest: +SKIP
-        ...     metrics.write_step(record)
+        directory: the run's directory.
+        first_step: the step that the run resumes from; records after it are removed. 0 starts a new file.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, first_step: int) -> None:
@@ -184,7 +174,7 @@ class MetricsFile:
         self._tensorboard = _tensorboard_writer(Path(directory) / TENSORBOARD, first_step)
 
     def write_step(self, record: StepRecord) -> None:
-        """Write a record of steps."""
+        """Write the record of one or more steps."""
         values = asdict(record)
         self._write("step", values)
         self._draw({f"train/{name}": value for name, value in values.items() if name != "step"}, record.step)
@@ -195,7 +185,7 @@ class MetricsFile:
         self._draw({f"validation/{name.strip('/')}": loss}, step)
 
     def was_validated(self, name: str, step: int) -> bool:
-        """Whether the run that is resumed has recorded the loss on this dataset after this step."""
+        """Return whether the resumed run recorded the loss on this dataset after this step."""
         return (name, step) in self._validated
 
     def close(self) -> None:
@@ -217,7 +207,7 @@ class MetricsFile:
             for key, value in values.items()
         }
         with os_errors("write", self.path):
-            # One line in one call, so that a reader never sees half of it.
+            # One write per line, so that a reader never sees half of it.
             self._file.write(json.dumps({"event": event, **plain}).encode() + b"\n")
             self._file.flush()
 
@@ -227,7 +217,7 @@ class MetricsFile:
                 self._tensorboard.add_scalar(name, value, step)
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Lines of the run before, with what they say."""
+        """Yield the lines of the resumed run with their parsed records."""
         if not self.path.exists():
             return
         with os_errors("read", self.path):
@@ -238,11 +228,7 @@ class MetricsFile:
 
 
 def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl.
-
-    Example:
-        >>> [record["loss"] for record in read_metrics("runs/sft/metrics.jsonl")]  # doctest: +SKIP
-    """
+    """Return the records of a metrics.jsonl: `step` or `validation` events."""
     with os_errors("read", path), open(path, "rb") as file:
         records = [_parsed(line, path, number) for number, line in enumerate(file, start=1)]
     return [record for record in records if record["event"] == event]
@@ -256,7 +242,7 @@ def _parsed(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str,
     except (ValueError, AttributeError):
         pass
     raise InvalidInputError(
-        f"{os.fspath(path)}, line {number} is not a record of metrics; remove the line, or move the file away"
+        f"{os.fspath(path)}, line {number} is not a metrics record; remove the line, or move the file away"
     )
 
 

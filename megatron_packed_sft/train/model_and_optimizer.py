@@ -1,4 +1,4 @@
-"""Megatron-Core's parts of a run, made from the configuration: model, data parallelism, optimizer, scheduler."""
+"""Build the trained state from the configuration: Megatron-Core's model, data parallelism, optimizer, scheduler."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _DTYPES = dict(zip(PRECISIONS, (None, torch.float32, torch.bfloat16), strict=Tru
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingParts:
-    """What is trained and how.
+class ModelAndOptimizer:
+    """What a run trains and saves.
 
     Args:
         model: the GPT model inside Megatron-Core's DistributedDataParallel.
         optimizer: Megatron-Core's.
-        scheduler: of learning rate and weight decay; it counts samples.
+        scheduler: of learning rate and weight decay; it counts bins.
     """
 
     model: Any  # Megatron-Core has no types
@@ -38,12 +38,12 @@ class TrainingParts:
     scheduler: OptimizerParamScheduler
 
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """Which piece of the checkpoint each tensor of this rank is."""
+        """Return the tensors of this rank, each with its place in the checkpoint."""
         model = self.model.module.sharded_state_dict()
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
-        """Take over the tensors of a checkpoint and the scheduler's state; a collective call."""
+        """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
         from megatron.core import dist_checkpointing
 
         loaded = dist_checkpointing.load(self.sharded_state(is_loading=True), str(checkpoint))
@@ -52,28 +52,24 @@ class TrainingParts:
         self.scheduler.load_state_dict(dict(scheduler))
 
 
-def build_parts(
+def build_model_and_optimizer(
     model: ModelConfig,
     optimizer: OptimizerConfig,
-    plan: StepSchedule,
+    schedule: StepSchedule,
     *,
     backend: Backend,
     vocab_size: int,
     sequence_length: int,
-) -> TrainingParts:
-    """Build model, optimizer and scheduler; `start_distributed` comes first.
+) -> ModelAndOptimizer:
+    """Build model, optimizer and scheduler; call `start_distributed` first.
 
     Args:
         model: the model's shape.
         optimizer: the optimizer's settings.
-        plan: says over how many rows the learning rate decays.
-        backend: what we run on.
+        schedule: gives the number of bins over which the learning rate decays.
+        backend: what the run computes on.
         vocab_size: of the data.
-        sequence_length: positions of a row.
-
-    Example:
-        >>> build_parts(config.model, config.optimizer, plan, backend=backend,  # doctest: +SKIP
-        ...             vocab_size=32000, sequence_length=4096)
+        sequence_length: largest number of positions in a batch.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -85,13 +81,13 @@ def build_parts(
 
     if optimizer.distributed and not backend.uses_transformer_engine:
         raise InvalidInputError(
-            "optimizer.distributed=true needs CUDA and Transformer Engine: without it a resumed run silently loses "
-            "Adam's step count; leave it false here"
+            "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
+            "Adam's step count; set optimizer.distributed=false"
         )
     if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
         raise InvalidInputError(
-            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not take it on a CPU; leave it at "
-            "auto"
+            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; set "
+            "optimizer.precision=auto"
         )
     gpt = build_gpt_model(
         num_layers=model.num_layers,
@@ -108,7 +104,7 @@ def build_parts(
     )
     wrapped = DistributedDataParallel(
         config=gpt.config,
-        # In float32 whatever the weights are: many small micro batches are added up in there.
+        # In float32 whatever the weights are: the gradients of many micro batches are summed here.
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
         ),
@@ -134,32 +130,34 @@ def build_parts(
     gpt.config.finalize_model_grads_func = finalize_model_grads
     gpt.config.no_sync_func = wrapped.no_sync
     gpt.config.grad_scale_func = megatron_optimizer.scale_loss
-    return TrainingParts(
+    return ModelAndOptimizer(
         model=wrapped,
         optimizer=megatron_optimizer,
-        scheduler=_scheduler(megatron_optimizer, optimizer, plan),
+        scheduler=_scheduler(megatron_optimizer, optimizer, schedule),
     )
 
 
-def _scheduler(optimizer: MegatronOptimizer, settings: OptimizerConfig, plan: StepSchedule) -> OptimizerParamScheduler:
+def _scheduler(
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, schedule: StepSchedule
+) -> OptimizerParamScheduler:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    # It counts samples, so that a resumed run with steps of another size goes on where the schedule was.
-    num_warmup_steps = int(settings.warmup_share * (plan.num_bins // plan.bins_per_step))
+    # It counts bins, so that a run resumed with another batch size continues where the schedule was.
+    num_warmup_steps = int(settings.warmup_share * (schedule.num_bins // schedule.bins_per_step))
     return OptimizerParamScheduler(
         optimizer,
-        # Steps at 1/(n+1), 2/(n+1), ... of the rate: from 0 on, the first step would change nothing.
+        # Steps at 1/(n+1), 2/(n+1), ... of the rate: at 0, the first step would change nothing.
         init_lr=settings.learning_rate / (num_warmup_steps + 1),
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        lr_warmup_steps=num_warmup_steps * plan.bins_per_step,
-        lr_decay_steps=plan.num_bins,
+        lr_warmup_steps=num_warmup_steps * schedule.bins_per_step,
+        lr_decay_steps=schedule.num_bins,
         lr_decay_style=settings.decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=plan.num_bins,
+        wd_incr_steps=schedule.num_bins,
         wd_incr_style="constant",
-        # A resumed run follows its own configuration: a longer run decays over its whole length.
+        # A resumed run follows its own configuration: a run made longer decays over its new length.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

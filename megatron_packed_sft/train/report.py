@@ -1,56 +1,57 @@
-"""What the user sees of a run: lines, a progress bar on a terminal, and a summary at the end."""
+"""What the user sees of a run: progress bars on a terminal, lines in a log, and a summary at the end."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from signal import Signals
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals
 
 
 class Reporter:
-    """Says nothing: what all ranks but the first use.
-
-    Example:
-        >>> Reporter().on_checkpoint(Path("step_000020"))
-    """
+    """Reports nothing; used by all ranks but the first."""
 
     def say(self, text: str) -> None:
         """Print a line."""
 
     def was_validated(self, name: str, step: int) -> bool:
-        """Whether the run that is resumed has validated on a dataset after a step; only the first rank knows."""
+        """Return whether the resumed run validated on a dataset after a step; only the first rank knows."""
         return False
 
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
-        """Some steps were done."""
+        """Report the steps since the last record."""
 
-    def on_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
-        """A dataset was validated on."""
+    def on_validation_start(self, name: str, step: int, num_bins: int) -> None:
+        """Report that validation on a dataset begins."""
+
+    def on_validation_progress(self, num_bins: int) -> None:
+        """Report that validation has taken so many more bins."""
+
+    def on_validation_end(self, name: str, step: int, loss: float, num_trained: int) -> None:
+        """Report the loss on a dataset."""
 
     def on_checkpoint(self, checkpoint: Path) -> None:
-        """A checkpoint was published."""
+        """Report a published checkpoint."""
 
     def summarize(self, stopped_by: Signals | None) -> None:
-        """The run is over: finished, or stopped by a signal."""
+        """Report the end of the run: finished, or stopped by a signal."""
 
     def close(self) -> None:
-        """Nothing more will be said."""
+        """Release the bars and files."""
 
 
 class ConsoleReporter(Reporter):
-    """Prints lines, keeps the progress bar, writes the metrics, and remembers what the summary says.
+    """Prints lines or moves progress bars, writes the metrics, and collects what the summary needs.
 
     Args:
         metrics: the run's metrics file.
         first_step: steps done before this run began.
         num_steps: steps of the whole run.
-
-    Example:
-        >>> reporter = ConsoleReporter(metrics, first_step=0, num_steps=100)  # doctest: +SKIP
     """
 
     def __init__(self, metrics: MetricsFile, *, first_step: int, num_steps: int) -> None:
@@ -63,26 +64,27 @@ class ConsoleReporter(Reporter):
         self._seconds = 0.0
         self._data_seconds = 0.0
         self._checkpoint: Path | None = None
-        is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(initial=first_step, total=num_steps, unit="step", disable=not is_terminal, dynamic_ncols=True)
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = self._new_bar(initial=first_step, total=num_steps, unit="step")
+        self._validation_bar: tqdm[NoReturn] | None = None
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._bar.write(text, file=sys.stdout)
+        """Print a line, above the bars while there are any."""
+        tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
     def was_validated(self, name: str, step: int) -> bool:
-        """What the metrics say."""
+        """Look it up in the metrics."""
         return self._metrics.was_validated(name, step)
 
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
-        """Write the record; print it, or move the bar."""
+        """Write the record; move the bar, or print a line."""
         self._metrics.write_step(record)
         self._records = [*self._records[:1], record]
         self._num_tokens += totals.num_tokens
         self._seconds += totals.seconds
         self._data_seconds += totals.data_seconds
-        if self._bar.disable:
+        if not self._is_terminal:
             self.say(_line(record, self._num_steps))
         else:
             self._bar.update(record.step - self._step)
@@ -91,27 +93,43 @@ class ConsoleReporter(Reporter):
             )
         self._step = record.step
 
-    def on_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
-        """Write and print a validation loss."""
+    def on_validation_start(self, name: str, step: int, num_bins: int) -> None:
+        """Show a bar of its own, or print a line."""
+        if self._is_terminal:
+            self._validation_bar = self._new_bar(desc=f"validating on {name}", total=num_bins, unit="bin", leave=False)
+        else:
+            self.say(f"step {step}: validating on {name}, {counted(num_bins, 'bin')}")
+
+    def on_validation_progress(self, num_bins: int) -> None:
+        """Move the bar."""
+        if self._validation_bar is not None:
+            self._validation_bar.update(num_bins)
+
+    def on_validation_end(self, name: str, step: int, loss: float, num_trained: int) -> None:
+        """Write and print the loss."""
+        self._close_validation_bar()
         self._metrics.write_validation(name, step, loss, num_trained)
         self.say(f"step {step}: loss {loss:.4f} on {name} ({num_trained:,} trained tokens)")
 
     def on_checkpoint(self, checkpoint: Path) -> None:
-        """Print where it is."""
+        """Print its path."""
         self._checkpoint = checkpoint
         self.say(f"step {self._step}: saved {checkpoint}")
 
     def close(self) -> None:
-        """Close the bar and the metrics."""
+        """Close the bars and the metrics."""
+        self._close_validation_bar()
         self._bar.close()
         self._metrics.close()
 
     def summarize(self, stopped_by: Signals | None) -> None:
-        """Print what was done, where it is, and how to go on."""
+        """Print what was done, where it is, and how to resume."""
+        self._close_validation_bar()
+        self._bar.close()  # or it would be drawn again below every line of the summary
         if not self._records:
             self.say(
-                f"nothing to do: all {self._num_steps} steps were done before; raise train.steps or train.epochs to "
-                "go on, or choose another output"
+                f"nothing to do: all {self._num_steps} steps are done; raise train.steps or train.epochs to train "
+                "longer, or choose another output"
             )
             return
         first, last = self._records[0], self._records[-1]
@@ -125,7 +143,16 @@ class ConsoleReporter(Reporter):
         )
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
-        self.say("to go on: the same command (resume=auto)" + (" with more train.steps" if stopped_by is None else ""))
+        more = "to train longer: the same command with more train.steps" if stopped_by is None else None
+        self.say(more or "to resume: run the same command again")
+
+    def _new_bar(self, **arguments: Any) -> tqdm[NoReturn]:
+        return tqdm(disable=not self._is_terminal, dynamic_ncols=True, **arguments)
+
+    def _close_validation_bar(self) -> None:
+        if self._validation_bar is not None:
+            self._validation_bar.close()
+            self._validation_bar = None
 
 
 def _line(record: StepRecord, num_steps: int) -> str:

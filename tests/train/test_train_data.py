@@ -43,7 +43,7 @@ def test_legacy_files_and_shards_give_the_same_batches_over_the_edge_of_an_epoch
         assert torch.equal(one["cu_seqlens_q"], other["cu_seqlens_q"])
 
 
-def test_rows_come_shuffled_unless_the_stored_order_is_wanted(dataset: Path) -> None:
+def test_bins_come_shuffled_unless_the_stored_order_is_wanted(dataset: Path) -> None:
     stored = [batch["tokens"].tolist() for batch in first_batches(config_of(str(dataset), shuffle=False), 20)]
     shuffled = [batch["tokens"].tolist() for batch in first_batches(config_of(str(dataset)), 20)]
     assert stored != shuffled
@@ -56,7 +56,7 @@ def test_length_and_vocabulary_come_from_the_data_unless_they_are_given(dataset:
     assert open_data(config_of(str(dataset), sequence_length=1024)).sequence_length == 1024
 
 
-def test_validation_takes_every_row_once_and_fills_up_with_rows_without_loss(dataset: Path) -> None:
+def test_validation_takes_every_bin_once_and_fills_up_with_bins_without_loss(dataset: Path) -> None:
     config = config_of(str(dataset))
     config.validation = ValidationConfig(paths=[str(dataset / "validation" / "shard_000000")])
     data = open_data(config)
@@ -117,7 +117,9 @@ def test_an_id_beyond_the_models_vocabulary_never_reaches_the_model(dataset: Pat
     [batch] = first_batches(config_of(str(dataset)), 1)
     largest = int(batch["tokens"].max())
     assert next(CountedBatches(iter([batch]), vocab_size=largest + 1)) is batch
-    with pytest.raises(InvalidInputError, match=f"has the id {largest}.*ends at {largest - 1}; set model.vocab_size"):
+    with pytest.raises(
+        InvalidInputError, match=f"has the token id {largest}.*ends at {largest - 1}; set model.vocab_size"
+    ):
         next(CountedBatches(iter([batch]), vocab_size=largest))
 
 

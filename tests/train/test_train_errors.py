@@ -49,16 +49,18 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["parallel.context=2"], "parallel.context is not a key; use parallel.tensor or parallel.pipeline"),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
         (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),
-        (["data.sequence_length=128"], f"data.sequence_length is 128, but rows of ... have up to {PACK_SIZE} tokens"),
-        (["train.micro_batch_size=2"], "train.micro_batch_size is 2, but a packed row ... set it to 1"),
+        (["data.sequence_length=128"], f"data.sequence_length is 128, but bins of ... have up to {PACK_SIZE} tokens"),
+        (["train.micro_batch_size=0"], "train.micro_batch_size is 0; it must be at least 1"),
+        (["train.gradient_accumulation=2"], "train.gradient_accumulation=2 needs train.global_batch_size=null"),
+        (["train.gradient_accumulation_steps=2"], "is not a key; use train.gradient_accumulation"),
         (["train.batch_unit=tokens"], "train.batch_unit is 'tokens'; choose from bins, sequences"),
-        (["train.steps=0"], "train.steps is 0; give at least 1"),
+        (["train.steps=0"], "train.steps is 0; it must be at least 1, or null"),
         (["train.epochs=0"], "train.epochs is 0.0; it must be above 0"),
         (["train.log_every=0"], "train.log_every is 0; it must be at least 1"),
         (["optimizer.warmup_share=1.5"], "optimizer.warmup_share is 1.5; it is a share of all steps"),
         (["optimizer.decay_style=steps"], "optimizer.decay_style is 'steps'; choose from cosine"),
         (["optimizer.precision=int8"], "optimizer.precision is 'int8'; choose from auto"),
-        (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate 1.0 must lie between 0 and"),
+        (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate 1.0 must be between 0 and"),
         (["model.vocab_size=100"], f"model.vocab_size is 100, but the data has ids up to {VOCAB_SIZE - 1}"),
         (["parallel=tensor_2"], "1 processes cannot be divided into parallel.tensor 2"),
         (["parallel.pipeline=0"], "parallel.pipeline is 0; it must be at least 1"),
@@ -69,9 +71,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["seed=-1"], "seed is -1; it must be at least 0"),
         (["data.prefetch=-1"], "data.prefetch is -1; it must be at least 0"),
         (["data.eos_id=-1"], "data.eos_id is -1; it must be at least 0"),
-        (["data.eos_id=256"], "data.eos_id is 256; the vocabulary's ids go from 0 to 255"),
+        (["data.eos_id=256"], "data.eos_id is 256, but the vocabulary ends at 255"),
         (["data.allow_mismatch=[sed]"], "data.allow_mismatch has sed; choose from fingerprint"),
-        (["data.weights=[1,2]", "data.shuffle=false"], "data.shuffle=false does not go with data.weights"),
+        (["data.weights=[1,2]", "data.shuffle=false"], "data.shuffle=false cannot be combined with data.weights"),
         (["data.path=3"], "data.path is 3; give a path, or a list of paths"),
         (["data.path=null"], "data.path is None; give a path"),
         (["data.path=[]"], "data.path is []; give a path"),
@@ -88,12 +90,27 @@ def test_a_wrong_key_or_value_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "key", ["output", "resume", "data.path", "data.plan", "data.tokenizer", "validation.paths", "data.path[]"]
+)
+def test_a_url_is_refused_under_the_name_of_its_key(
+    key: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    is_list = key in ("validation.paths", "data.path[]")
+    key = key.removesuffix("[]")
+    value = "[s3://bucket/x]" if is_list else "s3://bucket/x"
+    message = error_of(capsys, f"data.path={data}", f"{key}={value}")
+    assert message.startswith(f"{key} s3://bucket/x is a URL")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_storage_that_is_not_there_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     legacy = write_legacy(data, tmp_path / "data.npy")
     message = error_of(capsys, f"data.path={legacy}")
     assert message.endswith("but packed_storage asks for 'memmap_v1'; set packed_storage to legacy_npy_pickle")
     message = error_of(capsys, f"data.path={legacy}", "storage=legacy")
-    assert message.endswith("does not say how large its vocabulary is; set model.vocab_size, or data.tokenizer")
+    assert message.endswith("does not record its vocabulary size; set model.vocab_size or data.tokenizer")
 
 
 def test_a_tokenizer_that_did_not_make_the_data_is_refused(
@@ -149,7 +166,7 @@ def test_other_data_than_the_checkpoints_is_refused_with_the_key_that_allows_it(
     message = error_of(capsys, f"data.path={data}", f"output={tmp_path}")
     assert message.startswith(f"cannot resume from {checkpoint}: the state is from another run: fingerprint was '0123'")
     assert "seed was 7 and is 1234 now" in message
-    assert message.endswith("or set data.allow_mismatch=[fingerprint, seed] to go on anyway")
+    assert message.endswith("or set data.allow_mismatch=[fingerprint, seed] to resume anyway")
 
 
 def test_a_checkpoint_of_another_model_is_refused(
@@ -157,7 +174,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     saved_run(tmp_path)
     message = error_of(capsys, f"data.path={data}", f"output={tmp_path}", "model.num_layers=3")
-    assert "is of another model: model.num_layers was 2 and is 3 now" in message
+    assert "holds a different model: model.num_layers was 2 and is 3 now" in message
 
 
 def test_beginning_anew_never_overwrites_a_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

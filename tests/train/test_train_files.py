@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
-from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, find_checkpoint
-from megatron_packed_sft.train.checkpoint_files import file_sizes, make_durable, refuse_damaged
+from megatron_packed_sft.train.checkpoint import (
+    STATE,
+    CheckpointDirectory,
+    TrainingState,
+    find_checkpoint,
+    refuse_damaged,
+)
 from megatron_packed_sft.train.metrics import (
     METRICS,
     TENSORBOARD,
@@ -59,10 +65,10 @@ def test_a_training_state_comes_back_and_damage_is_noticed(tmp_path: Path) -> No
 def test_a_checkpoint_with_a_missing_or_cut_file_is_refused(tmp_path: Path) -> None:
     state = TrainingState(step=20, data={}, scheduler={}, model={}, files={"__0_0.distcp": 8})
     (tmp_path / STATE).write_bytes(state.to_bytes())
-    with pytest.raises(ShardFileError, match=r"__0_0\.distcp is missing, and 8 were written; restore it, or remove"):
+    with pytest.raises(ShardFileError, match=r"__0_0\.distcp is missing; restore it, or remove"):
         TrainingState.load(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"1234")
-    with pytest.raises(ShardFileError, match=r"__0_0\.distcp has 4 bytes, and 8 were written"):
+    with pytest.raises(ShardFileError, match=r"__0_0\.distcp has 4 bytes instead of 8"):
         TrainingState.load(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"12345678")
     assert TrainingState.load(tmp_path) == state
@@ -72,15 +78,14 @@ def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_
     names = ["a.distcp", "b.distcp", "c.distcp"]
     for name in names:
         (tmp_path / name).write_bytes(name.encode() * 100)
-    assert list(file_sizes(tmp_path)) == names
-    checksums = {name: make_durable(tmp_path, [name])[name] for name in names}
+    checksums = {name: checksum((tmp_path / name).read_bytes()) for name in names}
     for rank in range(2):
         refuse_damaged(tmp_path, checksums, rank=rank, num_ranks=2)
     damaged = bytearray((tmp_path / "b.distcp").read_bytes())
     damaged[50] ^= 1
     (tmp_path / "b.distcp").write_bytes(damaged)
     refuse_damaged(tmp_path, checksums, rank=0, num_ranks=2)
-    with pytest.raises(ShardFileError, match=r"b\.distcp was damaged: its checksum differs; restore it, or remove"):
+    with pytest.raises(ShardFileError, match=r"b\.distcp is damaged: its checksum differs; restore it, or remove"):
         refuse_damaged(tmp_path, checksums, rank=1, num_ranks=2)
 
 
@@ -96,7 +101,7 @@ def write_steps(metrics: MetricsFile, steps: range) -> None:
         metrics.write_step(make_record(step)[0])
 
 
-def test_metrics_of_a_resumed_run_go_on_after_its_checkpoint(tmp_path: Path) -> None:
+def test_metrics_of_a_resumed_run_continue_after_its_checkpoint(tmp_path: Path) -> None:
     with MetricsFile(tmp_path, first_step=0) as metrics:
         write_steps(metrics, range(1, 26))
         metrics.write_validation("validation", 20, 2.5, 100)
@@ -116,11 +121,9 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
             write_steps(metrics, range(1, 3))
         with open(tmp_path / METRICS, "ab") as file:
             file.write(damage)
-        with pytest.raises(
-            InvalidInputError, match=r"metrics\.jsonl, line 3 is not a record of metrics; remove the line"
-        ):
+        with pytest.raises(InvalidInputError, match=r"metrics\.jsonl, line 3 is not a metrics record; remove the line"):
             MetricsFile(tmp_path, first_step=2)
-        with pytest.raises(InvalidInputError, match="line 3 is not a record"):
+        with pytest.raises(InvalidInputError, match="line 3 is not a metrics record"):
             read_metrics(tmp_path / METRICS)
 
 
@@ -150,13 +153,24 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
         with monkeypatch.context() as patch, open(terminal, "w", closefd=False) as stream:
             if is_terminal:
                 patch.setattr(sys, "stderr", stream)
+                patch.setattr(sys, "stdout", stream)
             reporter = ConsoleReporter(MetricsFile(tmp_path, first_step=0), first_step=0, num_steps=4)
+            reporter.on_validation_start("validation", 0, 12)
+            reporter.on_validation_progress(6)
+            reporter.on_validation_end("validation", 0, 2.5, 100)
             reporter.on_steps(record, totals)
+            reporter.summarize(None)
             reporter.close()
         printed = capsys.readouterr().out
         assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
+        assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
     shown = os.read(controller, 1 << 16).decode()
     assert "| 1/4 [" in shown
+    assert "validating on validation:   0%" in shown
+    assert "step 0: loss 2.5000 on validation (100 trained tokens)\r\n" in shown
+    finished = shown.rpartition("finished at step")[2]
+    assert "speed: " in finished
+    assert "| 1/4 [" not in finished  # the summary stands below the bar, which is not drawn again
     assert "loss 2.0000, 4 tokens/s, lr 1.00e-04" in shown
     os.close(terminal)
     os.close(controller)

@@ -131,7 +131,7 @@ def test_pipeline_stages_train_and_report_to_the_first_rank(runs: Runs) -> None:
     losses = runs.losses("pipeline_2")
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    # One global batch of four rows, not the whole split of seven.
+    # One global batch of four bins, not the whole split of seven.
     assert runs.validations("pipeline_2")[0]["num_trained"] < 0.7 * runs.validations("straight")[0]["num_trained"]
 
 
@@ -181,18 +181,18 @@ def test_a_checkpoint_of_two_ranks_that_was_damaged_since_is_refused(
         content = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert main(resume) == 1
-        assert f"{checkpoint / name} was damaged: its checksum differs" in capsys.readouterr().err
+        assert f"{checkpoint / name} is damaged: its checksum differs" in capsys.readouterr().err
         (checkpoint / name).write_bytes(content)
 
 
-def test_rank_zero_prints_once_and_says_how_to_go_on(runs: Runs) -> None:
+def test_rank_zero_prints_once_and_says_how_to_train_longer(runs: Runs) -> None:
     assert runs.printed.count(f"saved {runs.home / 'straight' / 'checkpoints' / 'step_000020'}\n") == 1
     assert "finished at step 20 of 20: loss " in runs.printed
-    assert "to go on: the same command (resume=auto) with more train.steps" in runs.printed
-    assert "counts packed rows" in runs.printed
+    assert "to train longer: the same command with more train.steps" in runs.printed
+    assert "counts bins: at " in runs.printed
     assert "Warning" not in runs.printed
 
 
 def test_a_finished_run_started_again_says_that_nothing_is_left(runs: Runs) -> None:
-    assert "nothing to do: all 20 steps were done before" in runs.printed
+    assert "nothing to do: all 20 steps are done" in runs.printed
     assert len(runs.steps("one_rank")) == NUM_STEPS

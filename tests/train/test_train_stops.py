@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_packed_sft.train.metrics import read_metrics
-from megatron_packed_sft.train.signals import StopRequest
+from megatron_packed_sft.train.ranks import StopRequest
 from tests.train.counting_chats import write_dataset
 from tests.train.launch import RECIPE, environment, run_in_turn, torchrun
 
@@ -74,7 +74,7 @@ def test_sigterm_saves_and_leaves_and_the_rest_of_the_run_is_the_same_bit_for_bi
         printed, _ = process.communicate(timeout=60)
     stopped_at = num_steps(output)
     assert f"stopped by SIGTERM at step {stopped_at} of 100000" in printed
-    assert "to go on: the same command (resume=auto)" in printed
+    assert "to resume: run the same command again" in printed
     checkpoints = output / "checkpoints"
     assert (checkpoints / "latest").read_text() == f"step_{stopped_at:06d}\n"
     assert [entry for entry in checkpoints.iterdir() if entry.name.startswith(".")] == []
@@ -101,11 +101,11 @@ def test_ctrl_c_saves_and_leaves_although_every_rank_hears_it_twice(data: Path, 
 
 
 def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_packed_sft.train.signals._ONE_WISH_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_packed_sft.train.ranks._ONE_REQUEST_SECONDS", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.made_here is signal.SIGINT
+        assert stop.received is signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -119,7 +119,7 @@ def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path:
         printed, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"rank {1 - lost} lost the connection to another rank" in printed
-    assert "run the same command again: it goes on from the last checkpoint" in printed
+    assert "run the same command again to resume from the last checkpoint" in printed
     assert "loop.py" not in printed  # no trace of ours
 
 
@@ -135,8 +135,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(data: Path,
         [line] = done.stderr.splitlines()
         checkpoints = disk / "run" / "checkpoints"
         assert line == (
-            f"packed-sft train: error: cannot write {checkpoints / 'step_000001'}: its disk is full; make room or "
-            "choose another output, then run the same command again"
+            f"packed-sft train: error: cannot write {checkpoints / 'step_000001'}: the disk is full; free some space "
+            "or choose another output, then run the same command again"
         )
         assert list(checkpoints.iterdir()) == []
     finally:
