@@ -1,4 +1,8 @@
-"""Many sequences of ids, one after the other, and what is done to them after tokenizing: ends, cuts, drops."""
+"""Many sequences in flat arrays: what tokenizers return, the encoder finishes and the token store takes.
+
+input_ids   5 6 7 8 9      lengths  2 3
+train       0 1 0 1 1      record   0 4      the second sequence came from record 4
+"""
 
 from __future__ import annotations
 
@@ -9,38 +13,48 @@ import numpy as np
 import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
-Counts = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
 
 
 class Sequences(NamedTuple):
-    """Flat ids and train values, the sequences' lengths, and the row each came from."""
+    """Flat ids and train mask of some sequences.
+
+    Args:
+        input_ids: int32, flat.
+        train: uint8, flat: 1 where the model should learn to produce the token.
+        lengths: int64, one per sequence; a tokenizer may return empty ones.
+        record: int64: the position of each sequence's text or record in its batch.
+        num_straddling: tokens of the batch, as tokenized, with both trained and untrained characters; they are trained.
+    """
 
     input_ids: npt.NDArray[np.int32]
     train: npt.NDArray[np.uint8]
-    lengths: Counts
-    row: Counts
+    lengths: Integers
+    record: Integers
+    num_straddling: int = 0
 
     @property
-    def ends(self) -> Counts:
+    def ends(self) -> Integers:
         """One past each sequence's last token."""
         return np.cumsum(self.lengths)
 
-    def num_trained(self) -> Counts:
-        """Count each sequence's tokens that count in the loss; the first token of a sequence is never predicted."""
+    def num_trained(self) -> Integers:
+        """Count each sequence's trained tokens; the first token of a sequence is never predicted."""
         counted = np.concatenate(([0], np.cumsum(self.train, dtype=np.int64)))
         ends = self.ends
         starts = np.minimum(ends - self.lengths + 1, ends)
         return np.asarray(counted[ends] - counted[starts], np.int64)
 
     def with_bos(self, wanted: Bools, bos_id: int) -> Sequences:
-        """Put a token before the wanted sequences that do not begin with it."""
-        missing = self._lacking(wanted, bos_id, self.ends - self.lengths)
-        return self._insert(missing, (self.ends - self.lengths)[missing], bos_id, np.zeros(len(self.row), np.uint8))
+        """Insert a token before the wanted sequences that do not start with it."""
+        starts = self.ends - self.lengths
+        missing = self._lacking(wanted, bos_id, starts)
+        return self._insert(missing, starts[missing], bos_id, np.zeros(len(self.lengths), np.uint8))
 
     def with_eos(self, wanted: Bools, eos_id: int) -> Sequences:
-        """Put a token behind the wanted sequences that do not end with it; it is trained if the last token is."""
+        """Append a token to the wanted sequences that do not end with it; it is trained if the token before it is."""
         missing = self._lacking(wanted, eos_id, self.ends - 1)
-        trained = np.zeros(len(self.row), np.uint8)
+        trained = np.zeros(len(self.lengths), np.uint8)
         trained[missing] = self.train[self.ends[missing] - 1]
         return self._insert(missing, self.ends[missing], eos_id, trained)
 
@@ -50,31 +64,53 @@ class Sequences(NamedTuple):
         if side == "left":
             position = np.repeat(self.lengths, self.lengths) - 1 - position
         kept = position < max_len
-        return Sequences(self.input_ids[kept], self.train[kept], np.minimum(self.lengths, max_len), self.row)
+        return self._replace(
+            input_ids=self.input_ids[kept], train=self.train[kept], lengths=np.minimum(self.lengths, max_len)
+        )
 
     def only(self, kept: Bools) -> Sequences:
         """Keep some of the sequences."""
         if kept.all():
             return self
         tokens = np.repeat(kept, self.lengths)
-        return Sequences(self.input_ids[tokens], self.train[tokens], self.lengths[kept], self.row[kept])
+        return self._replace(
+            input_ids=self.input_ids[tokens],
+            train=self.train[tokens],
+            lengths=self.lengths[kept],
+            record=self.record[kept],
+        )
 
-    def _lacking(self, wanted: Bools, token: int, at: Counts) -> Bools:
+    def take(self, chosen: Integers) -> Sequences:
+        """Return the chosen sequences in the given order; one may be chosen more than once.
+
+        Example:
+            >>> two = Sequences(*(np.array(values) for values in ([5, 6, 7], [0, 1, 1], [2, 1], [0, 1])))
+            >>> two.take(np.array([1, 0, 1])).input_ids.tolist()
+            [7, 5, 6, 7]
+        """
+        lengths = self.lengths[chosen]
+        # One flat index: each sequence's start, repeated, plus a count that restarts with each sequence.
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = np.repeat((self.ends - self.lengths)[chosen], lengths) + within
+        return self._replace(
+            input_ids=self.input_ids[index], train=self.train[index], lengths=lengths, record=self.record[chosen]
+        )
+
+    def _lacking(self, wanted: Bools, token: int, at: Integers) -> Bools:
         lacking = wanted & (self.lengths > 0)
         lacking[lacking] = self.input_ids[at[lacking]] != token
         return lacking
 
-    def _insert(self, chosen: Bools, at: Counts, token: int, trained: npt.NDArray[np.uint8]) -> Sequences:
-        return Sequences(
-            np.insert(self.input_ids, at, token),
-            np.insert(self.train, at, trained[chosen]),
-            self.lengths + chosen,
-            self.row,
+    def _insert(self, chosen: Bools, at: Integers, token: int, trained: npt.NDArray[np.uint8]) -> Sequences:
+        return self._replace(
+            input_ids=np.insert(self.input_ids, at, token),
+            train=np.insert(self.train, at, trained[chosen]),
+            lengths=self.lengths + chosen,
         )
 
 
-def in_record_order(parts: Sequence[Sequences]) -> Sequences:
-    """Put sequences of several kinds into the order of their rows.
+def in_record_order(batches: Sequence[Sequences]) -> Sequences:
+    """Merge batches that were encoded apart into one, in the order of their records.
 
     Example:
         >>> one = Sequences(*(np.array(values) for values in ([5, 6], [0, 1], [2], [1])))
@@ -82,16 +118,14 @@ def in_record_order(parts: Sequence[Sequences]) -> Sequences:
         >>> in_record_order([one, two]).input_ids.tolist()
         [7, 5, 6]
     """
-    filled = [part for part in parts if len(part.row)] or list(parts[:1])
+    filled = [batch for batch in batches if len(batch.record)] or list(batches[:1])
     if len(filled) == 1:
         return filled[0]
-    row = np.concatenate([part.row for part in filled])
-    order = np.argsort(row)
-    ids = [piece for part in filled for piece in np.split(part.input_ids, part.ends[:-1])]
-    train = [piece for part in filled for piece in np.split(part.train, part.ends[:-1])]
-    return Sequences(
-        np.concatenate([ids[number] for number in order]),
-        np.concatenate([train[number] for number in order]),
-        np.concatenate([part.lengths for part in filled])[order],
-        row[order],
+    merged = Sequences(
+        np.concatenate([batch.input_ids for batch in filled]),
+        np.concatenate([batch.train for batch in filled]),
+        np.concatenate([batch.lengths for batch in filled]),
+        np.concatenate([batch.record for batch in filled]),
+        sum(batch.num_straddling for batch in filled),
     )
+    return merged.take(np.argsort(merged.record))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
@@ -141,15 +142,16 @@ class SliceEncoder:
                 raise InvalidInputError(f"{problem} (encode.on_empty=drop leaves such rows out and counts them)")
             else:
                 counts.drop(reason, problem)
-        counts.num_cut_rows += encoded.num_cut_rows
+        counts.num_cut_rows += encoded.num_cut_sequences
         counts.num_cut_tokens += encoded.num_cut_tokens
-        counts.num_straddling += encoded.num_straddling
+        sequences = encoded.sequences
+        counts.num_straddling += sequences.num_straddling
         rule = self.settings.split_rule
-        if source.weight == 1 and (source.split or not rule.holds_out) and len(encoded.row):
-            sink.append(source.split or TRAIN, encoded.input_ids, encoded.train, encoded.lengths, counts)
+        if source.weight == 1 and (source.split or not rule.holds_out) and len(sequences.record):
+            sink.append(source.split or TRAIN, sequences, counts)
             return
         chosen: dict[str, list[int]] = {}
-        for sequence, index in enumerate(encoded.row.tolist()):
+        for sequence, index in enumerate(sequences.record.tolist()):
             content = batch[index].content
             split = source.split or rule.split_of(content)
             copies = rule.num_copies(content, source.weight) if split == TRAIN else 1
@@ -157,9 +159,9 @@ class SliceEncoder:
                 counts.drop(SAMPLED_OUT, batch[index].where)
             counts.num_repeated += max(copies - 1, 0)
             chosen.setdefault(split, []).extend([sequence] * copies)
-        for split, sequences in chosen.items():
-            if sequences:
-                sink.append(split, *_gather(encoded, np.array(sequences)), counts)
+        for split, numbers in chosen.items():
+            if numbers:
+                sink.append(split, sequences.take(np.array(numbers)), counts)
 
     def _refuse(self, counts: Counts, reason: str, problem: str) -> None:
         if not self.settings.skip_errors:
@@ -191,21 +193,10 @@ def hash_slice(task: SliceTask) -> HashedSlice:
     return HashedSlice(task.number, task.source.name, task.num_bytes, hashes)
 
 
-def _gather(encoded: EncodedRecords, sequences: npt.NDArray[np.int64]) -> tuple[Any, Any, Any]:
-    """Ids, train mask and lengths of some of the sequences, in the given order."""
-    lengths = encoded.lengths[sequences]
-    ends = np.cumsum(encoded.lengths)
-    first = (ends - encoded.lengths)[sequences]
-    # One flat index: each sequence's start, repeated, plus a count that begins anew in each sequence.
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    index = np.repeat(first, lengths) + within
-    return encoded.input_ids[index], encoded.train[index], lengths
-
-
 class _Sink(Protocol):
     """Where encoded sequences go."""
 
-    def append(self, split: str, ids: Any, train: Any, lengths: Any, counts: Counts) -> None: ...
+    def append(self, split: str, sequences: Sequences, counts: Counts) -> None: ...
 
     def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]: ...
 
@@ -214,11 +205,11 @@ class _Sink(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def _count(counts: Counts, split: str, ids: Any, train: Any, lengths: Any) -> None:
+def _count(counts: Counts, split: str, sequences: Sequences) -> None:
     of_split = counts.split(split)
-    of_split.num_sequences += len(lengths)
-    of_split.num_tokens += len(ids)
-    of_split.num_trained_tokens += int(train.sum(dtype=np.int64))
+    of_split.num_sequences += len(sequences.lengths)
+    of_split.num_tokens += len(sequences.input_ids)
+    of_split.num_trained_tokens += int(sequences.train.sum(dtype=np.int64))
 
 
 class _PartSink:
@@ -229,12 +220,12 @@ class _PartSink:
         self._writers: dict[str, TokenPartWriter] = {}
         self._open = ExitStack()
 
-    def append(self, split: str, ids: Any, train: Any, lengths: Any, counts: Counts) -> None:
+    def append(self, split: str, sequences: Sequences, counts: Counts) -> None:
         if split not in self._writers:
             path = part_path(self._tokens / split, self._number)
             self._writers[split] = self._open.enter_context(TokenPartWriter(path, **self._arguments))
-        self._writers[split].append_many(ids, train, lengths)
-        _count(counts, split, ids, train, lengths)
+        self._writers[split].append_many(sequences.input_ids, sequences.train, sequences.lengths)
+        _count(counts, split, sequences)
 
     def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]:
         from megatron_packed_sft.tokens.store import TokenPart
@@ -256,9 +247,9 @@ class _LengthSink:
     def __init__(self) -> None:
         self._lengths: dict[str, list[npt.NDArray[np.int32]]] = {}
 
-    def append(self, split: str, ids: Any, train: Any, lengths: Any, counts: Counts) -> None:
-        self._lengths.setdefault(split, []).append(lengths.astype(np.int32))
-        _count(counts, split, ids, train, lengths)
+    def append(self, split: str, sequences: Sequences, counts: Counts) -> None:
+        self._lengths.setdefault(split, []).append(sequences.lengths.astype(np.int32))
+        _count(counts, split, sequences)
 
     def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]:
         return {}, {split: np.concatenate(lengths) for split, lengths in self._lengths.items()}

@@ -28,7 +28,7 @@ def content_hash(row: Record) -> bytes:
         train = row.train if row.train and any(flag is not None for flag in row.train) else None
         content = ("conversation", row.messages, row.tools or None, train)
     elif isinstance(row, TextRecord):
-        content = ("text", row.pieces)
+        content = ("text", row.parts)
     else:
         content = ("tokenized", row.input_ids, row.train)
     try:

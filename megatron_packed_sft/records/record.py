@@ -29,16 +29,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """A text in pieces, each trained on or not: prompt and completion, or one plain text that is all trained.
+    """A text in parts, each trained or not: prompt and completion, or one plain text that is all trained.
 
-    The pieces are joined as they are and tokenized as one text, so ids do not depend on where the pieces meet.
+    The parts are joined as they are and tokenized as one text, so ids do not depend on where the parts meet.
 
     Example:
-        >>> TextRecord((("2 + 2 = ", False), ("4", True))).pieces[1]
+        >>> TextRecord((("2 + 2 = ", False), ("4", True))).parts[1]
         ('4', True)
     """
 
-    pieces: Sequence[tuple[str, bool]]
+    parts: Sequence[tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -38,14 +39,14 @@ class ByteTokenizer:
         named = {"bos_token": bos, "eos_token": eos}
         self.template_variables: Mapping[str, Any] = {key: value for key, value in named.items() if value}
 
-    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+    def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Encode as the interface says."""
         encoded = [self._encode(text) for text in texts]
-        return EncodedTexts(
+        return Sequences(
             np.array([token for tokens in encoded for token, _ in tokens], np.int32),
             np.array([is_trained for tokens in encoded for _, is_trained in tokens], np.uint8),
             np.array([len(tokens) for tokens in encoded], np.int64),
-            0,
+            np.arange(len(texts)),
         )
 
     def decode(self, ids: Sequence[int]) -> str:

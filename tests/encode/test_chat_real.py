@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
@@ -50,9 +49,9 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
     encoder = RecordEncoder(load_tokenizer(path), None, EncodeOptions(special_tokens_in_content="allow"))
     rows = [Conversation(row["messages"], row.get("tools")) for row in chats()]
     encoded = encoder.encode_records(rows)
-    ends = np.cumsum(encoded.lengths)
+    found = encoded.sequences
     refused = {row: reason for row, reason, _ in encoded.dropped}
-    starts = dict(zip(encoded.row.tolist(), zip(ends - encoded.lengths, ends, strict=True), strict=True))
+    starts = dict(zip(found.record.tolist(), zip(found.ends - found.lengths, found.ends, strict=True), strict=True))
     for number, row in enumerate(rows):
         try:
             expected = judge.apply_chat_template(list(row.messages), tools=row.tools, tokenize=True, return_dict=False)
@@ -60,7 +59,7 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
             assert refused[number] == "template_error"
             continue
         start, end = starts[number]
-        ids, train = encoded.input_ids[start:end], encoded.train[start:end] == 1
+        ids, train = encoded.sequences.input_ids[start:end], encoded.sequences.train[start:end] == 1
         assert ids.tolist() == expected
         trained = normal(encoder.tokenizer.decode(ids[train].tolist()))
         answers = [message for message in row.messages if message["role"] == "assistant"]

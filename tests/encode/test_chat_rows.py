@@ -25,10 +25,10 @@ def encoder(**options: Any) -> RecordEncoder:
 
 
 def sequences(encoded: EncodedRecords) -> list[tuple[int, list[int], list[int]]]:
-    ends = np.cumsum(encoded.lengths)
+    ends = np.cumsum(encoded.sequences.lengths)
     return [
-        (int(row), encoded.input_ids[start:end].tolist(), encoded.train[start:end].tolist())
-        for row, start, end in zip(encoded.row, ends - encoded.lengths, ends, strict=True)
+        (int(row), encoded.sequences.input_ids[start:end].tolist(), encoded.sequences.train[start:end].tolist())
+        for row, start, end in zip(encoded.sequences.record, ends - encoded.sequences.lengths, ends, strict=True)
     ]
 
 
@@ -61,11 +61,11 @@ def test_control_tokens_in_text_rows_are_control_tokens_unless_escaped() -> None
     row = TextRecord((("a[INST]b", True),))
     assert len(sequences(encoder(add_eos=False).encode_records([row]))[0][1]) == 3
     escaped = encoder(add_eos=False, special_tokens_in_text="escape").encode_records([row])
-    assert bytes(escaped.input_ids.tolist()) == b"a[INST]b"
+    assert bytes(escaped.sequences.input_ids.tolist()) == b"a[INST]b"
 
 
 def test_asking_for_a_token_the_tokenizer_lacks_is_an_error() -> None:
-    with pytest.raises(InvalidInputError, match="add_bos is set, but tokenizer bytes has no bos token"):
+    with pytest.raises(InvalidInputError, match=r"encode\.add_bos is true, but tokenizer bytes has no bos token"):
         RecordEncoder(ByteTokenizer(), "chatml", EncodeOptions(add_bos=True))
 
 
@@ -101,14 +101,19 @@ def test_rows_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company()
     assert [one[1:] for one in sequences(together)] == [one[1:] for each in alone for one in sequences(each)]
     assert [(row, reason) for row, reason, _ in together.dropped] == [(3, "template_error")]
     assert together.num_cut_tokens == sum(each.num_cut_tokens for each in alone)
-    assert together.input_ids.dtype == np.int32
-    assert together.train.dtype == np.uint8
-    assert together.lengths.dtype == together.row.dtype == np.int64
+    assert together.sequences.input_ids.dtype == np.int32
+    assert together.sequences.train.dtype == np.uint8
+    assert together.sequences.lengths.dtype == together.sequences.record.dtype == np.int64
 
 
 def test_no_rows_give_no_sequences() -> None:
     encoded = encoder(max_len=5).encode_records([])
-    assert (len(encoded.input_ids), len(encoded.lengths), len(encoded.row), encoded.dropped) == (0, 0, 0, [])
+    assert (
+        len(encoded.sequences.input_ids),
+        len(encoded.sequences.lengths),
+        len(encoded.sequences.record),
+        encoded.dropped,
+    ) == (0, 0, 0, [])
 
 
 def test_cutting_says_what_it_cut() -> None:
@@ -119,15 +124,15 @@ def test_cutting_says_what_it_cut() -> None:
     ]
     right = encoder(max_len=6).encode_records(rows)
     assert [ids for _, ids, _ in sequences(right)] == [[*b"abcdef"], [*b"ab", EOS]]
-    assert (right.num_cut_rows, right.num_cut_tokens, right.num_cut_trained_tokens) == (1, 3 + 5, 3 + 2)
+    assert (right.num_cut_sequences, right.num_cut_tokens, right.num_cut_trained_tokens) == (1, 3 + 5, 3 + 2)
     [dropped] = right.dropped
-    assert dropped == (2, "answer_cut_away", "max_len 6 of 11 tokens leaves none of the 2 trained ones")
+    assert dropped == (2, "answer_cut_away", "encode.max_len 6 of 11 tokens leaves none of the 2 trained ones")
     left = encoder(max_len=6, truncation="left").encode_records(rows)
     assert [ids for _, ids, _ in sequences(left)] == [[*b"defgh", EOS], [*b"ab", EOS], [*b"xxxxy", EOS]]
-    assert (left.num_cut_rows, left.num_cut_tokens, left.num_cut_trained_tokens) == (2, 3 + 5, 0)
+    assert (left.num_cut_sequences, left.num_cut_tokens, left.num_cut_trained_tokens) == (2, 3 + 5, 0)
     whole = encoder(max_len=6, truncation="drop").encode_records(rows)
     assert [(row, reason) for row, reason, _ in whole.dropped] == [(0, "too_long"), (2, "too_long")]
-    assert (whole.num_cut_rows, whole.num_cut_tokens) == (0, 0)
+    assert (whole.num_cut_sequences, whole.num_cut_tokens) == (0, 0)
 
 
 def test_a_sequence_whose_only_trained_token_is_its_first_has_nothing_to_train() -> None:
@@ -138,7 +143,7 @@ def test_a_sequence_whose_only_trained_token_is_its_first_has_nothing_to_train()
 
 
 def test_on_empty_error_also_stops_at_an_answer_that_was_cut_away() -> None:
-    with pytest.raises(InvalidInputError, match="row 1: answer_cut_away"):
+    with pytest.raises(InvalidInputError, match="record 1: answer_cut_away"):
         encoder(max_len=9, on_empty="error").encode_records(
             [chat("q", "a"), TextRecord((("x" * 9, False), ("y", True)))]
         )
@@ -152,7 +157,7 @@ def test_rows_without_text_are_empty() -> None:
 def test_half_a_surrogate_pair_refuses_its_row_only() -> None:
     encoded = encoder().encode_records([TextRecord((("a\ud800b", True),)), chat("\ud800", "a"), chat("q", "a")])
     assert [(row, reason) for row, reason, _ in encoded.dropped] == [(0, "invalid_text"), (1, "invalid_text")]
-    assert encoded.row.tolist() == [2]
+    assert encoded.sequences.record.tolist() == [2]
 
 
 def test_an_encoder_is_pickled_by_its_arguments() -> None:
@@ -161,12 +166,12 @@ def test_an_encoder_is_pickled_by_its_arguments() -> None:
     first = one.encode_records([chat("q", "a")])
     other = pickle.loads(pickle.dumps(one))
     assert other.options == one.options
-    assert other.encode_records([chat("q", "a")]).input_ids.tolist() == first.input_ids.tolist()
+    assert other.encode_records([chat("q", "a")]).sequences.input_ids.tolist() == first.sequences.input_ids.tolist()
 
 
 def test_text_rows_need_no_template_and_chats_say_that_they_do() -> None:
     bare = RecordEncoder(ByteTokenizer(MISTRAL, eos="</s>"))
-    assert len(bare.encode_records([TextRecord((("ab", True),))]).lengths) == 1
+    assert len(bare.encode_records([TextRecord((("ab", True),))]).sequences.lengths) == 1
     with pytest.raises(InvalidInputError, match="tokenizer bytes has no chat template; name a file, or one of chatml"):
         bare.encode_records([chat("q", "a")])
 
@@ -174,14 +179,14 @@ def test_text_rows_need_no_template_and_chats_say_that_they_do() -> None:
 def test_the_tokenizers_own_template_is_the_default() -> None:
     own = RecordEncoder(ByteTokenizer(CHATML, chat_template=chat_templates.CHATML)).encode_records([chat("q", "a")])
     named = RecordEncoder(ByteTokenizer(CHATML), "chatml").encode_records([chat("q", "a")])
-    assert own.input_ids.tolist() == named.input_ids.tolist()
-    assert own.train.tolist() == named.train.tolist()
+    assert own.sequences.input_ids.tolist() == named.sequences.input_ids.tolist()
+    assert own.sequences.train.tolist() == named.sequences.train.tolist()
 
 
 def test_a_template_whose_ends_are_ordinary_text_works_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         encoded = RecordEncoder(ByteTokenizer(()), "chatml").encode_records([chat("q", "<|im_end|>")])
-    trained = encoded.input_ids[encoded.train == 1]
+    trained = encoded.sequences.input_ids[encoded.sequences.train == 1]
     assert bytes(trained.tolist()) == b"<|im_end|><|im_end|>"
     assert "ordinary text '<|im_end|>' for tokenizer bytes" in caplog.text
 

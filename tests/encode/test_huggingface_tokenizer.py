@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
+from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.tokenizers._tiktoken_path import MAX_RUN
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.encode import tiny_tokenizers as tiny
 
@@ -32,7 +33,7 @@ def gemma_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_folder(tiny.metaspace_tokenizer(), folder, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def rows(encoded: EncodedTexts) -> Iterator[tuple[list[int], list[int]]]:
+def rows(encoded: Sequences) -> Iterator[tuple[list[int], list[int]]]:
     stops = np.cumsum(encoded.lengths)
     for stop, length in zip(stops.tolist(), encoded.lengths.tolist(), strict=True):
         yield encoded.input_ids[stop - length : stop].tolist(), encoded.train[stop - length : stop].tolist()

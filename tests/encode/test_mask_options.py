@@ -66,8 +66,8 @@ def test_header_and_end_of_turn_can_be_named() -> None:
 def test_a_row_with_nothing_to_train_is_counted_or_an_error(template: str) -> None:
     row = Conversation(CHAT, train=[False] * 4)
     [dropped] = encoder_for(template).encode_records([row]).dropped
-    assert (dropped.row, dropped.reason) == (0, "nothing_to_train")
-    with pytest.raises(InvalidInputError, match=r"row 0: nothing_to_train.*on_empty='drop'"):
+    assert (dropped.record, dropped.reason) == (0, "nothing_to_train")
+    with pytest.raises(InvalidInputError, match=r"record 0: nothing_to_train.*encode\.on_empty to drop"):
         encoder_for(template, EncodeOptions(on_empty="error")).encode_records([row])
 
 

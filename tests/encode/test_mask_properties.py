@@ -106,5 +106,5 @@ def test_ids_and_mask_are_those_of_the_twin(name: str, chat: list[dict[str, Any]
         assert reasons == ["nothing_to_train"]
         return
     assert reasons == []
-    assert encoded.input_ids.tolist() == ids
-    assert encoded.train.tolist() == train
+    assert encoded.sequences.input_ids.tolist() == ids
+    assert encoded.sequences.train.tolist() == train

@@ -50,8 +50,8 @@ def pieces(encoder: RecordEncoder, row: Conversation) -> list[str]:
     """The stretches of trained tokens, each decoded."""
     encoded = encoder.encode_records([row])
     assert encoded.dropped == []
-    edges = np.flatnonzero(np.diff(encoded.train, prepend=0, append=0)).reshape(-1, 2)
-    return [encoder.tokenizer.decode(encoded.input_ids[start:end].tolist()) for start, end in edges]
+    edges = np.flatnonzero(np.diff(encoded.sequences.train, prepend=0, append=0)).reshape(-1, 2)
+    return [encoder.tokenizer.decode(encoded.sequences.input_ids[start:end].tolist()) for start, end in edges]
 
 
 def trained(
@@ -177,18 +177,18 @@ def test_control_tokens_in_words_stay_text_and_those_of_the_template_stay_contro
     chat = [user("a<|im_end|>b"), assistant("say <|im_start|>")]
     encoded = encoder.encode_records([Conversation(chat)])
     control = {text: encoder.tokenizer.control_tokens[text] for text in ("<|im_start|>", "<|im_end|>")}
-    assert [(encoded.input_ids == token).sum() for token in control.values()] == [2, 2]
+    assert [(encoded.sequences.input_ids == token).sum() for token in control.values()] == [2, 2]
     allowed = encoder_for(template, EncodeOptions(special_tokens_in_content="allow")).encode_records(
         [Conversation(chat)]
     )
-    assert [(allowed.input_ids == token).sum() for token in control.values()] == [3, 3]
+    assert [(allowed.sequences.input_ids == token).sum() for token in control.values()] == [3, 3]
 
 
 def test_control_tokens_in_tools_stay_text() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "ends with <|im_end|>", "parameters": {}}}]
     encoder = encoder_for("chatml")
     encoded = encoder.encode_records([Conversation([user("Hi"), assistant("Yo")], tools)])
-    assert (encoded.input_ids == encoder.tokenizer.control_tokens["<|im_end|>"]).sum() == 3
+    assert (encoded.sequences.input_ids == encoder.tokenizer.control_tokens["<|im_end|>"]).sum() == 3
     assert pieces(encoder, Conversation([user("Hi"), assistant("Yo")], tools)) == ["Yo<|im_end|>"]
 
 
@@ -203,7 +203,7 @@ def test_a_control_token_in_a_name_that_cannot_be_marked_refuses_the_row() -> No
 def test_markup_tags_in_an_answer_are_the_tokens_people_mean() -> None:
     encoder = encoder_for("CHATML")
     encoded = encoder.encode_records([Conversation([user("Hi"), assistant("<think>\nhm\n</think>\n\nYo")])])
-    assert encoder.tokenizer.control_tokens["<think>"] in encoded.input_ids
+    assert encoder.tokenizer.control_tokens["<think>"] in encoded.sequences.input_ids
 
 
 def test_tool_calls_are_trained_whole_and_results_are_not() -> None:
@@ -273,8 +273,12 @@ def test_the_seeds_masking_test_holds() -> None:
     chat = [{"role": "system", "content": "S"}, user("U"), assistant("AB")]
     encoded = encoder.encode_records([Conversation(chat)])
     control = encoder.tokenizer.control_tokens
-    assert encoded.input_ids[encoded.train == 1].tolist() == [ord("A"), ord("B"), control[names["eot"]]]
-    assert encoded.input_ids[encoded.train == 0].tolist() == [
+    assert encoded.sequences.input_ids[encoded.sequences.train == 1].tolist() == [
+        ord("A"),
+        ord("B"),
+        control[names["eot"]],
+    ]
+    assert encoded.sequences.input_ids[encoded.sequences.train == 0].tolist() == [
         *(control[names["sys"]], ord("S"), control[names["eot"]]),
         *(control[names["usr"]], ord("U"), control[names["eot"]], control[names["asst"]]),
     ]
@@ -292,4 +296,4 @@ def test_tags_that_hold_turns_apart_are_escaped_and_other_tags_are_not() -> None
     source = chat_templates.CHATML.replace("<|im_start|>", "<turn>").replace("<|im_end|>", "</turn>")
     encoder = RecordEncoder(ByteTokenizer(("<turn>", "</turn>", "<h1>")), ChatTemplate("tags", source))
     encoded = encoder.encode_records([Conversation([user("</turn> <h1>"), assistant("<turn> <h1>")])])
-    assert [(encoded.input_ids == token).sum() for token in (256, 257, 258)] == [2, 2, 2]
+    assert [(encoded.sequences.input_ids == token).sum() for token in (256, 257, 258)] == [2, 2, 2]

@@ -20,6 +20,7 @@ from megatron_packed_sft.encode.templates.renderer import GenerationMarks, Recor
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class ChatMarker:
         """Render a conversation and say which characters are trained; RecordRefusedError if that cannot be said."""
         wanted = self.wanted(conversation)
         if not any(wanted):
-            raise RecordRefusedError("nothing_to_train", "no message is to be trained, by its role or its flag")
+            raise RecordRefusedError(
+                DropReason.NOTHING_TO_TRAIN, "no message is to be trained, by its role or its flag"
+            )
         tools = None if conversation.tools is None else list(conversation.tools)
         if self._renderer.has_generation_marks:
             return self._mark_by_generation(conversation, tools, wanted)
@@ -95,7 +98,7 @@ class ChatMarker:
     def _first_form(
         self, conversation: Conversation, tools: Any, marks: GenerationMarks | None
     ) -> tuple[Messages, str]:
-        refusal = RecordRefusedError("empty", "the conversation has no messages")
+        refusal = RecordRefusedError(DropReason.EMPTY, "the conversation has no messages")
         for number, messages in enumerate(forms_of(conversation.messages)):
             try:
                 return messages, self._renderer.render(messages, tools, marks=marks)
@@ -115,7 +118,7 @@ class ChatMarker:
         for text in trace.unmarked:
             if self._escaped.search(text):
                 raise RecordRefusedError(
-                    "unescapable",
+                    DropReason.UNESCAPABLE,
                     f"{text!r} is a name, an id or what the template looks for, and holds the text of a control token; "
                     "change it, or set special_tokens_in_content='allow'",
                 )
@@ -129,7 +132,7 @@ class ChatMarker:
         text, blocks = _take_out(marked, marks)
         if not self._renderer.marks_are_direct and self._renderer.render(messages, tools) != text:
             raise RecordRefusedError(
-                "untraceable_template",
+                DropReason.UNTRACEABLE_TEMPLATE,
                 f"{self._renderer.name} changes what its generation blocks wrote; put the marks where it is written",
             )
         roles = [message.get("role", "") for message in messages]
@@ -156,7 +159,8 @@ class ChatMarker:
                 inside = {assistants[number]}
             if len(inside) != 1:
                 raise RecordRefusedError(
-                    "untraceable_template", f"a generation block of {self._renderer.name} belongs to no single message"
+                    DropReason.UNTRACEABLE_TEMPLATE,
+                    f"a generation block of {self._renderer.name} belongs to no single message",
                 )
             owners += inside
         return owners

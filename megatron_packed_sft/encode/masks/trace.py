@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from jinja2 import nodes
 
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 ECHO = -1
 """The message of a span that nobody's turn is to be found by: a repeated string, a speaker's name, a tool's words."""
@@ -111,7 +112,7 @@ class Tracer:
             if spans is not None:
                 return Trace(plain, spans, marking.unmarked)
         raise RecordRefusedError(
-            "untraceable_template",
+            DropReason.UNTRACEABLE_TEMPLATE,
             f"{self.renderer.name} changes the messages' text in a way that cannot be followed; "
             "put generation marks into the template, or choose another",
         )
@@ -127,7 +128,9 @@ def free_character(text: str) -> str:
     for character in _MARK_CHARACTERS:
         if character not in text:
             return character
-    raise RecordRefusedError("untraceable_template", "the row holds U+007F and all of U+FDD0..U+FDEF; clean its text")
+    raise RecordRefusedError(
+        DropReason.UNTRACEABLE_TEMPLATE, "the row holds U+007F and all of U+FDD0..U+FDEF; clean its text"
+    )
 
 
 class _Marking:

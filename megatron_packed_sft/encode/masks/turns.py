@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_packed_sft.encode.masks.trace import ECHO, Trace
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 Range = tuple[int, int]
 
@@ -53,7 +54,7 @@ def find_turns(
     for text in trace.unmarked:
         if any(end in text for end in marks.ends):
             raise RecordRefusedError(
-                "untraceable_template",
+                DropReason.UNTRACEABLE_TEMPLATE,
                 f"{text!r} is a name, an id or what the template looks for, and holds the end of a turn; change it",
             )
     finder = _Finder(trace, marks, with_end)
@@ -125,7 +126,7 @@ class _Finder:
                 yield from found  # the template left some out; those that are there are wanted
             else:
                 raise RecordRefusedError(
-                    "untraceable_template",
+                    DropReason.UNTRACEABLE_TEMPLATE,
                     f"messages {group} are assistant turns without text, but the chat shows {len(found)} such turns, "
                     "or in another order; leave those messages out of the row",
                 )
@@ -134,7 +135,8 @@ class _Finder:
         first, last = self.own[message][0], self.own[message][-1]
         if any(span.message not in (message, ECHO) for span in self._spans[first : last + 1]):
             raise RecordRefusedError(
-                "untraceable_template", f"the text of message {message} is mixed with that of others in the chat"
+                DropReason.UNTRACEABLE_TEMPLATE,
+                f"the text of message {message} is mixed with that of others in the chat",
             )
         return first, last
 

@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 # Variables that stand where a generation block begins and ends: empty texts, or its marks.
 _BEGIN, _END = "generation_block_begins", "generation_block_ends"
@@ -28,9 +29,9 @@ _INDIRECT = (nodes.AssignBlock, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
 
 
 class RecordRefusedError(PackedSFTError):
-    """A row that cannot be encoded: `reason` is a key to count by, `detail` a sentence."""
+    """A record that cannot be encoded: `reason` to count by, `detail` a sentence."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
@@ -153,7 +154,9 @@ class Renderer:
             raise
         except Exception as error:
             # Templates fail in as many ways as Python does; whatever it was, this row cannot be rendered.
-            raise RecordRefusedError("template_error", f"{self.name}: {type(error).__name__}: {error}") from None
+            raise RecordRefusedError(
+                DropReason.TEMPLATE_ERROR, f"{self.name}: {type(error).__name__}: {error}"
+            ) from None
 
 
 def _generation_blocks(inside: nodes.Node) -> list[nodes.Scope]:

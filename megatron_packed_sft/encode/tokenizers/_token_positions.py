@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError
 
 Positions = npt.NDArray[np.int64]
@@ -91,52 +92,28 @@ def trained_ranges(
     return np.array(begins, np.int64), np.array(ends, np.int64)
 
 
-def encoded_texts(
+def with_train_mask(
     input_ids: npt.NDArray[np.int32],
     lengths: npt.NDArray[np.int64],
     token_starts: Positions,
     token_ends: Positions,
     ranges: tuple[Positions, Positions],
-) -> EncodedTexts:
-    """Put a batch together: ids and their positions in, ids and their train mask out.
+) -> Sequences:
+    """Return the sequences of a batch: a token is trained if it overlaps a trained range.
 
     Example:
         >>> ids, at = np.array([7, 8], np.int32), np.array([0, 2, 5])
-        >>> encoded_texts(ids, np.array([2]), at[:-1], at[1:], (np.array([2]), np.array([5]))).train.tolist()
+        >>> with_train_mask(ids, np.array([2]), at[:-1], at[1:], (np.array([2]), np.array([5]))).train.tolist()
         [0, 1]
     """
     begins, ends = ranges
+    record = np.arange(len(lengths))
     if len(begins) == 0:
-        return EncodedTexts(input_ids, np.zeros(len(input_ids), np.uint8), lengths, 0)
-    # Ranges ascend and do not touch: if a token lies in any, then in the first that ends after the token begins.
+        return Sequences(input_ids, np.zeros(len(input_ids), np.uint8), lengths, record)
+    # Ranges ascend and do not touch: if a token overlaps any, it overlaps the first that ends after the token begins.
     candidate = np.searchsorted(ends, token_starts, side="right")
     is_behind_all = candidate == len(ends)
     candidate[is_behind_all] = 0
     trained = ~is_behind_all & (token_starts < token_ends) & (begins[candidate] < token_ends)
     straddling = trained & ((token_starts < begins[candidate]) | (token_ends > ends[candidate]))
-    return EncodedTexts(input_ids, trained.view(np.uint8), lengths, int(np.count_nonzero(straddling)))
-
-
-def interleave(num_texts: int, groups: Sequence[tuple[Sequence[int], EncodedTexts]]) -> EncodedTexts:
-    """One batch out of several that were encoded apart: each comes with the places of its texts in the whole.
-
-    Example:
-        >>> one = EncodedTexts(np.array([5], np.int32), np.array([1], np.uint8), np.array([1]), 0)
-        >>> interleave(2, [([1], one), ([0], one._replace(input_ids=np.array([6], np.int32)))]).input_ids.tolist()
-        [6, 5]
-    """
-    if len(groups) == 1:
-        return groups[0][1]
-    ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)] * num_texts
-    train: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * num_texts
-    for places, encoded in groups:
-        stops = np.cumsum(encoded.lengths)
-        for place, stop, length in zip(places, stops.tolist(), encoded.lengths.tolist(), strict=True):
-            ids[place] = encoded.input_ids[stop - length : stop]
-            train[place] = encoded.train[stop - length : stop]
-    return EncodedTexts(
-        np.concatenate([np.empty(0, np.int32), *ids]),
-        np.concatenate([np.empty(0, np.uint8), *train]),
-        np.array([len(one) for one in ids], np.int64),
-        sum(encoded.num_straddling for _, encoded in groups),
-    )
+    return Sequences(input_ids, trained.view(np.uint8), lengths, record, int(np.count_nonzero(straddling)))

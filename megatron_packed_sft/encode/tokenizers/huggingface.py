@@ -15,18 +15,18 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
+from megatron_packed_sft.encode.sequences import Sequences, in_record_order
 from megatron_packed_sft.encode.tokenizers._byte_level import byte_lengths, is_left_alone
 from megatron_packed_sft.encode.tokenizers._control_tokens_as_text import private_names, renamed
 from megatron_packed_sft.encode.tokenizers._huggingface_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
 from megatron_packed_sft.encode.tokenizers._tiktoken_path import TiktokenPath, checked_by, open_tiktoken_path
 from megatron_packed_sft.encode.tokenizers._token_positions import (
-    encoded_texts,
-    interleave,
     trained_ranges,
     utf8_lengths,
+    with_train_mask,
 )
 from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens, is_control_text
-from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer:
         """Its added tokens, but for those that are text: white space, HTML, whole words."""
         return self._controls.ids
 
-    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+    def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
         num_bytes = utf8_lengths(texts)
         path = self._tiktoken
@@ -171,23 +171,24 @@ class HuggingFaceTokenizer:
         accepted = [path.accepts(text.text) for text in texts]
         if all(accepted):
             return self._encode_fast(path, texts, num_bytes)
-        groups = []
+        batches = []
         for places, encode in (
             (np.flatnonzero(accepted).tolist(), partial(self._encode_fast, path)),
             (np.flatnonzero(~np.array(accepted)).tolist(), self._encode_slowly),
         ):
-            groups.append((places, encode([texts[place] for place in places], [num_bytes[place] for place in places])))
-        return interleave(len(texts), groups)
+            batch = encode([texts[place] for place in places], [num_bytes[place] for place in places])
+            batches.append(batch._replace(record=np.array(places, np.int64)))
+        return in_record_order(batches)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, control tokens included."""
         return str(self._backend.decode([int(number) for number in ids], skip_special_tokens=False))
 
-    def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
+    def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
         # If not in place: the pattern left characters out, which `tokenizers` keeps as words of their own.
         return self._in_place(*path.encode(texts), texts, num_bytes) or self._encode_slowly(texts, num_bytes)
 
-    def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> EncodedTexts:
+    def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
         """Through `tokenizers`; where ids tell their length, without its offsets, which take a third of the time."""
         if self._byte_lengths is not None and all(is_left_alone(self._document, text.text) for text in texts):
             encodings = self._encodings(texts, "encode_batch_fast")
@@ -201,7 +202,7 @@ class HuggingFaceTokenizer:
         num_characters = [len(text.text) for text in texts]
         bases = np.repeat(np.cumsum([0, *num_characters[:-1]])[: len(texts)], lengths)
         ranges = trained_ranges(texts, num_characters, in_bytes=False)
-        return encoded_texts(ids, lengths, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
+        return with_train_mask(ids, lengths, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
 
     @cached_property
     def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
@@ -213,7 +214,7 @@ class HuggingFaceTokenizer:
         lengths: npt.NDArray[np.int64],
         texts: Sequence[MarkedText],
         num_bytes: Sequence[int],
-    ) -> EncodedTexts | None:
+    ) -> Sequences | None:
         """Lay tokens side by side by their lengths in bytes; None if they do not fill their texts."""
         if self._byte_lengths is None:
             return None
@@ -222,7 +223,7 @@ class HuggingFaceTokenizer:
         text_ends = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(lengths)]
         if not np.array_equal(text_ends, np.cumsum(num_bytes)):
             return None
-        return encoded_texts(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+        return with_train_mask(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
 
     def _encodings(self, texts: Sequence[MarkedText], method: str) -> list[Any]:
         plain: list[int] = []

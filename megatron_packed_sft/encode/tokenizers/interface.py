@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from megatron_packed_sft.encode.sequences import Sequences
 
 
 class MarkedText(NamedTuple):
@@ -22,22 +21,6 @@ class MarkedText(NamedTuple):
     text: str
     trained: Sequence[tuple[int, int]] = ()
     literal: Sequence[tuple[int, int]] = ()
-
-
-class EncodedTexts(NamedTuple):
-    """Ids of many texts, one after the other.
-
-    Args:
-        input_ids: int32, flat.
-        train: uint8, flat: 1 where a token holds at least one trained character.
-        lengths: int64, one per text; a text may have no token.
-        num_straddling: tokens that hold both trained and untrained characters (they count as trained).
-    """
-
-    input_ids: npt.NDArray[np.int32]
-    train: npt.NDArray[np.uint8]
-    lengths: npt.NDArray[np.int64]
-    num_straddling: int
 
 
 class Tokenizer(Protocol):
@@ -83,7 +66,7 @@ class Tokenizer(Protocol):
     def control_tokens(self) -> Mapping[str, int]:
         """Text -> id of every token that is recognised in text as a whole (added tokens, user-defined symbols)."""
 
-    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+    def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:

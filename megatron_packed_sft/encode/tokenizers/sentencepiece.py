@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.tokenizers import _sentencepiece_proto as proto
-from megatron_packed_sft.encode.tokenizers._token_positions import encoded_texts, trained_ranges, utf8_lengths
+from megatron_packed_sft.encode.tokenizers._token_positions import trained_ranges, utf8_lengths, with_train_mask
 from megatron_packed_sft.encode.tokenizers.control_tokens import SPACE_MARK, ControlTokens, is_control_text
-from megatron_packed_sft.encode.tokenizers.interface import EncodedTexts, MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError
 
 _SPECIAL = ("bos", "eos", "pad", "unk")
@@ -128,7 +129,7 @@ class SentencePieceTokenizer:
         """Its control symbols and user-defined symbols, but for those that are text: white space and HTML."""
         return self._controls.ids
 
-    def encode_many(self, texts: Sequence[MarkedText]) -> EncodedTexts:
+    def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
         num_bytes = utf8_lengths(texts)
         chunks: list[_Chunk] = []
@@ -147,7 +148,7 @@ class SentencePieceTokenizer:
         starts, ends = self._positions(chunks, ids, counts)
         tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         lengths = np.diff(tokens_before[np.cumsum([0, *num_chunks])])
-        return encoded_texts(ids, lengths, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+        return with_train_mask(ids, lengths, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, control tokens included."""

@@ -39,7 +39,7 @@ def adapt_prompt_completion(row: dict[str, Any], *, roles: Collection[str] = ROL
 
     Example:
         >>> adapt_prompt_completion({"prompt": "2 + 2 = ", "completion": "4"})
-        TextRecord(pieces=(('2 + 2 = ', False), ('4', True)))
+        TextRecord(parts=(('2 + 2 = ', False), ('4', True)))
     """
     prompt, completion = row.get("prompt"), row.get("completion")
     if type(prompt) is list and type(completion) is list:
@@ -60,7 +60,7 @@ def adapt_text(row: dict[str, Any]) -> TextRecord:
     """A row with `text`, all of it trained on.
 
     Example:
-        >>> adapt_text({"text": "Once upon a time."}).pieces
+        >>> adapt_text({"text": "Once upon a time."}).parts
         (('Once upon a time.', True),)
     """
     text = row.get("text")
