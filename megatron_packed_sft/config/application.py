@@ -21,6 +21,7 @@ from megatron_packed_sft.config.command_line import parse_command_line
 from megatron_packed_sft.config.composition import Files
 from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.plugins import GROUPS, installed_plugins
 
 ConfigT = TypeVar("ConfigT")
 _WIDTH, _INDENT = 110, 32  # of --help
@@ -133,9 +134,19 @@ def _help(name: str, schema: type, files: Files, description: str, examples: str
         "  --config-dir DIR    where that file is\n"
         "  --cfg job           print the configuration that would be used, and stop\n"
         "  --multirun          run once for each combination of values, written as KEY=FIRST,SECOND\n\n"
-        f"groups of settings, chosen by GROUP=NAME:\n{groups}\n"
+        f"groups of settings, chosen by GROUP=NAME:\n{groups}\n{_plugins()}"
         f"keys, their defaults and meaning (??? must be given):\n{_described(schema, files)}"
     )
+
+
+def _plugins() -> str:
+    """Return what installed packages add, or nothing."""
+    lines = [
+        f"  {group:<20}{', '.join(f'{plugin.name} ({plugin.package})' for plugin in found)}\n"
+        for group in GROUPS
+        if (found := installed_plugins(group).values())
+    ]
+    return f"added by installed packages:\n{''.join(lines)}\n" if lines else ""
 
 
 def _described(schema: type, files: Files) -> str:

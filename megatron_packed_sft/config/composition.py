@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 
 from megatron_packed_sft.config.command_line import parsed, quoted
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from megatron_packed_sft.plugins import installed_plugins
+
+# Groups of settings that plugins extend: their registry, and the key that a choice sets, in which package.
+_PLUGGABLE = {"storage": ("storages", "packed_storage", "_global_"), "packing": ("strategies", "strategy", "packing")}
 
 
 def config_directory() -> Path:
@@ -53,8 +58,9 @@ class Files(NamedTuple):
         raise InvalidInputError(f"there is no {name}.yaml in {places}; name its directory with --config-dir")
 
     def choices(self, group: str) -> list[str]:
-        """Return what can be chosen from a group; nothing when there is no such group."""
-        return sorted({file.stem for one in self.directories for file in (one / group).glob("*.yaml")})
+        """Return what can be chosen from a group, plugins included; nothing when there is no such group."""
+        files = {file.stem for one in self.directories for file in (one / group).glob("*.yaml")}
+        return [*sorted(files), *(name for name in _plugins(group) if name not in files)]
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return what the files and the overrides say, without the application's defaults and checks."""
@@ -69,6 +75,9 @@ class Files(NamedTuple):
         others = [quoted(f"file://{one}") for one in self.directories[1:]]
         if others:
             overrides = [*overrides, f"hydra.searchpath=[{','.join(others)}]"]
+        for group, (_, key, package) in _PLUGGABLE.items():
+            for name in _plugins(group):
+                ConfigStore.instance().store(group=group, name=name, node={key: name}, package=package)
         try:
             with initialize_config_dir(version_base="1.3", config_dir=str(self.directories[0])):
                 return compose(config_name=self.name, overrides=overrides, return_hydra_config=with_hydra)
@@ -93,3 +102,8 @@ class Files(NamedTuple):
                 if choice is not None and str(choice) not in choices:
                     raise InvalidInputError(f"{key} is {str(choice)!r}; choose one of {', '.join(choices)}")
         return text
+
+
+def _plugins(group: str) -> list[str]:
+    """Return the names that installed packages add to a group of settings."""
+    return sorted(installed_plugins(_PLUGGABLE[group][0])) if group in _PLUGGABLE else []
