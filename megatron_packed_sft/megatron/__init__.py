@@ -1,1 +1,1 @@
-"""What touches Megatron: attention for packed rows without Transformer Engine, forward step and loss, providers."""
+"""Everything that touches Megatron: model, attention without Transformer Engine, forward step, dataset providers."""

@@ -1,11 +1,11 @@
-"""Attention over packed rows for machines without Transformer Engine.
+"""Attention over packed bins for machines without Transformer Engine.
 
-    row            a a a a a . . . b b b b . . . . . . . .   two sequences, aligned to 8, and the row's padding
-    cu_seqlens     [0, 5, 9, 9]                              how long they are
-      ..._padded   [0, 8, 16, 20]                            where they lie
+    bin            a a a a a . . . b b b b . . . . . . . .   two sequences, aligned to 8, and the padding at the end
+    cu_seqlens     [0, 5, 9, 9]                              their lengths
+      ..._padded   [0, 8, 16, 20]                            their positions
 
-One call of torch's attention per sequence. For 4,096 tokens in 10 sequences on CPU, forward and backward, that is three
-times as fast as a padded batch and seven times as fast as a block mask. No sequence sees another: they never meet.
+Each sequence is one call of torch's attention, so no sequence can see another. For 4,096 tokens in 10 sequences on CPU,
+forward and backward, that is three times as fast as a padded batch and seven times as fast as a block mask.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 class PackedAttention(torch.nn.Module):
     """The `core_attention` of a Megatron-Core layer spec: causal self-attention inside each packed sequence.
 
-    It also takes batches that are not packed. The arguments are those with which Megatron-Core builds a core attention.
-    A plain torch module, because it has no parameters: Megatron-Core's checkpoints ask nothing more of it.
-
-    Example:
-        >>> spec = get_gpt_layer_local_spec(normalization="RMSNorm")  # doctest: +SKIP
-        >>> spec.submodules.self_attention.submodules.core_attention = PackedAttention  # doctest: +SKIP
+    It also takes unpacked batches. The arguments are those that Megatron-Core passes to a core attention. A plain torch
+    module suffices: it has no parameters, so Megatron-Core's checkpoints need nothing more of it.
     """
 
     def __init__(
@@ -66,10 +62,11 @@ class PackedAttention(torch.nn.Module):
 
         Args:
             query: [t, heads, size] when packed, else [s, b, heads, size]. Key and value may have fewer heads.
-            attention_mask: of a batch that is not packed, [b, 1, s, s], True where a key is hidden; None is causal.
+            attention_mask: of an unpacked batch, [b, 1, s, s], True where a key is hidden; None means causal.
             attn_mask_type: causal, or None.
-            packed_seq_params: boundaries of a packed row. Its `cu_seqlens_q_padded` says where sequences lie and
-                `cu_seqlens_q` how long they are; without the former the latter says both. Between them are zeros.
+            packed_seq_params: boundaries of a packed bin: `cu_seqlens_q_padded` gives the sequences' positions and
+                `cu_seqlens_q` their lengths; without the former, the latter gives both. The output between sequences
+                is zero.
 
         Returns:
             [t, heads * size] when packed, else [s, b, heads * size].
@@ -86,15 +83,15 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_to_packed(self, query: Tensor, key: Tensor, value: Tensor, segments: list[int]) -> Tensor:
         # One split and one concatenation: their backward passes are one copy each, however many sequences there are.
-        pieces = []
+        outputs = []
         splits = (torch.split_with_sizes(tensor, segments) for tensor in (query, key, value))
         for index, (queries, keys, values) in enumerate(zip(*splits, strict=True)):
             if index % 2:  # between sequences
-                pieces.append(queries.new_zeros(len(queries), queries.shape[1], values.shape[2]))
+                outputs.append(queries.new_zeros(len(queries), queries.shape[1], values.shape[2]))
             elif len(queries):
-                heads_first = [piece.transpose(0, 1).unsqueeze(0) for piece in (queries, keys, values)]
-                pieces.append(self._attend(None, *heads_first).squeeze(0).transpose(0, 1))
-        return torch.cat(pieces).flatten(1)
+                heads_first = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (queries, keys, values)]
+                outputs.append(self._attend(None, *heads_first).squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
 
     def _attend_to_batch(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
         heads_first = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
@@ -102,7 +99,7 @@ class PackedAttention(torch.nn.Module):
         return self._attend(visible, *heads_first).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, visible: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of [b, heads, s, size], causal when it is not said what is visible."""
+        """Attend over [b, heads, s, size]; causal unless `visible` is given."""
         dropout = self.dropout if self.training else 0.0
         with _own_random_numbers() if dropout else nullcontext():
             return scaled_dot_product_attention(
@@ -118,14 +115,14 @@ class PackedAttention(torch.nn.Module):
 
 
 def _own_random_numbers() -> AbstractContextManager[None]:
-    """Each tensor-parallel rank has other heads, so it draws other numbers."""
+    """Return a context in which each tensor-parallel rank draws its own numbers, because it has its own heads."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork()  # type: ignore[no-any-return]
 
 
 def _segments(params: PackedSeqParams, num_positions: int) -> list[int]:
-    """Lengths of the sequences and of the gaps behind them, in turn: sequence, gap, sequence, gap, ..."""
+    """Return the lengths of the sequences and of the gaps behind them: sequence, gap, sequence, gap, ..."""
     logical = params.cu_seqlens_q.tolist()
     physical = logical if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
     segments = []
@@ -149,4 +146,4 @@ def _refuse_unsupported(config: TransformerConfig, attention_type: str) -> None:
         if is_wanted
     ]
     if wanted:
-        raise InvalidInputError(f"{' and '.join(wanted)} cannot be had without Transformer Engine; leave it out")
+        raise InvalidInputError(f"{' and '.join(wanted)} needs Transformer Engine; leave it out")

@@ -1,4 +1,4 @@
-"""The one place that decides what we run on: NCCL and Transformer Engine with CUDA, gloo and torch's parts without.
+"""The one place that decides what a run computes on: NCCL and Transformer Engine with CUDA, gloo and torch without.
 
 choose_backend() ─▶ Backend ─▶ start_distributed(backend, ...) ─▶ train ─▶ stop_distributed()
                       └─▶ layer_spec, device, default_dtype for `build_gpt_model`
@@ -15,8 +15,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not exported explicitly
+    HashStore,
+    PrefixStore,
+    Store,
+    rendezvous,
+)
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.attention import PackedAttention
@@ -27,14 +31,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-# What torchrun sets. The first three say that there are several processes at all.
+# What torchrun sets. Any of the first three means that there are several processes.
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_starts: Final = itertools.count()  # of this process; the same on all ranks
+_starts: Final = itertools.count()  # per process; the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """What this process runs on; nothing else in the recipe asks.
+    """What this process computes on; the only place in the recipe that decides it.
 
     Example:
         >>> Backend(device_type="cpu", distributed_backend="gloo", device=torch.device("cpu")).default_dtype
@@ -48,24 +52,20 @@ class Backend:
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """bfloat16 with CUDA. On CPU float32: bfloat16 is slow there, and Megatron's optimizer does not take it."""
+        """bfloat16 with CUDA; float32 on CPU, where Megatron's optimizer does not support bfloat16."""
         return torch.bfloat16 if self.device_type == "cuda" else torch.float32
 
     def layer_spec(
         self, config: TransformerConfig, *, normalization: str = "RMSNorm", qk_layernorm: bool = False
     ) -> ModuleSpec:
-        """The parts of a transformer layer: Transformer Engine's, or Megatron-Core's own with `PackedAttention`.
-
-        Example:
-            >>> spec = choose_backend().layer_spec(config)  # doctest: +SKIP
-        """
+        """Return the layer spec: Transformer Engine's, or Megatron-Core's own with `PackedAttention`."""
         from megatron.core.models.gpt import gpt_layer_specs
 
         if self.uses_transformer_engine:
             return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
         if config.sequence_parallel:
             raise InvalidInputError(
-                "sequence_parallel needs the norms of Transformer Engine, which is not here; set it to False"
+                "sequence_parallel needs Transformer Engine, which is not installed; set it to False"
             )
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization, qk_layernorm=qk_layernorm)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -73,7 +73,7 @@ class Backend:
 
 
 def choose_backend() -> Backend:
-    """CUDA when it is there, else the CPU.
+    """Return the CUDA backend when CUDA is available, else the CPU's.
 
     Example:
         >>> choose_backend().distributed_backend in ("nccl", "gloo")
@@ -84,8 +84,8 @@ def choose_backend() -> Backend:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise InvalidInputError(
-            f"LOCAL_RANK is {local_rank}, but this machine has {torch.cuda.device_count()} CUDA devices; start as many "
-            "processes per machine as it has devices"
+            f"LOCAL_RANK is {local_rank}, but this machine has {torch.cuda.device_count()} CUDA devices; start one "
+            "process per device (torchrun --nproc-per-node)"
         )
     return Backend(
         device_type="cuda",
@@ -104,23 +104,20 @@ def start_distributed(
     seed: int = 1234,
     timeout_minutes: float = 10.0,
 ) -> None:
-    """Join the processes of this run, make Megatron's groups of them and seed this process.
+    """Connect the processes of this run, create Megatron's groups and seed this process.
 
-    Under torchrun its environment says who is there. A plain `python` process is a run of one.
+    Under torchrun the environment names the other processes. A plain `python` process is a run of one.
 
     Args:
         backend: from `choose_backend`.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: ranks that share the layers.
-        context_parallel: ranks that share each row; needs Transformer Engine.
+        context_parallel: ranks that share each bin; needs Transformer Engine.
         seed: of the weights and of dropout.
         timeout_minutes: how long a rank waits for the others.
-
-    Example:
-        >>> start_distributed(choose_backend(), tensor_parallel=2)  # doctest: +SKIP
     """
     if torch.distributed.is_initialized():
-        raise InvalidInputError("torch.distributed runs already; call stop_distributed() first")
+        raise InvalidInputError("torch.distributed is already running; call stop_distributed() first")
     world_size = _world_size()
     _check_sizes(backend, world_size, tensor_parallel, pipeline_parallel, context_parallel)
     _import_megatron_core()
@@ -140,18 +137,14 @@ def start_distributed(
         pipeline_model_parallel_size=pipeline_parallel,
         context_parallel_size=context_parallel,
     )
-    # Stages draw other weights, as in Megatron-LM; tensor-parallel ranks need the same seed, and their tracker differs.
+    # Each stage draws its own weights, as in Megatron-LM. Tensor-parallel ranks share a seed; their trackers differ.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
 
 
 def stop_distributed() -> None:
-    """Leave the run; harmless when there is none.
-
-    Example:
-        >>> stop_distributed()
-    """
+    """Disconnect from the run; does nothing when there is none."""
     if torch.distributed.is_initialized():
         from megatron.core import parallel_state
 
@@ -161,14 +154,14 @@ def stop_distributed() -> None:
 
 def _import_megatron_core() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells, while it is imported, what else is not installed
+        warnings.simplefilter("ignore")  # at import time it warns about what else is not installed
         for module in ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"):
             load(module, "megatron", "training")
-    load("psutil", "megatron", "writing a checkpoint")  # without it Megatron-Core's first one waits for ever
+    load("psutil", "megatron", "writing a checkpoint")  # without it Megatron-Core's first checkpoint hangs
 
 
 def _world_size() -> int:
-    """How many processes there are: torchrun says so, else this one is alone."""
+    """Return the number of processes that torchrun started, or 1."""
     if not any(name in os.environ for name in _TORCHRUN[:3]):
         return 1
     missing = [name for name in _TORCHRUN if name not in os.environ]
@@ -181,11 +174,11 @@ def _world_size() -> int:
 
 
 def _meet(timeout: timedelta) -> tuple[Store, int]:
-    """The store through which the processes find each other, and this one's rank."""
+    """Return the store through which the processes find each other, and this one's rank."""
     if "RANK" not in os.environ:
         return HashStore(), 0
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
-    # torchrun's store outlives stop_distributed(), and what the first start has left there would mislead the second.
+    # torchrun's store outlives stop_distributed(), and leftovers of the first start would mislead the second.
     return PrefixStore(f"start_{next(_starts)}", store), rank
 
 

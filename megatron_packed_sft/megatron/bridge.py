@@ -1,11 +1,11 @@
-"""Megatron-Bridge: a dataset provider that a recipe selects by config alone.
+"""Megatron-Bridge: a dataset provider that a recipe selects by configuration alone.
 
     dataset:
       _target_: megatron_packed_sft.megatron.bridge.PackedSFTDatasetProvider
       path: my_dataset
       seq_length: 4096
 
-`PackedSFTDatasetProvider` is made when it is first used, out of the classes of the Megatron-Bridge that is installed:
+`PackedSFTDatasetProvider` is created on first use from the classes of the installed Megatron-Bridge:
 
 | Bridge     | derives from                             | says that data is packed | batches       | samples asked by |
 |------------|------------------------------------------|--------------------------|---------------|------------------|
@@ -14,8 +14,8 @@
 | 0.6        | DatasetProvider                          | offline_packing_specs    | `bridge_0_6`  | `single`         |
 | later      | DatasetProvider                          | offline_packing_specs    | `bridge_main` | `single`         |
 
-Bridge answers an error in a provider's constructor with a log line, and trains on the recipe's own dataset instead. So
-every field has a default here, and what is missing or wrong is said by `build_datasets`, whose errors stop the run.
+Bridge only logs an error in a provider's constructor and then trains on the recipe's own dataset. So every field has a
+default here, and `build_datasets`, whose errors do stop the run, reports what is missing or wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROVIDER = "PackedSFTDatasetProvider"
 
 
 class BuildContext(Protocol):
-    """What Megatron-Bridge hands to `build_datasets`: how many samples it will ask for, and the tokenizer."""
+    """What Megatron-Bridge passes to `build_datasets`: how many samples it will ask for, and the tokenizer."""
 
     train_samples: int
     valid_samples: int
@@ -50,24 +50,24 @@ class BuildContext(Protocol):
 
 @dataclass(kw_only=True)
 class PackedSFTSettings:
-    """The provider's own fields, and how they become datasets; the same for every Megatron-Bridge.
+    """The provider's own fields, and how they become datasets; the same for every Megatron-Bridge version.
 
     Args:
         path: packed data, as `create_sft_dataset` takes it, or a list of such paths.
-        weights: of the paths of a list, for training: a blend in that proportion.
+        weights: one per path of a list: blend the paths in this proportion for training.
         validation_path, test_path: packed data to evaluate on. By default the splits of those paths that are dataset
             directories and have them.
         train_split, validation_split, test_split: names of the splits of dataset directories.
         do_validation, do_test: False leaves that dataset out.
-        packed_storage: `auto`, or what `path` must be.
-        seq_length: positions of a row; the model's sequence length.
+        packed_storage: `auto`, or the storage that `path` must have.
+        seq_length: the model's sequence length.
         seed: of the order of samples.
-        max_train_samples: training goes round after so many samples (not with `single`); by default it never needs to.
-        dataloader_type: whose sampler asks for the samples; see docs/megatron_bridge.md.
-        pad_to_max_length: every batch gets `seq_length` positions; pipeline parallelism and CUDA graphs need it.
-        pad_cu_seqlens: boundaries of one shape, for CUDA graphs.
-        contract: whose keys batches have; `auto` asks the installed Megatron-Bridge.
-        dataset_kwargs: further arguments of `PackedDataset`; recipes of Megatron-Bridge have some, too.
+        max_train_samples: start over after this many samples (not with `single`); by default there are always enough.
+        dataloader_type: which of Bridge's samplers draws the samples; see docs/megatron_bridge.md.
+        pad_to_max_length: pad every batch to `seq_length`; pipeline parallelism and CUDA graphs need it.
+        pad_cu_seqlens: pad the boundaries to one shape, for CUDA graphs.
+        contract: which keys batches have; `auto` chooses those of the installed Megatron-Bridge.
+        dataset_kwargs: further arguments of `PackedDataset`; recipes of Megatron-Bridge set some of them.
 
     Example:
         >>> PackedSFTSettings(path="my_dataset", seq_length=4096).validation_split
@@ -96,20 +96,16 @@ class PackedSFTSettings:
     def build_datasets(
         self, context: BuildContext
     ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
-        """The training, validation and test datasets, as long as the run will ask for; None where there is nothing.
-
-        Example:
-            >>> train, validation, test = provider.build_datasets(context)  # doctest: +SKIP
-        """
+        """Return the training, validation and test datasets, as long as the run needs; None where there is no data."""
         if not self.path:
-            raise InvalidInputError("dataset.path is not set; name the packed data to train on")
+            raise InvalidInputError("dataset.path is not set; set it to the packed data to train on")
         if not self.seq_length:
-            raise InvalidInputError("dataset.seq_length is not set; give the model's sequence length")
+            raise InvalidInputError("dataset.seq_length is not set; set it to the model's sequence length")
         num_samples = self.max_train_samples or context.train_samples
         if self.dataloader_type == "single" and num_samples < context.train_samples:
             raise InvalidInputError(
-                f"dataset.max_train_samples is {num_samples}, the run asks for {context.train_samples} samples, and "
-                "dataloader_type 'single' does not go round; leave max_train_samples out, or use 'batch'"
+                f"dataset.max_train_samples is {num_samples}, the run needs {context.train_samples} samples, and "
+                "dataset.dataloader_type=single does not start over; leave max_train_samples out, or use batch"
             )
         train = self._open(_listed(self.path), self.train_split, num_samples, context, weights=self.weights)
         validation = test = None
@@ -124,10 +120,10 @@ class PackedSFTSettings:
     def _evaluation_paths(self, given: str | list[str] | None, split: str) -> list[str]:
         if given:
             return _listed(given)
-        # A shard or a legacy file has no splits: it would be opened whole, and training data be evaluated on.
+        # A single shard has no splits: it would be opened whole, and the run would evaluate on its training data.
         found = [path for path in _listed(self.path) if _has_split(path, split)]
         if not found:
-            logger.info("no dataset of %s has a split %r; that dataset is left out", self.path, split)
+            logger.info("no dataset of %s has a split %r; there is no evaluation on it", self.path, split)
         return found
 
     def _open(
@@ -137,7 +133,7 @@ class PackedSFTSettings:
             return None
         assert self.seq_length is not None
         arguments = dict(self.dataset_kwargs or {})
-        # Megatron-Bridge switches the field on where it needs it; a recipe's arguments must not switch it off again.
+        # Megatron-Bridge turns the field on where it needs it; a recipe's arguments must not turn it off again.
         arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
         arguments["pad_cu_seqlens"] = self.pad_cu_seqlens or arguments.get("pad_cu_seqlens", False)
         return create_sft_dataset(
@@ -154,7 +150,7 @@ class PackedSFTSettings:
         )
 
     def _packing_specs(self, module: str) -> Any:
-        """Megatron-Bridge's own description of packed data: its checks look at it. Nothing is read from its paths."""
+        """Return Megatron-Bridge's own description of packed data, which its checks read; its paths are not used."""
         return _import(module).PackedSequenceSpecs(
             packed_sequence_size=self.seq_length or -1, pad_cu_seqlens=self.pad_cu_seqlens
         )
@@ -162,7 +158,7 @@ class PackedSFTSettings:
 
 @dataclass(kw_only=True)
 class _SettingsBefore06(PackedSFTSettings):
-    """The specs are a field of FinetuningDatasetConfig; a recipe may bring its own, which mean nothing here."""
+    """The specs are a field of FinetuningDatasetConfig; a recipe's own are replaced."""
 
     def __post_init__(self) -> None:
         self.packed_sequence_specs = self._packing_specs("megatron.bridge.data.datasets.packed_sequence")
@@ -170,10 +166,10 @@ class _SettingsBefore06(PackedSFTSettings):
 
 @dataclass(kw_only=True)
 class _SettingsSince06(PackedSFTSettings):
-    """Checks look the specs up by name. The sampler of `batch` shuffles all samples again, over all epochs at once."""
+    """Bridge's checks look the specs up by name. Its `batch` sampler reshuffles all samples across epochs."""
 
     dataloader_type: str | None = "single"
-    enable_offline_packing = True  # not a field: it is no choice
+    enable_offline_packing = True  # not a field, because it cannot be changed
 
     @property
     def offline_packing_specs(self) -> Any:
@@ -186,19 +182,15 @@ class _SettingsSince06(PackedSFTSettings):
         """As in `PackedSFTSettings`."""
         if self.dataloader_type == "batch":
             logger.warning(
-                "dataloader_type 'batch' of this Megatron-Bridge shuffles the samples of all epochs together, and "
-                "anew when the number of iterations changes; set dataset.dataloader_type=single to keep epochs apart"
+                "dataset.dataloader_type=batch of this Megatron-Bridge shuffles the samples of all epochs together, "
+                "and differently when the number of iterations changes; set dataset.dataloader_type=single to keep "
+                "epochs apart"
             )
         return super().build_datasets(context)
 
 
 def installed_version() -> str:
-    """The version of the installed Megatron-Bridge.
-
-    Example:
-        >>> installed_version()  # doctest: +SKIP
-        '0.3.1'
-    """
+    """Return the version of the installed Megatron-Bridge, such as 0.3.1."""
     try:
         return importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError as error:
@@ -208,7 +200,7 @@ def installed_version() -> str:
 
 
 def contract_of(version: str) -> str:
-    """The contract of batches of a Megatron-Bridge version.
+    """Return the batch contract of a Megatron-Bridge version.
 
     Example:
         >>> [contract_of(version) for version in ("0.3.1", "0.5.1", "0.6.2", "0.7.0rc0")]
@@ -224,12 +216,9 @@ def contract_of(version: str) -> str:
 
 
 def allow_as_target() -> None:
-    """Put this package on the allow-list that Megatron-Bridge 0.4 and later have for `_target_`.
+    """Add this package to the `_target_` allow-list of Megatron-Bridge 0.4 and later.
 
-    Call it in the script that starts the training, before the config is read. Before 0.4 there is nothing to do.
-
-    Example:
-        >>> allow_as_target()  # doctest: +SKIP
+    Call it in the start script, before the configuration is read. Before 0.4 it does nothing.
     """
     installed_version()
     utilities = _import("megatron.bridge.utils.instantiate_utils")
@@ -238,7 +227,7 @@ def allow_as_target() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the provider when it is first used: without Megatron-Bridge, importing this module works all the same."""
+    """Create the provider on first use, so that this module can be imported without Megatron-Bridge."""
     if name != PROVIDER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     provider = globals()[PROVIDER] = _make_provider()
@@ -249,12 +238,12 @@ def _make_provider() -> type:
     bases: tuple[type, ...]
     if contract_of(installed_version()) in ("bridge_0_3", "bridge_0_5"):
         config = _import("megatron.bridge.training.config")
-        # FinetuningDatasetConfig: Bridge checks micro batch size, sequence length and context parallelism of those
-        # only. DatasetProvider: Bridge calls `build_datasets` of those.
+        # FinetuningDatasetConfig: only those get Bridge's checks of micro batch size, sequence length and context
+        # parallelism. DatasetProvider: only on those does Bridge call `build_datasets`.
         bases = (_SettingsBefore06, config.FinetuningDatasetConfig, config.DatasetProvider)
     else:
         bases = (_SettingsSince06, _import("megatron.bridge.data.base").DatasetProvider)
-    # Bridge writes the class's name into checkpoints and finds it again by that.
+    # Bridge writes the class's name into checkpoints and looks it up by that.
     names = {"__module__": __name__, "__doc__": PackedSFTSettings.__doc__}
     return dataclass(kw_only=True)(type(PROVIDER, bases, names))
 
@@ -265,7 +254,7 @@ def _import(name: str) -> ModuleType:
     except ImportError as error:
         raise MissingDependencyError(
             f"Megatron-Bridge {installed_version()} is installed, but {name} cannot be imported ({error}); "
-            "install what it asks for"
+            "install what is missing"
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Megatron-Core without a GPU: the few places that ask for CUDA get the CPU instead.
+"""Megatron-Core without a GPU: the few places that require CUDA get the CPU instead.
 
-Megatron-Core 0.16 asks for "the current CUDA device" in some forty places, most of them through the names replaced
-here. Each replacement was found by leaving it out and seeing what breaks. With CUDA nothing is touched.
+Megatron-Core 0.16 uses "the current CUDA device" in some forty places, most of them through the names replaced here.
+Something breaks without each of them (tests/megatron/test_cpu.py). Megatron-Core has no public switch for this, so an
+upgrade must run those tests. With CUDA nothing is touched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-# Modules that create small tensors with device="cuda". They get a `torch` of their own; all others keep the real one.
+# Modules that create small tensors with device="cuda". They get a wrapped `torch`; all others keep the real one.
 _MODULES_THAT_CREATE_ON_CUDA: Final = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.optimizer.optimizer",
@@ -25,12 +26,9 @@ _RNG_WARNING: Final = "CPU RNG state changed within GPU RNG context"
 
 
 def adapt_to_cpu() -> None:
-    """Let Megatron-Core run in this process without CUDA; does nothing when CUDA is there, or the second time.
+    """Let Megatron-Core run in this process without CUDA; does nothing with CUDA, or when called again.
 
     `start_distributed` calls it. Custom trainers call it before they build a model.
-
-    Example:
-        >>> adapt_to_cpu()  # doctest: +SKIP
     """
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "is_cpu_adaptation", False):
         return
@@ -47,14 +45,14 @@ def _adapt_torch() -> None:
 
     current_device.is_cpu_adaptation = True  # type: ignore[attr-defined]
     torch.cuda.current_device = current_device  # type: ignore[assignment]
-    # After each transfer between pipeline stages and before a checkpoint is written; gloo has nothing to wait for.
+    # Called after transfers between pipeline stages and before checkpoints; gloo has nothing to wait for.
     torch.cuda.synchronize = lambda device=None: None
-    # Tied embeddings move their weight to the GPU before the first and the last stage agree on it.
+    # Tied embeddings move their weight to the GPU before the first and last stage synchronise it.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _adapt_random_state() -> None:
-    """The tracker of random states for model-parallel regions keeps states of the CPU's generator."""
+    """Make the random-state tracker of model-parallel regions keep states of the CPU's generator."""
     from megatron.core.tensor_parallel import random
 
     def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -67,12 +65,12 @@ def _adapt_random_state() -> None:
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
-    # A fork of the tracker warns when the CPU's generator has moved meanwhile. Here that is what it is for.
+    # A fork of the tracker warns when the CPU's generator has advanced, which here is the point.
     logging.getLogger(random.__name__).addFilter(lambda record: record.getMessage() != _RNG_WARNING)
 
 
 class _TorchOnCpu(types.ModuleType):
-    """The `torch` module, except that what is asked for on CUDA is created on the CPU."""
+    """The `torch` module, except that tensors requested on CUDA are created on the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -93,7 +91,7 @@ def _created_on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.
 def _adapt_gradient_clipping() -> None:
     from megatron.core.optimizer import clip_grads, optimizer
 
-    # The optimizer has imported the function by name, so both names are replaced.
+    # The optimizer imported the function by name, so both names are replaced.
     clip_grads.clip_grad_by_total_norm_fp32 = _clip_gradients
     optimizer.clip_grad_by_total_norm_fp32 = _clip_gradients
 
@@ -101,7 +99,7 @@ def _adapt_gradient_clipping() -> None:
 def _clip_gradients(
     parameters: Iterable[torch.Tensor], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
 ) -> None:
-    """What Megatron-Core does, without its assertion that gradients are CUDA tensors."""
+    """Clip like Megatron-Core, without its assertion that gradients are CUDA tensors."""
     scale = max_norm / (total_norm + 1.0e-6)
     if scale < 1.0:
         for parameter in parameters:

@@ -1,9 +1,9 @@
-"""One forward step over a packed batch, in the form that Megatron-Core's pipeline schedules call.
+"""One forward step over a packed batch, as Megatron-Core's pipeline schedules call it.
 
     batch (contract `mcore`) ─▶ packed_seq_params ─┐
                              ─▶ to_device ─────────┴▶ model ─▶ losses [1, T] ─▶ loss_function ─▶ sum, count, report
 
-Each rank reads its batches itself: the ranks of a tensor- or pipeline-parallel group read the same ones.
+Each rank reads its own batches; the ranks of a tensor- or pipeline-parallel group read the same ones.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
 def packed_seq_params(
     batch: Mapping[str, Any], *, device: torch.device | None = None, context_parallel: int = 1
 ) -> PackedSeqParams:
-    """The boundaries of a packed row, as Megatron-Core's attention and rotary positions take them.
+    """Return the boundaries of a packed bin, as Megatron-Core's attention and rotary positions take them.
 
-    Repeated last boundaries are dropped, and the row's padding is a sequence of its own, because the last boundary must
-    be the row's length. The longest sequence is measured here: when it is as long as the row, Megatron-Core takes that
-    as a sign that rotary positions run through the whole row.
+    Repeated last boundaries are dropped, and the padding at the end becomes a sequence of its own, because the last
+    boundary must be the number of positions. The longest sequence is measured here: if it were given as long as the
+    bin, Megatron-Core would run rotary positions through the whole bin.
 
     Args:
-        batch: of one row, made with the contract `mcore`, `bridge_main` or `bridge_0_6`; best while it is on the CPU.
-        device: where the boundaries go; by default where they are.
-        context_parallel: ranks that share the row; each sequence must be divisible into twice as many pieces.
-
-    Example:
-        >>> batch = {"tokens": torch.zeros(1, 8), "cu_seqlens_q": torch.tensor([[0, 3, 6, 6]])}
-        >>> packed_seq_params(batch).cu_seqlens_q.tolist()  # doctest: +SKIP
-        [0, 3, 6, 8]
+        batch: of one bin, made with the contract `mcore`, `bridge_main` or `bridge_0_6`; best still on the CPU.
+        device: where to put the boundaries; by default they stay where they are.
+        context_parallel: ranks that share the bin; sequence lengths must be multiples of twice this number.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -55,7 +50,7 @@ def packed_seq_params(
     if physical[0] != 0 or physical[-1] > num_positions or any(end < start for start, end in pairwise(physical)):
         raise InvalidInputError(
             f"the batch's boundaries {physical} do not rise from 0 to at most its {num_positions} positions; make it "
-            "with this package's collate"
+            "with a dataset or loader of this package"
         )
     num_boundaries = physical.index(physical[-1]) + 1
     logical, physical = logical[:num_boundaries], physical[:num_boundaries]
@@ -82,7 +77,7 @@ def packed_seq_params(
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
-    """The batch with its tensors on `device`, and a `compact` one with the int64 values that models expect.
+    """Return the batch with its tensors on `device`, and a `compact` one widened to the int64 that models expect.
 
     Example:
         >>> to_device({"tokens": torch.zeros(1, 8, dtype=torch.int32)}, torch.device("cpu"))["tokens"].dtype
@@ -97,15 +92,15 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
 
 
 def loss_function(loss_mask: Tensor, output: Tensor) -> Loss:
-    """The loss of the trained tokens, summed: Megatron-Core divides by their number over the whole global batch.
+    """Return the summed loss of the trained tokens; Megatron-Core divides by their number in the global batch.
 
     Args:
         loss_mask: [1, T], 1 where the prediction counts.
         output: [1, T], the loss at each position, from a model built with `calculate_per_token_loss=True`.
 
     Returns:
-        the sum, the number of trained tokens, and both as `{"lm loss": tensor([sum, number])}` for the log, as
-        Megatron-LM reports them: sum these over micro batches and data-parallel ranks, then divide.
+        The sum, the number of trained tokens, and both as `{"lm loss": tensor([sum, number])}` for the log, as in
+        Megatron-LM: sum these over micro batches and data-parallel ranks, then divide.
 
     Example:
         >>> total, num_tokens, _ = loss_function(torch.tensor([[0, 1, 1]]), torch.tensor([[9.0, 2.0, 4.0]]))
@@ -125,15 +120,11 @@ def forward_step(
     """Run the model on the next batch: the `forward_step_func` of `get_forward_backward_func`.
 
     Args:
-        data_iterator: batches of one packed row each, or of several rows with a dense `attention_mask`.
+        data_iterator: batches of one packed bin each, or of several with a dense `attention_mask`.
         model: a GPT model of Megatron-Core, bare or wrapped for data parallelism.
 
     Returns:
-        the model's output, and what makes a loss of the last stage's.
-
-    Example:
-        >>> step = get_forward_backward_func()  # doctest: +SKIP
-        >>> step(forward_step_func=forward_step, data_iterator=iter(loader), model=[model], ...)  # doctest: +SKIP
+        The model's output, and the function that turns the last stage's output into a loss.
     """
     from megatron.core import parallel_state
 
@@ -143,7 +134,7 @@ def forward_step(
     dense_mask, boundaries = batch.get("attention_mask"), None
     if dense_mask is not None and dense_mask.dim() == 4:
         dense_mask = dense_mask.to(device, non_blocking=True)
-    else:  # also in a pipeline's middle stages, which need neither tokens nor labels
+    else:  # also in the middle stages of a pipeline, which need neither tokens nor labels
         dense_mask = None
         context_parallel = parallel_state.get_context_parallel_world_size()
         boundaries = packed_seq_params(batch, device=device, context_parallel=context_parallel)
@@ -160,16 +151,16 @@ def forward_step(
 
 
 def _num_positions(batch: Mapping[str, Any]) -> int:
-    """Of the only row that there may be."""
+    """Return the positions of the batch's only bin."""
     if "cu_seqlens_q" not in batch:
         raise InvalidInputError(
-            "the batch has no cu_seqlens_q, so its sequences have no boundaries; make it with the contract 'mcore'"
+            "the batch has no cu_seqlens_q, so its sequences have no boundaries; use contract='mcore'"
         )
-    num_rows, num_positions = batch["tokens"].shape
-    if num_rows != 1:
+    num_bins, num_positions = batch["tokens"].shape
+    if num_bins != 1:
         raise InvalidInputError(
-            f"the batch has {num_rows} packed rows, and Megatron-Core takes one; set the micro batch size to 1 and "
-            "pack longer rows instead"
+            f"the batch has {num_bins} packed bins, and Megatron-Core takes one; set the micro batch size to 1 and "
+            "pack longer bins instead"
         )
     return int(num_positions)
 
@@ -178,13 +169,13 @@ def _refuse_uneven(lengths: list[int], multiple: int) -> None:
     uneven = next((length for length in lengths if length % multiple), None)
     if uneven is not None:
         raise InvalidInputError(
-            f"a sequence of {uneven} positions cannot be split for context parallelism into {multiple} equal pieces; "
-            f"prepare the data with pad_seq_to_mult={multiple} and collate it with the same number"
+            f"a sequence of {uneven} positions cannot be split into {multiple} equal parts for context parallelism; "
+            f"prepare the data with packing.pad_seq_to_mult={multiple}"
         )
 
 
 def _of_this_context_rank(batch: Batch, boundaries: PackedSeqParams) -> Batch:
-    """This rank's pieces of each sequence; Transformer Engine says which."""
+    """Return this rank's part of each sequence; Transformer Engine decides which."""
     from megatron.core.utils import get_thd_batch_on_this_cp_rank
 
     longest = torch.tensor([boundaries.max_seqlen_q])

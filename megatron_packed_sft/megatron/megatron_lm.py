@@ -1,11 +1,11 @@
-"""Megatron-LM: packed data as a `MegatronDataset`, so that its blending, its samplers and its `--sft` step work on it.
+"""Megatron-LM: packed data as a `MegatronDataset`, so that its blending, samplers and `--sft` step work with it.
 
     --data-path 0.3 code 0.7 chat                 BlendedMegatronDatasetBuilder
-                                                  └─ BlendedDataset             asks each source for 0, 1, 2, ...
+                                                  └─ BlendedDataset             asks each dataset for 0, 1, 2, ...
                                                      ├─ PackedSFTMegatronDataset(code)   shuffles, epoch after epoch
                                                      └─ PackedSFTMegatronDataset(chat)
 
-Samples have what Megatron-LM's own SFT dataset gives out; a micro batch is one sample. See docs/megatron_lm.md.
+Samples have the keys of Megatron-LM's own SFT dataset; a micro batch is one sample. See docs/megatron_lm.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron-Core tells, while it is imported, what else is not installed
+        warnings.simplefilter("ignore")  # at import time Megatron-Core warns about what else is not installed
         from megatron.core.datasets.megatron_dataset import MegatronDataset
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
@@ -35,21 +35,15 @@ if TYPE_CHECKING:
 
 
 class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatron-Core has no types
-    """Packed rows of one path, shuffled anew in every epoch; what index i means depends on the data and the seed only.
+    """Packed bins of one path, reshuffled every epoch; index i depends only on the data and the seed.
 
     Args:
-        dataset: the rows, as `build_low_level_dataset` opened them.
-        dataset_path: where they lie.
-        indices: the rows of this split, an unbroken range; None for all.
-        num_samples: length of the dataset; None for every row once.
+        dataset: the bins, as `build_low_level_dataset` opened them.
+        dataset_path: where they are.
+        indices: the bins of this split, a contiguous range; None for all.
+        num_samples: length of the dataset; None for every bin once.
         index_split: train, valid or test.
-        config: gives the tokenizer (its end-of-document id pads rows), `sequence_length` and `random_seed`.
-
-    Example:
-        >>> builder = BlendedMegatronDatasetBuilder(  # doctest: +SKIP
-        ...     PackedSFTMegatronDataset, sizes, lambda: True, config
-        ... )
-        >>> train, valid, test = builder.build()  # doctest: +SKIP
+        config: gives the tokenizer (its end-of-document id is the padding), `sequence_length` and `random_seed`.
     """
 
     def __init__(
@@ -62,57 +56,48 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self._first_row = 0 if indices is None or not len(indices) else int(indices[0])
-        num_rows = len(dataset) if indices is None else len(indices)
-        if num_rows == 0:
+        self._first_bin = 0 if indices is None or not len(indices) else int(indices[0])
+        num_bins = len(dataset) if indices is None else len(indices)
+        if num_bins == 0:
             raise InvalidInputError(
-                f"split {config.split!r} leaves no row of {dataset_path} ({len(dataset)} rows) for {index_split.name}; "
-                "give it a larger share, or data of its own (--valid-data-path)"
+                f"split {config.split!r} leaves no bin of {dataset_path} ({len(dataset)} bins) for {index_split.name}; "
+                "give it a larger share, or its own data (--valid-data-path)"
             )
-        # No samples asked for (no evaluation) means one epoch, as in Megatron-Core: its samplers refuse empty datasets.
-        self._num_samples = num_samples or num_rows
-        self._order = SampleOrder(num_rows, seed=config.random_seed, fingerprint=dataset.fingerprint)
+        # No samples requested (no evaluation) means one epoch: Megatron-Core's samplers refuse empty datasets.
+        self._num_samples = num_samples or num_bins
+        self._order = SampleOrder(num_bins, seed=config.random_seed, fingerprint=dataset.fingerprint)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> PackedDataset:
-        """Open packed data: anything that `create_sft_dataset` takes; of a dataset directory the training split.
-
-        Example:
-            >>> rows = PackedSFTMegatronDataset.build_low_level_dataset("my_dataset", config)  # doctest: +SKIP
-        """
+        """Open anything that `create_sft_dataset` takes; of a dataset directory the training split."""
         return create_sft_dataset(
             dataset_path,
             config.tokenizer,
             config.sequence_length,
             contract="mcore",
-            # Ranks without the data loader receive a row into a buffer of this size.
+            # Ranks without a data loader receive a bin into a buffer of this size.
             pad_to_max_length=True,
         )
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedDataset) -> int:
-        """The number of rows, which `--split` divides.
-
-        Example:
-            >>> PackedSFTMegatronDataset.numel_low_level_dataset(rows)  # doctest: +SKIP
-            1000
-        """
+        """Return the number of bins, which `--split` divides."""
         return len(low_level_dataset)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        # Without the tokenizer: only some of them can be written as JSON, and no index depends on it.
+        # Not the tokenizer: few of them can be written as JSON, and no index depends on it.
         return ["random_seed", "sequence_length", "split", "split_matrix"]
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One row: tokens, labels, loss_mask, position_ids [sequence_length], cu_seqlens [K] and max_seqlen []."""
+        """Return one bin: tokens, labels, loss_mask, position_ids [sequence_length], cu_seqlens [K], max_seqlen []."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} ({self.dataset_path})")
-        batch: dict[str, Any] = self.dataset.fetch_batch([self._first_row + self._order[index]])
-        # Where sequences were padded for context parallelism, Megatron-LM wants the boundaries that include it.
+        batch: dict[str, Any] = self.dataset.fetch_batch([self._first_bin + self._order[index]])
+        # Where sequences were padded for context parallelism, Megatron-LM wants boundaries that include it.
         boundaries = batch["cu_seqlens_q_padded"] if "cu_seqlens_q_padded" in batch else batch["cu_seqlens_q"]
         return {
             "tokens": batch["tokens"][0],

@@ -1,4 +1,4 @@
-"""A GPT model of Megatron-Core from plain arguments."""
+"""Build a GPT model of Megatron-Core from plain arguments."""
 
 from __future__ import annotations
 
@@ -38,36 +38,30 @@ def build_gpt_model(
     calculate_per_token_loss: bool = True,
     **transformer_config: Any,
 ) -> GPTModel:
-    """Build this rank's part of a GPT model with rotary positions; `start_distributed` comes first.
+    """Build this rank's part of a GPT model with rotary positions; call `start_distributed` first.
 
     Args:
         num_layers: of the whole model, over all pipeline stages.
         hidden_size: width.
         num_attention_heads: of the whole model.
         vocab_size: of the tokenizer; see `make_vocab_size_divisible_by`.
-        max_sequence_length: positions of a row.
+        max_sequence_length: largest number of positions in a batch.
         backend: from `choose_backend`.
-        num_query_groups: heads of keys and values, when there are fewer than heads of queries.
+        num_query_groups: key/value heads, when there are fewer than query heads.
         ffn_hidden_size: width of the MLP; by default four times `hidden_size`.
         normalization: `RMSNorm` or `LayerNorm`.
-        swiglu: a gated MLP with SiLU; else GELU.
+        swiglu: a gated MLP with SiLU instead of GELU.
         qk_layernorm: normalize queries and keys.
         add_bias_linear: whether linear layers have biases.
-        tie_embeddings: input and output share one embedding.
+        tie_embeddings: share the input and output embeddings.
         rotary_base, rotary_percent: of the rotary positions.
         dtype: of the weights; by default the backend's.
         pre_process, post_process: whether this part has the embedding and the output layer; by default the first and
-            the last pipeline stage do.
+            the last pipeline stage have.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the tensor-parallel size.
-        calculate_per_token_loss: gradients are averaged over the trained tokens of the global batch, not over rows.
+        calculate_per_token_loss: average gradients over the trained tokens of the global batch, not over bins.
         transformer_config: further fields of Megatron-Core's `TransformerConfig`, such as `hidden_dropout`; a pipeline
-            whose rows differ in length needs `variable_seq_lengths=True`.
-
-    Example:
-        >>> model = build_gpt_model(  # doctest: +SKIP
-        ...     num_layers=4, hidden_size=256, num_attention_heads=8, num_query_groups=2, vocab_size=32000,
-        ...     max_sequence_length=4096, backend=choose_backend(),
-        ... )
+            whose batches differ in length needs `variable_seq_lengths=True`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -76,11 +70,11 @@ def build_gpt_model(
     dtype = backend.default_dtype if dtype is None else dtype
     on_cpu = backend.device_type == "cpu"
     if on_cpu and dtype not in (torch.float32, torch.float64):
-        raise InvalidInputError(f"Megatron's optimizer does not take {dtype} on CPU; use torch.float32")
+        raise InvalidInputError(f"Megatron's optimizer does not support {dtype} on CPU; use torch.float32")
     if num_query_groups is not None and (num_query_groups < 1 or num_attention_heads % num_query_groups):
         raise InvalidInputError(
-            f"num_attention_heads {num_attention_heads} cannot be split into num_query_groups {num_query_groups}; "
-            "use a divisor"
+            f"num_attention_heads {num_attention_heads} is not a multiple of num_query_groups {num_query_groups}; "
+            "change one of them"
         )
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     fields = {
@@ -103,7 +97,7 @@ def build_gpt_model(
         "use_cpu_initialization": on_cpu,
         "calculate_per_token_loss": calculate_per_token_loss,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable_seq_lengths, even without experts
-        "cuda_graph_scope": [],  # its default says the same, and warns that it is deprecated
+        "cuda_graph_scope": [],  # the same as its default, which warns that it is deprecated
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
@@ -124,11 +118,11 @@ def build_gpt_model(
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
     )
-    return model.to(backend.device, dtype)  # torch's norms do not know of params_dtype
+    return model.to(backend.device, dtype)  # torch's norms ignore params_dtype
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
-    """The vocabulary with the rows that make it divisible over tensor-parallel ranks.
+    """Return the vocabulary size padded so that it divides over tensor-parallel ranks.
 
     Example:
         >>> padded_vocab_size(32001, tensor_parallel=2)

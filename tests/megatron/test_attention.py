@@ -136,7 +136,7 @@ def test_dropout_is_there_in_training_only_and_leaves_other_random_numbers_alone
     ids=str,
 )
 def test_what_needs_transformer_engine_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"{named} cannot be had without Transformer Engine"):
+    with pytest.raises(InvalidInputError, match=f"{named} needs Transformer Engine"):
         make_attention(**fields)
 
 

@@ -100,7 +100,9 @@ def test_training_goes_round_after_max_train_samples(dataset: str) -> None:
     train, _, _ = settings(dataset, max_train_samples=6).build_datasets(CONTEXT)
     assert train is not None
     assert len(train) == 6
-    with pytest.raises(InvalidInputError, match="max_train_samples is 6, the run asks for 24 samples, and dataloader"):
+    with pytest.raises(
+        InvalidInputError, match=r"max_train_samples is 6, the run needs 24 samples, and dataset\.dataloader"
+    ):
         settings(dataset, max_train_samples=6, dataloader_type="single").build_datasets(CONTEXT)
 
 

@@ -106,7 +106,7 @@ def test_a_plain_process_is_a_run_of_one_and_can_start_again() -> None:
     for _ in range(2):
         start_distributed(choose_backend())
         assert torch.distributed.get_world_size() == 1
-        with pytest.raises(InvalidInputError, match="runs already; call stop_distributed"):
+        with pytest.raises(InvalidInputError, match="is already running; call stop_distributed"):
             start_distributed(choose_backend())
         stop_distributed()
         stop_distributed()

@@ -77,16 +77,16 @@ def test_boundaries_of_fixed_shape_for_cuda_graphs_are_understood() -> None:
 
 def test_more_than_one_packed_row_is_refused() -> None:
     batch = {"tokens": torch.zeros(2, 8), "cu_seqlens_q": torch.zeros(2, 3, dtype=torch.int32)}
-    with pytest.raises(InvalidInputError, match=r"2 packed rows.*set the micro batch size to 1"):
+    with pytest.raises(InvalidInputError, match=r"2 packed bins.*set the micro batch size to 1"):
         packed_seq_params(batch)
 
 
 def test_a_batch_without_boundaries_is_refused() -> None:
     batch = batch_of(make_row(0), contract="bridge_0_3")
-    with pytest.raises(InvalidInputError, match=r"no cu_seqlens_q.*contract 'mcore'"):
+    with pytest.raises(InvalidInputError, match=r"no cu_seqlens_q.*contract='mcore'"):
         packed_seq_params(batch)
     assert batch["attention_mask"] is not None  # but it is no mask, and the forward step knows
-    with pytest.raises(InvalidInputError, match=r"no cu_seqlens_q.*contract 'mcore'"):
+    with pytest.raises(InvalidInputError, match=r"no cu_seqlens_q.*contract='mcore'"):
         forward_step(iter([batch]), torch.nn.Linear(1, 1))
 
 
@@ -99,7 +99,7 @@ def test_boundaries_that_do_not_fit_the_row_are_refused(boundaries: list[int]) -
 def test_context_parallelism_needs_sequences_that_split_evenly() -> None:
     params = packed_seq_params(make_batch(16, [0, 4, 12]), context_parallel=2)
     assert params.cu_seqlens_q_padded.tolist() == [0, 4, 12, 16]
-    with pytest.raises(InvalidInputError, match=r"6 positions.*4 equal pieces.*pad_seq_to_mult=4"):
+    with pytest.raises(InvalidInputError, match=r"6 positions.*4 equal parts.*packing.pad_seq_to_mult=4"):
         packed_seq_params(make_batch(16, [0, 4, 10]), context_parallel=2)
 
 

@@ -186,7 +186,7 @@ def test_no_evaluation_still_gives_a_dataset_that_samplers_accept(source: Path) 
 
 def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
     source = write_source(tmp_path, "small")
-    with pytest.raises(InvalidInputError, match=r"'98,1,1' leaves no row of .*small \(7 rows\) for valid; give it"):
+    with pytest.raises(InvalidInputError, match=r"'98,1,1' leaves no bin of .*small \(7 bins\) for valid; give it"):
         build([8, 8, 8], blend=([str(source)], None), split="98,1,1")
 
 

@@ -57,8 +57,8 @@ def test_further_fields_of_the_configuration_are_passed_on() -> None:
     ("arguments", "message"),
     [
         ({"dtype": torch.bfloat16}, "torch.bfloat16 on CPU; use torch.float32"),
-        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, "sequence_parallel needs the norms"),
-        ({"num_query_groups": 3}, "num_attention_heads 4 cannot be split into num_query_groups 3"),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, "sequence_parallel needs Transformer Engine"),
+        ({"num_query_groups": 3}, "num_attention_heads 4 is not a multiple of num_query_groups 3"),
         ({"bf16": True, "fp16": True}, "Megatron-Core refuses this model"),
         ({"no_such_field": 1}, "Megatron-Core refuses this model.*no_such_field"),
         ({"vocab_size": 0}, "vocab_size 0.*must be at least 1"),
