@@ -24,6 +24,7 @@ DOCUMENTED = {
     "megatron_packed_sft.megatron.bridge",
     "megatron_packed_sft.megatron.megatron_lm",
     "megatron_packed_sft.plugins",
+    "megatron_packed_sft.train",
 }
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
