@@ -27,7 +27,7 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
-        assert "packed-sft = megatron_packed_sft.cli:main" in archive.read(entry_points).decode()
+        assert "packed-sft = megatron_packed_sft.cli.main:main" in archive.read(entry_points).decode()
     assert "megatron_packed_sft/py.typed" in names
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"megatron_packed_sft/conf/{path.relative_to(ROOT / 'conf')}" in names
