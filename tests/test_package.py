@@ -148,17 +148,12 @@ def test_every_public_function_and_class_has_a_docstring() -> None:
     assert missing == []
 
 
-# On their way out (issue 10).
-PRIVATE_ALLOWED = {"hydra._internal.config_loader_impl", "torch._C._distributed_c10d"}
-
-
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_private_module_of_another_package_is_imported(path: Path) -> None:
     for name in imports_of(path):
         package, *parts = name.split(".")
         private = [part for part in parts if part.startswith("_") and not part.startswith("__")]
-        if package not in ("megatron_packed_sft", "__future__") and private:
-            assert name.rpartition(".")[0] in PRIVATE_ALLOWED, f"{path} imports {name}"
+        assert package in ("megatron_packed_sft", "__future__") or not private, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
