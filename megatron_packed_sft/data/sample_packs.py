@@ -1,4 +1,4 @@
-"""Static packs of raw samples: any map-style dataset, packed by a plan, with a length one can count on."""
+"""Static packs of raw samples: any map-style dataset, packed by a plan, with a fixed length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_packed_sft.data.length_store import SampleLength, check_unchanged, compute_lengths, measured
+from megatron_packed_sft.data._sample_lengths import SampleLength, check_unchanged, compute_lengths, measured
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
@@ -16,16 +16,18 @@ from megatron_packed_sft.packing.plan import PackPlan
 class SamplePackDataset:
     """Packs of whole samples: item i is the list of the raw samples of pack i, in plan order.
 
-    The number of packs is fixed, the same on every rank and in every epoch; samples are never cut. With
-    `overflow="single"` a sample longer than the pack is a pack of its own; with `drop` it is left out and counted. The
-    order of packs in an epoch is the sampler's business.
+    The number of packs is fixed: the same on every rank and in every epoch. Samples are never cut. With
+    `overflow="single"` a sample longer than the pack becomes a pack of its own; with `drop` it is left out and counted.
+    The sampler decides the order of packs in an epoch.
 
     Args:
         dataset: map-style; samples are whatever it returns. A dataset with `set_epoch` is refused.
         length_of: the number of positions a sample takes.
         pack_size: positions of a pack.
         overflow: `single`, `drop` or `error`, for samples longer than the pack.
-        cache_path, fingerprint, progress: of the lengths; see `compute_lengths`.
+        cache_path: a directory to cache the lengths in; ranks may share a new one.
+        fingerprint: of whatever changes lengths; a cache needs one. By default the dataset's own `fingerprint`.
+        progress: show a progress bar while lengths are computed.
         world_size, drop_last: make the number of packs a multiple of the ranks, by repeating the first packs or by
             dropping the last ones.
         check_lengths: compare every sample's length with the planned one when it is read.
@@ -67,7 +69,7 @@ class SamplePackDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the plan as it is read, and so of the lengths; goes into a loader's state."""
+        """Identifies the plan, and so the lengths; it is part of a loader's state."""
         return checksum((self.aligned.fingerprint + str(getattr(self.dataset, "fingerprint", ""))).encode())
 
     def __getitem__(self, index: int) -> list[Any]:
@@ -83,10 +85,10 @@ class SamplePackDataset:
         return samples
 
     def __getitems__(self, indices: Sequence[int]) -> list[list[Any]]:
-        """Many packs."""
+        """Return many packs."""
         return [self[index] for index in indices]
 
     @staticmethod
     def collate_fn(packs: Sequence[list[Any]]) -> list[list[Any]]:
-        """Packs as they are: how raw samples become tensors is the template's business."""
+        """Return the packs as they are: turning raw samples into tensors is up to the caller."""
         return list(packs)

@@ -1,14 +1,17 @@
-"""Static packs of raw samples: seed 003's requirements on any map-style dataset."""
+"""Static packs of raw samples, from any map-style dataset."""
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_packed_sft.data.length_store import compute_lengths
+from megatron_packed_sft.data import _sample_lengths
+from megatron_packed_sft.data._sample_lengths import compute_lengths
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
 
@@ -106,7 +109,7 @@ def test_lengths_are_computed_once_and_kept(tmp_path: Path) -> None:
     assert samples.num_reads == reads
     with pytest.raises(InvalidInputError, match="lengths of another dataset or of other settings"):
         compute_lengths(samples, length_of, cache_path=tmp_path / "lengths", fingerprint="other")
-    with pytest.raises(InvalidInputError, match="another number of lengths"):
+    with pytest.raises(InvalidInputError, match="a different number of lengths"):
         compute_lengths(Samples(49), length_of, cache_path=tmp_path / "lengths")
     with pytest.raises(InvalidInputError, match="needs a fingerprint, and list has none"):
         compute_lengths([[1]], len, cache_path=tmp_path / "other")
@@ -116,6 +119,69 @@ def test_lengths_are_computed_once_and_kept(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ManifestError, match="does not match its checksum"):
         compute_lengths(samples, length_of, cache_path=tmp_path / "lengths")
+
+
+class SharedSamples(Samples):
+    """Reads of all processes are counted in a file; the last sample waits until every process has asked for it."""
+
+    def __init__(self, directory: Path, barrier: Barrier | None, patches: int) -> None:
+        super().__init__()
+        self._reads = directory / "reads"
+        self._barrier = barrier
+        self._items[0]["patches"] = patches
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self._reads.open("ab") as file:
+            file.write(b".")
+        if index == 49 and self._barrier is not None:
+            self._barrier.wait()
+        return super().__getitem__(index)
+
+
+def compute_on_a_rank(rank: int, directory: Path, started: Barrier, measured: Barrier | None, patches: int) -> None:
+    if measured is not None:
+        _sample_lengths._lock = lambda fd, path: False  # type: ignore[assignment]  # a file system without locks
+    started.wait()
+    try:
+        samples = SharedSamples(directory, measured, patches)
+        result = str(compute_lengths(samples, length_of, cache_path=directory / "lengths").tolist())
+    except InvalidInputError as error:
+        result = str(error)
+    (directory / f"rank_{rank}").write_text(result)
+
+
+def compute_on_ranks(directory: Path, patches: list[int], *, has_locks: bool) -> list[str]:
+    context = multiprocessing.get_context("spawn")
+    started, measured = context.Barrier(len(patches)), None if has_locks else context.Barrier(len(patches))
+    processes = [
+        context.Process(target=compute_on_a_rank, args=(rank, directory, started, measured, number))
+        for rank, number in enumerate(patches)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [path.read_text() for path in sorted(directory.glob("rank_*"))]
+
+
+def lengths_with(directory: Path, patches: int) -> str:
+    return str([length_of(sample) for sample in SharedSamples(directory, None, patches)._items])
+
+
+def test_ranks_that_share_a_new_cache_compute_it_once_and_get_the_same_lengths(tmp_path: Path) -> None:
+    assert compute_on_ranks(tmp_path, [3, 3, 3], has_locks=True) == [lengths_with(tmp_path, 3)] * 3
+    assert len((tmp_path / "reads").read_bytes()) == 50 + 16  # by one rank; it measures a few samples twice
+    assert not list(tmp_path.glob(".*"))  # neither locks nor staging directories stay behind
+
+
+def test_without_file_locks_all_ranks_get_the_lengths_that_were_published_first(tmp_path: Path) -> None:
+    assert compute_on_ranks(tmp_path, [3, 3], has_locks=False) == [lengths_with(tmp_path, 3)] * 2
+
+
+def test_a_rank_whose_lengths_differ_from_the_published_ones_is_refused(tmp_path: Path) -> None:
+    results = compute_on_ranks(tmp_path, [3, 4], has_locks=False)
+    assert sum(result in (lengths_with(tmp_path, 3), lengths_with(tmp_path, 4)) for result in results) == 1
+    assert sum("sample 0 had length" in result for result in results) == 1
 
 
 def test_empty_samples_and_empty_datasets_are_refused() -> None:
