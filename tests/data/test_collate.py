@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import MemmapShard, PackedBin, open_shard
-from megatron_packed_sft.data.batch.collate import BatchBuffers, collate, widen
+from megatron_packed_sft.data.batch.collate import collate, widen
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import LocatedBins, locate_in_samples, locate_in_shard
 from tests.packed_bins import bins, make_bins, write_shard
@@ -27,26 +27,26 @@ def options(contract: str = "mcore", **arguments: Any) -> CollateOptions:
     return CollateOptions(**{"contract": contract, "eos_id": EOS, "max_seq_length": 64, **arguments})
 
 
-def sample(row: PackedBin, *, is_padding: bool = False) -> dict[str, Any]:
+def sample(packed: PackedBin, *, is_padding: bool = False) -> dict[str, Any]:
     return {
-        "input_ids": row.input_ids,
-        "seq_boundaries": [*row.seq_start_id.tolist(), len(row.input_ids)],
-        "loss_mask": row.loss_mask,
+        "input_ids": packed.input_ids,
+        "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
+        "loss_mask": packed.loss_mask,
         "is_padding": is_padding,
     }
 
 
-def sequences(row: PackedBin) -> list[tuple[list[int], list[int]]]:
-    """(ids, mask) of each sequence of a row."""
-    ends = [*row.seq_start_id[1:].tolist(), len(row.input_ids)]
-    spans = zip(row.seq_start_id.tolist(), ends, strict=True)
-    return [(row.input_ids[start:end].tolist(), row.loss_mask[start:end].tolist()) for start, end in spans]
+def sequences(packed: PackedBin) -> list[tuple[list[int], list[int]]]:
+    """(ids, mask) of each sequence of a bin."""
+    ends = [*packed.seq_start_id[1:].tolist(), len(packed.input_ids)]
+    spans = zip(packed.seq_start_id.tolist(), ends, strict=True)
+    return [(packed.input_ids[start:end].tolist(), packed.loss_mask[start:end].tolist()) for start, end in spans]
 
 
-def padded_row(row: PackedBin, width: int) -> dict[str, list[int]]:
-    """One row of a batch of the `mcore` contract, as semantics.md says it."""
+def padded_bin(packed: PackedBin, width: int) -> dict[str, list[int]]:
+    """One bin of a batch of the `mcore` contract, as semantics.md says it."""
     tokens, labels, loss, positions, docs, ends = [], [], [], [], [], [0]
-    for number, (ids, mask) in enumerate(sequences(row)):
+    for number, (ids, mask) in enumerate(sequences(packed)):
         tokens += ids[:-1]
         labels += ids[1:]
         loss += mask[:-1]
@@ -60,7 +60,7 @@ def padded_row(row: PackedBin, width: int) -> dict[str, list[int]]:
         "loss_mask": loss + [0] * gap,
         "position_ids": positions + [0] * gap,
         "padding_mask": [False] * len(tokens) + [True] * gap,
-        "doc_ids": docs + [len(row.seq_start_id)] * gap,
+        "doc_ids": docs + [len(packed.seq_start_id)] * gap,
         "cu_seqlens_q": ends + [width] * (gap > 0),
     }
 
@@ -70,18 +70,18 @@ def padded_row(row: PackedBin, width: int) -> dict[str, list[int]]:
 def test_a_padded_batch_is_what_the_definition_says(
     drawn: tuple[int, list[PackedBin]], pad_to_max_length: bool, multiple: int
 ) -> None:
-    _, rows = drawn
+    _, packed_bins = drawn
     batch = collate(
-        [locate_in_samples([sample(row) for row in rows])],
-        len(rows),
+        [locate_in_samples([sample(packed) for packed in packed_bins])],
+        len(packed_bins),
         options(pad_to_max_length=pad_to_max_length, pad_seq_length_to_mult=multiple, return_doc_ids=True),
     )
-    counts = [len(row.input_ids) - len(row.seq_start_id) for row in rows]
+    counts = [len(packed.input_ids) - len(packed.seq_start_id) for packed in packed_bins]
     width = 64 if pad_to_max_length else -(-max(counts) // multiple) * multiple
     assert batch["token_count"] == counts
-    num_boundaries = max(len(padded_row(row, width)["cu_seqlens_q"]) for row in rows)
-    for place, row in enumerate(rows):
-        expected = padded_row(row, width)
+    num_boundaries = max(len(padded_bin(packed, width)["cu_seqlens_q"]) for packed in packed_bins)
+    for place, packed in enumerate(packed_bins):
+        expected = padded_bin(packed, width)
         ends = expected["cu_seqlens_q"]
         assert batch["max_seqlen_q"][place].tolist() == [int(np.diff(ends).max())]
         expected["cu_seqlens_q"] = ends + ends[-1:] * (num_boundaries - len(ends))
@@ -96,15 +96,15 @@ def test_a_flattened_batch_is_what_hugging_face_models_take(
 ) -> None:
     # As transformers' DataCollatorWithFlattening has it: labels are not shifted (the model does that), and the first
     # token of a sequence has none, because nothing predicts it.
-    _, rows = drawn
+    _, packed_bins = drawn
     input_ids, labels, positions, docs, ends = [], [], [], [], [0]
-    for number, (ids, mask) in enumerate(itertools.chain.from_iterable(map(sequences, rows))):
+    for number, (ids, mask) in enumerate(itertools.chain.from_iterable(map(sequences, packed_bins))):
         input_ids += ids
         labels += [-100, *(one if train_all or kept else -100 for one, kept in zip(ids[1:], mask[:-1], strict=True))]
         positions += range(len(ids))
         docs += [number] * len(ids)
         ends.append(len(input_ids))
-    gap = 64 * len(rows) - len(input_ids) if pad_to_max_length else 0
+    gap = 64 * len(packed_bins) - len(input_ids) if pad_to_max_length else 0
     if gap:
         input_ids += [EOS] * gap
         labels += [-100] * gap
@@ -112,8 +112,8 @@ def test_a_flattened_batch_is_what_hugging_face_models_take(
         docs += [len(ends) - 1] * gap
         ends.append(len(input_ids))
     batch = collate(
-        [locate_in_samples([sample(row) for row in rows])],
-        len(rows),
+        [locate_in_samples([sample(packed) for packed in packed_bins])],
+        len(packed_bins),
         options("hf", pad_to_max_length=pad_to_max_length, answer_only_loss=not train_all, return_doc_ids=True),
     )
     assert batch["input_ids"].tolist() == [input_ids]
@@ -136,8 +136,8 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             assert actual[key] == value, key
 
 
-def opened(path: Path, rows: list[PackedBin], **arguments: Any) -> MemmapShard:
-    write_shard(path, rows, 64, **arguments)
+def opened(path: Path, packed_bins: list[PackedBin], **arguments: Any) -> MemmapShard:
+    write_shard(path, packed_bins, 64, **arguments)
     shard = open_shard(path)
     assert isinstance(shard, MemmapShard)
     return shard
@@ -146,28 +146,28 @@ def opened(path: Path, rows: list[PackedBin], **arguments: Any) -> MemmapShard:
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize("compact", [False, True])
 def test_every_way_into_a_batch_gives_the_same_batch(tmp_path: Path, contract: str, compact: bool) -> None:
-    rows = make_bins(12, 64, vocab_size=500, seed=1)
-    small = opened(tmp_path / "u2", rows, vocab_size=500)
-    large = opened(tmp_path / "i4", rows, vocab_size=100_000)
+    packed_bins = make_bins(12, 64, vocab_size=500, seed=1)
+    small = opened(tmp_path / "u2", packed_bins, vocab_size=500)
+    large = opened(tmp_path / "i4", packed_bins, vocab_size=100_000)
     assert small.arrays.input_ids.dtype == np.uint16
     assert large.arrays.input_ids.dtype == np.int32
     order = [7, 0, 11, 3]
     chosen = options(contract, compact=compact, return_doc_ids=True)
-    expected = collate([locate_in_samples([sample(rows[index]) for index in order])], 4, chosen)
+    expected = collate([locate_in_samples([sample(packed_bins[index]) for index in order])], 4, chosen)
     assert_equal(collate([locate_in_shard(small, order)], 4, chosen), expected)
     assert_equal(collate([locate_in_shard(large, np.array(order))], 4, chosen), expected)
     mixed = [locate_in_shard(large, [0, 3], [1, 3]), locate_in_shard(small, [11, 7], [2, 0])]
     assert_equal(collate(mixed, 4, chosen), expected)
-    piece = locate_in_shard(large, order)
-    writable = LocatedBins(*(array.copy() for array in piece[:4]), piece.source)  # type: ignore[misc]
+    one = locate_in_shard(large, order)
+    writable = LocatedBins(*(array.copy() for array in one[:4]), one.origin)  # type: ignore[misc]
     assert_equal(collate([writable], 4, chosen), expected)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_a_compact_batch_holds_the_same_values_in_fewer_bytes(contract: str) -> None:
-    pieces = [locate_in_samples([sample(row) for row in make_bins(5, 64, seed=2)])]
-    compact = collate(pieces, 5, options(contract, compact=True))
-    wide = collate(pieces, 5, options(contract))
+    located = [locate_in_samples([sample(packed) for packed in make_bins(5, 64, seed=2)])]
+    compact = collate(located, 5, options(contract, compact=True))
+    wide = collate(located, 5, options(contract))
     ids = "input_ids" if contract == "hf" else "tokens"
     assert compact[ids].dtype == compact["labels"].dtype == compact["position_ids"].dtype == torch.int32
     if contract != "hf":
@@ -175,34 +175,20 @@ def test_a_compact_batch_holds_the_same_values_in_fewer_bytes(contract: str) -> 
     assert_equal(widen(compact), wide)
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
-def test_reused_buffers_hold_the_same_batch_and_grow_with_it(contract: str) -> None:
-    buffers = BatchBuffers()
-    rows = make_bins(9, 64, seed=3)
-    first = rows[:2]
-    for chosen in (rows[2:3], first, rows, first):  # larger, then smaller again
-        pieces = [locate_in_samples([sample(row) for row in chosen])]
-        kept = collate(pieces, len(chosen), options(contract, return_doc_ids=True), buffers)
-        assert_equal(kept, collate(pieces, len(chosen), options(contract, return_doc_ids=True)))
-    again = collate(pieces, len(first), options(contract, return_doc_ids=True), buffers)
-    name = "input_ids" if contract == "hf" else "tokens"
-    assert again[name].data_ptr() == kept[name].data_ptr()
-
-
-def test_without_buffers_a_batch_is_not_touched_by_the_next_one() -> None:
-    pieces = [[locate_in_samples([sample(row)])] for row in make_bins(2, 64, seed=4)]
+def test_a_batch_is_not_touched_by_the_next_one() -> None:
+    located = [[locate_in_samples([sample(packed)])] for packed in make_bins(2, 64, seed=4)]
     chosen = options(pad_to_max_length=True)
-    first = collate(pieces[0], 1, chosen)
+    first = collate(located[0], 1, chosen)
     copies = {key: value.clone() for key, value in first.items() if isinstance(value, torch.Tensor)}
-    collate(pieces[1], 1, chosen)
+    collate(located[1], 1, chosen)
     assert all(torch.equal(first[key], copies[key]) for key in copies)
 
 
 def test_threads_collate_at_the_same_time() -> None:
-    pieces = [[locate_in_samples([sample(row)])] for row in make_bins(40, 64, seed=5)]
-    alone = [collate(piece, 1, options()) for piece in pieces]
+    located = [[locate_in_samples([sample(packed)])] for packed in make_bins(40, 64, seed=5)]
+    alone = [collate(one, 1, options()) for one in located]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda piece: collate(piece, 1, options()), pieces))
+        together = list(pool.map(lambda one: collate(one, 1, options()), located))
     for actual, expected in zip(together, alone, strict=True):
         assert_equal(actual, expected)
 
@@ -210,10 +196,10 @@ def test_threads_collate_at_the_same_time() -> None:
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize("answer_only_loss", [True, False])
 def test_a_padding_sample_has_no_loss_and_keeps_its_boundaries(contract: str, answer_only_loss: bool) -> None:
-    [row] = make_bins(1, 64, seed=6)
+    [packed] = make_bins(1, 64, seed=6)
     chosen = options(contract, answer_only_loss=answer_only_loss)
-    real = collate([locate_in_samples([sample(row)])], 1, chosen)
-    padding = collate([locate_in_samples([sample(row, is_padding=True)])], 1, chosen)
+    real = collate([locate_in_samples([sample(packed)])], 1, chosen)
+    padding = collate([locate_in_samples([sample(packed, is_padding=True)])], 1, chosen)
     if contract == "hf":
         assert (real["labels"] != -100).any()
         assert (padding.pop("labels") == -100).all()
@@ -226,22 +212,24 @@ def test_a_padding_sample_has_no_loss_and_keeps_its_boundaries(contract: str, an
 
 def test_padding_that_aligns_a_sequence_is_marked_and_a_trained_eos_is_not() -> None:
     # Two sequences padded to 4 tokens with EOS: a b | c EOS(trained) d. The last id of each is a label only.
-    row = {
+    packed = {
         "input_ids": [5, 6, EOS, EOS, EOS, 7, EOS, EOS, EOS, EOS],
         "seq_boundaries": [0, 5, 10],
         "loss_mask": [1, 1, 0, 0, 0, 1, 1, 0, 0, 0],
     }
-    batch = collate([locate_in_samples([row])], 1, options(pad_seq_to_mult=4, pad_seq_length_to_mult=4))
+    batch = collate([locate_in_samples([packed])], 1, options(pad_seq_to_mult=4, pad_seq_length_to_mult=4))
     assert batch["cu_seqlens_q_padded"].tolist() == [[0, 4, 8]]
     assert batch["cu_seqlens_q"].tolist() == [[0, 2, 4]]
     assert batch["padding_mask"].int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
     everything = options(pad_seq_to_mult=4, pad_seq_length_to_mult=4, answer_only_loss=False)
-    assert collate([locate_in_samples([row])], 1, everything)["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
-    dropped = collate([locate_in_samples([row])], 1, options("bridge_0_6", pad_seq_to_mult=4, pad_seq_length_to_mult=4))
+    assert collate([locate_in_samples([packed])], 1, everything)["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
+    dropped = collate(
+        [locate_in_samples([packed])], 1, options("bridge_0_6", pad_seq_to_mult=4, pad_seq_length_to_mult=4)
+    )
     assert dropped["cu_seqlens_q"].tolist() == [[0, 2, 3]]
     assert dropped["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    flat = collate([locate_in_samples([row])], 1, options("hf", pad_seq_to_mult=4, answer_only_loss=False))
+    flat = collate([locate_in_samples([packed])], 1, options("hf", pad_seq_to_mult=4, answer_only_loss=False))
     assert flat["labels"].tolist() == [[-100, 6, EOS, -100, -100, -100, EOS, EOS, -100, -100]]
 
 
@@ -256,8 +244,8 @@ def test_static_boundaries_have_the_same_shape_in_every_batch(contract: str) -> 
         min_packed_seqlen=30,
     )
     shapes = set()
-    for row in make_bins(10, 64, seed=7):
-        batch = collate([locate_in_samples([sample(row)])], 1, chosen)
+    for packed in make_bins(10, 64, seed=7):
+        batch = collate([locate_in_samples([sample(packed)])], 1, chosen)
         boundaries = batch["cu_seqlens" if contract in ("bridge_0_3", "bridge_0_5") else "cu_seqlens_q"]
         longest = batch["max_seqlen" if contract in ("bridge_0_3", "bridge_0_5") else "max_seqlen_q"]
         shapes.add(boundaries.shape)

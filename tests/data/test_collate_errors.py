@@ -14,7 +14,7 @@ from megatron_packed_sft import MemmapShard, open_shard
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
-    NUM_LINES,
+    NUM_FIELDS,
     LocatedBins,
     locate_in_arrays,
     locate_in_samples,
@@ -23,7 +23,7 @@ from megatron_packed_sft.data.batch.located_bins import (
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from tests.packed_bins import make_bins, write_shard
 
-ROW: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "seq_boundaries": [0, 2, 4], "loss_mask": [1, 0, 1, 0]}
+SAMPLE: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "seq_boundaries": [0, 2, 4], "loss_mask": [1, 0, 1, 0]}
 
 
 def options(contract: str = "mcore", **arguments: Any) -> CollateOptions:
@@ -39,43 +39,43 @@ def shard(tmp_path: Path) -> MemmapShard:
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_a_row_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: MemmapShard, contract: str) -> None:
+def test_a_bin_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: MemmapShard, contract: str) -> None:
     longest = int(shard.arrays.packed_len.argmax())
     count = len(shard[longest].seq_start_id)
     needed = int(shard.arrays.packed_len[longest]) - (0 if contract == "hf" else count)
-    pieces = [locate_in_shard(shard, [0, longest] if longest else [1, longest])]
+    located = [locate_in_shard(shard, [0, longest] if longest else [1, longest])]
     with pytest.raises(InvalidInputError) as caught:
-        collate(pieces, 2, options(contract, max_seq_length=needed - 1))
+        collate(located, 2, options(contract, max_seq_length=needed - 1))
     message = str(caught.value)
     assert str(shard.path) in message
-    assert f"row {longest} " in message
+    assert f"bin {longest} " in message
     assert f"set max_seq_length to at least {needed}" in message
-    collate(pieces, 2, options(contract, max_seq_length=needed))
+    collate(located, 2, options(contract, max_seq_length=needed))
 
 
-def test_every_place_of_a_batch_is_filled_exactly_once(shard: MemmapShard) -> None:
-    with pytest.raises(InvalidInputError, match=r"row 4 is given place 1 of the batch, which is taken"):
+def test_every_batch_index_is_filled_exactly_once(shard: MemmapShard) -> None:
+    with pytest.raises(InvalidInputError, match=r"bin 4 has batch index 1, which is taken"):
         collate([locate_in_shard(shard, [3], [1]), locate_in_shard(shard, [4], [1])], 2, options())
-    with pytest.raises(InvalidInputError, match=r"row 3 is given place 2 of the batch"):
+    with pytest.raises(InvalidInputError, match=r"bin 3 has batch index 2"):
         collate([locate_in_shard(shard, [0, 3], [0, 2])], 2, options())
-    with pytest.raises(InvalidInputError, match=r"row 3 is given place -1 of the batch"):
+    with pytest.raises(InvalidInputError, match=r"bin 3 has batch index -1"):
         collate([locate_in_shard(shard, [3], [-1])], 1, options())
-    with pytest.raises(InvalidInputError, match=r"1 rows were given for a batch of 2"):
+    with pytest.raises(InvalidInputError, match=r"a batch of 2 got 1 bins"):
         collate([locate_in_shard(shard, [3])], 2, options())
-    with pytest.raises(InvalidInputError, match=r"0 rows were given for a batch of 0"):
+    with pytest.raises(InvalidInputError, match=r"a batch of 0 got 0 bins"):
         collate([], 0, options())
-    with pytest.raises(InvalidInputError, match=r"2 rows have 1 positions and 2 is_padding flags"):
+    with pytest.raises(InvalidInputError, match=r"2 bins have 1 batch indices and 2 is_padding flags"):
         locate_in_shard(shard, [0, 1], [0])
 
 
-def test_a_row_number_outside_the_shard_is_an_index_error(shard: MemmapShard) -> None:
-    for row in (6, -1):
-        with pytest.raises(IndexError, match=rf"bin {row} of 6"):
-            locate_in_shard(shard, [0, row])
+def test_a_bin_number_outside_the_shard_is_an_index_error(shard: MemmapShard) -> None:
+    for number in (6, -1):
+        with pytest.raises(IndexError, match=rf"bin {number} of 6"):
+            locate_in_shard(shard, [0, number])
     flat = (np.zeros(4, np.int32), np.zeros(4, np.uint8), np.array([0, 4]), np.zeros(1, np.uint32), np.array([0, 1]))
-    for row in (1, -1):
-        with pytest.raises(IndexError, match=rf"the rows: rows \[{row}\] of 1"):
-            locate_in_arrays(*flat, [row])
+    for number in (1, -1):
+        with pytest.raises(IndexError, match=rf"the bins: bins \[{number}\] of 1"):
+            locate_in_arrays(*flat, [number])
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_a_damaged_index_is_an_error_that_names_the_file(
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_damaged_sequence_starts_are_an_error_that_names_the_row(shard: MemmapShard, contract: str) -> None:
-    row = next(row for row in range(6) if len(shard[row].seq_start_id) > 1)
-    first = int(shard.arrays.seq_offsets[row])
+def test_damaged_sequence_starts_are_an_error_that_names_the_bin(shard: MemmapShard, contract: str) -> None:
+    number = next(number for number in range(6) if len(shard[number].seq_start_id) > 1)
+    first = int(shard.arrays.seq_offsets[number])
     for index, value in ((first, 1), (first + 1, 0), (first + 1, 2**32 - 1)):
         whole = int(shard.arrays.seq_starts[index])
         overwrite(shard, "seq_starts.npy", index, value)
-        with pytest.raises(ShardFileError, match=rf"row {row} is damaged: its sequence starts do not rise from 0"):
-            collate([locate_in_shard(shard, [row])], 1, options(contract))
+        with pytest.raises(ShardFileError, match=rf"bin {number} is damaged: its sequence starts do not rise from 0"):
+            collate([locate_in_shard(shard, [number])], 1, options(contract))
         overwrite(shard, "seq_starts.npy", index, whole)
-    collate([locate_in_shard(shard, [row])], 1, options(contract))
+    collate([locate_in_shard(shard, [number])], 1, options(contract))
 
 
 def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
@@ -119,7 +119,7 @@ def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     table=st.lists(
-        st.one_of(st.integers(-2, 12), st.integers(-(2**63), 2**63 - 1)), min_size=NUM_LINES, max_size=NUM_LINES
+        st.one_of(st.integers(-2, 12), st.integers(-(2**63), 2**63 - 1)), min_size=NUM_FIELDS, max_size=NUM_FIELDS
     ),
     starts=st.lists(st.one_of(st.integers(0, 10), st.integers(0, 2**32 - 1)), min_size=1, max_size=4),
     contract=st.sampled_from(sorted(CONTRACTS)),
@@ -128,12 +128,12 @@ def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
 @example(table=[0, 2**63 - 1, -(2**62), 2**62, 0, 0, 0], starts=[0], contract="mcore")
 @example(table=[0, 2**63 - 1, 0, 1, 0, 0, 0], starts=[0], contract="hf")
 @example(table=[2, 8, 0, 2, 0, 0, 0], starts=[0, 3], contract="hf")  # a sound one
-def test_no_table_of_rows_reads_outside_its_arrays(table: list[int], starts: list[int], contract: str) -> None:
+def test_no_table_of_bins_reads_outside_its_arrays(table: list[int], starts: list[int], contract: str) -> None:
     # Only our errors, never a crash: the kernel must check each number before it uses it.
     ids, mask = np.arange(10, dtype=np.int32), np.ones(10, np.uint8)
-    piece = LocatedBins(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
+    located = LocatedBins(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
     try:
-        batch = collate([piece], 1, options(contract))
+        batch = collate([located], 1, options(contract))
     except PackedSFTError:
         return
     found = batch["input_ids" if contract == "hf" else "tokens"].flatten().tolist()
@@ -158,24 +158,24 @@ def test_options_that_make_no_sense_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": [5, 6, 7]}, r"row 1 of the batch has 3 input_ids and 4 loss_mask values"),
-        ({"seq_boundaries": [0, 2]}, r"seq_boundaries of row 1 of the batch must rise from 0 to its 4 tokens"),
-        ({"seq_boundaries": [0, 2, 2, 4]}, r"seq_boundaries of row 1 of the batch must rise"),
-        ({"seq_boundaries": [1, 4]}, r"seq_boundaries of row 1 of the batch must rise"),
-        ({"seq_boundaries": [4]}, r"seq_boundaries of row 1 of the batch must rise"),
-        ({"loss_mask": [0, 2, 0, 0]}, r"loss_mask of row 1 of the batch is 2 at position 1"),
-        ({"input_ids": [0, -5, 0, 0]}, r"input_ids of row 1 of the batch is -5 at position 1"),
-        ({"input_ids": [0, 2**31, 0, 0]}, r"input_ids of row 1 of the batch is 2147483648 at position 1"),
-        ({"input_ids": [0.5, 0.5, 0.5, 0.5]}, r"input_ids of row 1 of the batch has shape \(4,\) and type float64"),
+        ({"input_ids": [5, 6, 7]}, r"sample 1 of the batch has 3 input_ids but 4 loss_mask values"),
+        ({"seq_boundaries": [0, 2]}, r"seq_boundaries of sample 1 of the batch must rise from 0 to its 4 tokens"),
+        ({"seq_boundaries": [0, 2, 2, 4]}, r"seq_boundaries of sample 1 of the batch must rise"),
+        ({"seq_boundaries": [1, 4]}, r"seq_boundaries of sample 1 of the batch must rise"),
+        ({"seq_boundaries": [4]}, r"seq_boundaries of sample 1 of the batch must rise"),
+        ({"loss_mask": [0, 2, 0, 0]}, r"loss_mask of sample 1 of the batch is 2 at position 1"),
+        ({"input_ids": [0, -5, 0, 0]}, r"input_ids of sample 1 of the batch is -5 at position 1"),
+        ({"input_ids": [0, 2**31, 0, 0]}, r"input_ids of sample 1 of the batch is 2147483648 at position 1"),
+        ({"input_ids": [0.5, 0.5, 0.5, 0.5]}, r"input_ids of sample 1 of the batch has shape \(4,\) and type float64"),
     ],
 )
-def test_a_row_that_is_no_packed_row_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_a_malformed_sample_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        locate_in_samples([ROW, {**ROW, **change}])
+        locate_in_samples([SAMPLE, {**SAMPLE, **change}])
 
 
-def test_a_row_without_a_field_and_a_batch_without_rows_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"row 0 of the batch has no loss_mask"):
+def test_a_sample_without_a_field_and_an_empty_batch_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"sample 0 of the batch has no loss_mask"):
         locate_in_samples([{"input_ids": [5], "seq_boundaries": [0, 1]}])
     with pytest.raises(InvalidInputError, match=r"the batch is empty"):
         locate_in_samples([])

@@ -1,4 +1,4 @@
-"""Masks: sequences of a packed row see themselves and nothing else, in every form the mask comes in."""
+"""Masks: sequences of a bin see themselves and nothing else, in every form the mask comes in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 
-ROWS = [
+SAMPLES = [
     {"input_ids": list(range(5, 15)), "seq_boundaries": [0, 4, 5, 10], "loss_mask": [1] * 10},
     {"input_ids": list(range(5, 10)), "seq_boundaries": [0, 5], "loss_mask": [1] * 5},
 ]
@@ -23,7 +23,7 @@ ROWS = [
 
 def make_batch(contract: str, **arguments: Any) -> dict[str, Any]:
     options = CollateOptions(contract=contract, eos_id=3, max_seq_length=16, **arguments)
-    return collate([locate_in_samples(ROWS)], len(ROWS), options)
+    return collate([locate_in_samples(SAMPLES)], len(SAMPLES), options)
 
 
 @pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "mcore"])
@@ -36,7 +36,7 @@ def test_doc_ids_of_a_batch_are_those_of_its_boundaries(contract: str) -> None:
     assert torch.equal(found, batch["doc_ids"])
 
 
-def test_doc_ids_of_one_long_row_are_those_of_its_boundaries() -> None:
+def test_doc_ids_of_a_flattened_batch_are_those_of_its_boundaries() -> None:
     batch = make_batch("hf", return_doc_ids=True)
     assert torch.equal(doc_ids_from_boundaries(batch["cu_seq_lens_q"], 15), batch["doc_ids"][0])
 
@@ -45,11 +45,11 @@ def test_a_position_sees_itself_and_those_before_it_in_its_sequence() -> None:
     doc_ids = make_batch("mcore", return_doc_ids=True)["doc_ids"]
     visible = visible_mask(doc_ids)
     assert visible.shape == (2, 1, 16, 16)
-    for row in range(2):
+    for index in range(2):
         for query in range(16):
             for key in range(16):
-                expected = key <= query and bool(doc_ids[row, query] == doc_ids[row, key])
-                assert bool(visible[row, 0, query, key]) == expected
+                expected = key <= query and bool(doc_ids[index, query] == doc_ids[index, key])
+                assert bool(visible[index, 0, query, key]) == expected
 
 
 def test_the_mask_mod_of_flex_attention_is_the_dense_mask() -> None:
@@ -73,9 +73,9 @@ def test_attention_with_the_mask_is_attention_over_each_sequence_alone() -> None
     doc_ids = doc_ids_from_boundaries(batch["cu_seqlens_q"], 16)
     query, key, value = torch.randn(3, 2, 2, 16, 8, dtype=torch.float64).unbind()
     packed = scaled_dot_product_attention(query, key, value, attn_mask=visible_mask(doc_ids))
-    for row, boundaries in enumerate(batch["cu_seqlens_q"].tolist()):
+    for index, boundaries in enumerate(batch["cu_seqlens_q"].tolist()):
         for start, end in itertools.pairwise(boundaries):
             if start < end:
-                parts = (tensor[row : row + 1, :, start:end] for tensor in (query, key, value))
+                parts = (tensor[index : index + 1, :, start:end] for tensor in (query, key, value))
                 alone = scaled_dot_product_attention(*parts, is_causal=True)
-                torch.testing.assert_close(packed[row : row + 1, :, start:end], alone)
+                torch.testing.assert_close(packed[index : index + 1, :, start:end], alone)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge as released, on a CPU: its packed dataset classes, run on rows we also collate.
+"""Megatron-Bridge as released, on a CPU: its packed dataset classes, run on bins we also collate.
 
 Importing `megatron.bridge` needs Transformer Engine and Megatron-Core. The dataset modules alone do not: their
 packages are stood in for by bare modules that only have a `__path__`, so that no `__init__` runs, and the few names
@@ -117,26 +117,26 @@ def bare_module(name: str, path: list[str] | None = None, **names: Any) -> None:
 def open_dataset(
     oracle: Oracle,
     directory: Path,
-    rows: Sequence[Mapping[str, list[int]]],
+    bins: Sequence[Mapping[str, list[int]]],
     eos_id: int,
     *,
     parquet: bool = False,
     metadata: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Write rows as Bridge's own preparation does and open them with its class.
+    """Write bins as Bridge's own preparation does and open them with its class.
 
     Args:
-        rows: dicts of lists: input_ids, loss_mask, seq_start_id.
+        bins: dicts of lists: input_ids, loss_mask, seq_start_id.
         metadata: what the packing's metadata file says; a file is written and passed when it is given.
         options: arguments of the class.
     """
     if parquet:
-        path = directory / "rows.idx.parquet"
-        oracle.write_parquet(list(rows), path)
+        path = directory / "bins.idx.parquet"
+        oracle.write_parquet(list(bins), path)
     else:
-        path = directory / "rows.npy"
-        np.save(path, np.array(list(rows), dtype=object), allow_pickle=True)
+        path = directory / "bins.npy"
+        np.save(path, np.array(list(bins), dtype=object), allow_pickle=True)
     if metadata is not None:
         options["pack_metadata_file_path"] = str(directory / "metadata.json")
         Path(options["pack_metadata_file_path"]).write_text(json.dumps([dict(metadata)]))

@@ -1,125 +1,73 @@
-"""Rows become a batch: lengths first, then one call of the compiled kernel per piece, then the consumer's names.
+"""Bins become a batch: measure first, then one call of the compiled kernel per shard, then the consumer's names.
 
-    pieces ─ measure ─▶ B, L, K ─ allocate ─▶ buffers ─ fill_padded / fill_flattened ─▶ buffers ─ contract ─▶ dict
+    located bins ─ measure ─▶ B, L, K ─ allocate ─▶ arrays ─ fill (kernel) ─▶ arrays ─ contract ─▶ dict
 
-tokens = ids[s:e-1], labels = ids[s+1:e], loss_mask = mask[s:e-1] and positions 0..e-s-2 for each sequence [s, e) of a
-row; then padding. The kernel releases the interpreter lock, so a prefetch thread costs the training step nothing.
+For each sequence [s, e) of a bin: tokens = ids[s:e-1], labels = ids[s+1:e], loss_mask = mask[s:e-1] and positions
+0..e-s-2; then padding. The kernel releases the GIL, so a prefetch thread costs the training step nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_packed_sft.data.batch.contracts import CONTRACTS, Batch, CollateOptions, FlattenedBins, PaddedBins
+from megatron_packed_sft.data.batch import collate_kernel
+from megatron_packed_sft.data.batch.contracts import CONTRACTS, Batch, CollatedBins, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
+    BAD_BATCH_INDEX,
     BAD_LENGTH,
     BAD_OFFSETS,
-    BAD_POSITION,
+    BATCH_INDEX,
+    BIN,
+    FIRST_SEQUENCE,
     LENGTH,
     OK,
-    POSITION,
-    ROW,
-    SEQ_FIRST,
-    SEQ_LAST,
+    SEQUENCES_END,
     LocatedBins,
     damaged_bin,
 )
 from megatron_packed_sft.errors import InvalidInputError
 
-Pieces = Sequence[LocatedBins]
-
-_NO_MASK = np.empty((0, 0), np.bool_)
+_NO_OFFSETS = np.empty((2, 0), np.int64)
+_NO_PADDING_MASK = np.empty((0, 0), np.bool_)
 _NO_DOC_IDS = np.empty((0, 0), np.int32)
 _WIDE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "input_ids")
 
 
-class BatchBuffers:
-    """Memory that batches are made in again and again: a batch is valid until the next one is made in it.
-
-    A loader that hands out batches ahead of their use keeps as many of these as batches are alive.
+def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOptions) -> Batch:
+    """Make a batch of bins; see contracts.py for its keys.
 
     Args:
-        pin_memory: page-locked memory, so that copies to a CUDA device overlap with its work.
-
-    Example:
-        >>> buffers = BatchBuffers()
-        >>> batch = collate(pieces, 8, options, buffers)  # doctest: +SKIP
-    """
-
-    def __init__(self, *, pin_memory: bool = False) -> None:
-        self.pin_memory = pin_memory
-        self._bytes: dict[str, npt.NDArray[np.uint8]] = {}
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """The buffer `name` in this shape; its content is what was left there.
-
-        Example:
-            >>> BatchBuffers().take("ids", (3, 8, 4096), np.int32).shape
-            (3, 8, 4096)
-        """
-        array = self._arrays.get(name)
-        if array is None or array.shape != shape or array.dtype != dtype:
-            num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-            memory = self._bytes.get(name)
-            if memory is None or memory.size < num_bytes:
-                memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pin_memory).numpy()
-                self._bytes[name] = memory
-            array = memory[:num_bytes].view(dtype).reshape(shape)
-            self._arrays[name] = array
-        return array
-
-
-class _FreshMemory:
-    """The same without reuse: every batch owns its memory."""
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Memory that nobody else has."""
-        return np.empty(shape, dtype)
-
-
-_FRESH = _FreshMemory()
-_Memory = BatchBuffers | _FreshMemory
-
-
-def collate(pieces: Pieces, batch_size: int, options: CollateOptions, buffers: BatchBuffers | None = None) -> Batch:
-    """Make a batch of rows; see contracts.py for what is in it.
-
-    Args:
-        pieces: rows and their places in the batch; each of the `batch_size` places exactly once.
+        bins: bins and their indices in the batch: each of 0..batch_size-1 exactly once.
         batch_size: B.
         options: lengths, padding and the consumer's contract.
-        buffers: memory to make the batch in; None gives every batch memory of its own.
 
     Example:
         >>> from megatron_packed_sft.data.batch.located_bins import locate_in_samples
-        >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_boundaries": [0, 3, 5], "loss_mask": [0, 1, 0, 1, 0]}
+        >>> sample = {"input_ids": [5, 6, 7, 8, 9], "seq_boundaries": [0, 3, 5], "loss_mask": [0, 1, 0, 1, 0]}
         >>> options = CollateOptions(contract="mcore", eos_id=2, max_seq_length=16, pad_seq_length_to_mult=4)
-        >>> batch = collate([locate_in_samples([row])], 1, options)
+        >>> batch = collate([locate_in_samples([sample])], 1, options)
         >>> batch["tokens"].tolist(), batch["labels"].tolist()
         ([[5, 6, 8, 2]], [[6, 7, 9, 2]])
         >>> batch["loss_mask"].tolist(), batch["cu_seqlens_q"].tolist()
         ([[0, 1, 1, 0]], [[0, 2, 3, 4]])
     """
-    memory = _FRESH if buffers is None else buffers
-    token_count, num_sequences = _measure(pieces, batch_size)
+    token_count, num_sequences = _measure(bins, batch_size)
     contract = CONTRACTS[options.contract]
-    fill = _flattened if contract.flattened else _padded
-    rows = fill(pieces, token_count, num_sequences, options, memory)
-    batch = contract.adapt(rows, options)
+    measure_shape = _flattened_shape if contract.flattened else _padded_shape
+    filled = _fill(bins, measure_shape(bins, token_count, num_sequences, options), token_count, options)
+    batch = contract.adapt(filled, options)
     if options.return_doc_ids:
-        batch["doc_ids"] = torch.from_numpy(rows.doc_ids)
+        batch["doc_ids"] = torch.from_numpy(filled.doc_ids)
     return batch
 
 
 def widen(batch: Batch) -> Batch:
-    """A `compact` batch with the int64 values that models expect; call it where the batch is, on the device.
+    """Cast a `compact` batch to the int64 values that models expect; best after copying it to the device.
 
     Example:
         >>> widen({"tokens": torch.tensor([[5]], dtype=torch.int32)})["tokens"].dtype
@@ -128,69 +76,91 @@ def widen(batch: Batch) -> Batch:
     return {key: value.to(torch.int64) if key in _WIDE_KEYS else value for key, value in batch.items()}
 
 
-def _measure(pieces: Pieces, batch_size: int) -> tuple[list[int], list[int]]:
-    """How many tokens (ids that predict another one) and sequences each row has, by its place in the batch."""
+class _Shape(NamedTuple):
+    """The shape of a batch's arrays, and for a flattened batch where each bin begins in them."""
+
+    num_rows: int
+    length: int
+    num_boundaries: list[int]  # of each row
+    offsets: npt.NDArray[np.int64] = _NO_OFFSETS  # [2, B + 1]: of tokens and of boundaries
+
+
+def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], list[int]]:
+    """Return how many tokens (ids that predict another one) and sequences each bin of the batch has."""
     # Lists: for the few numbers of a batch they are quicker than arrays, and their integers do not overflow.
     token_count, num_sequences = [0] * batch_size, [0] * batch_size
-    for piece in pieces:
-        num_ids, num_starts = min(piece.flat_ids.size, piece.flat_mask.size), piece.seq_starts.size
-        for index, (start, length, first, last, position, _, _) in enumerate(piece.rows.T.tolist()):
-            if not 0 <= position < batch_size or num_sequences[position]:
-                raise damaged_bin(piece, index, BAD_POSITION)
+    for located in bins:
+        num_ids, num_starts = min(located.flat_ids.size, located.flat_mask.size), located.seq_starts.size
+        for column, (start, length, first, end, index, _, _) in enumerate(located.table.T.tolist()):
+            if not 0 <= index < batch_size or num_sequences[index]:
+                raise damaged_bin(located, column, BAD_BATCH_INDEX)
             if not 0 <= start < start + length <= num_ids:
-                raise damaged_bin(piece, index, BAD_LENGTH)
-            if not 0 <= first < last <= num_starts or last - first > length:
-                raise damaged_bin(piece, index, BAD_OFFSETS)
-            token_count[position] = length - last + first
-            num_sequences[position] = last - first
+                raise damaged_bin(located, column, BAD_LENGTH)
+            if not 0 <= first < end <= num_starts or end - first > length:
+                raise damaged_bin(located, column, BAD_OFFSETS)
+            token_count[index] = length - end + first
+            num_sequences[index] = end - first
     if batch_size < 1 or 0 in num_sequences:
-        num_rows = sum(piece.rows.shape[1] for piece in pieces)
-        raise InvalidInputError(f"{num_rows} rows were given for a batch of {batch_size}; give one for each place")
+        num_bins = sum(located.table.shape[1] for located in bins)
+        raise InvalidInputError(f"a batch of {batch_size} got {num_bins} bins; give one for each batch index")
     return token_count, num_sequences
 
 
-def _padded(
-    pieces: Pieces,
-    token_count: list[int],
-    num_sequences: list[int],
-    options: CollateOptions,
-    memory: _Memory,
-) -> PaddedBins:
-    from megatron_packed_sft.data.batch import collate_kernel
-
-    contract = CONTRACTS[options.contract]
+def _padded_shape(
+    bins: Sequence[LocatedBins], token_count: list[int], num_sequences: list[int], options: CollateOptions
+) -> _Shape:
     longest = max(token_count)
     if longest > options.max_seq_length:
-        raise _overlong(pieces, token_count.index(longest), longest, options)
-    num_rows, length = len(token_count), options.padded_length(longest, options.max_seq_length)
+        raise _overlong(bins, token_count.index(longest), longest, options)
+    length = options.padded_length(longest, options.max_seq_length)
     num_boundaries = [1 + count + (tokens < length) for count, tokens in zip(num_sequences, token_count, strict=True)]
-    width = max(options.min_boundaries, *num_boundaries)
+    return _Shape(len(token_count), length, num_boundaries)
 
-    # Buffers are NumPy's, and torch only wraps the results: half the cost of slicing tensors.
+
+def _flattened_shape(
+    bins: Sequence[LocatedBins], token_count: list[int], num_sequences: list[int], options: CollateOptions
+) -> _Shape:
+    lengths = [tokens + count for tokens, count in zip(token_count, num_sequences, strict=True)]
+    longest = max(lengths)
+    if longest > options.max_seq_length:
+        raise _overlong(bins, lengths.index(longest), longest, options)
+    num_ids = sum(lengths)
+    length = options.padded_length(num_ids, options.max_seq_length * len(lengths))
+    offsets = np.cumsum([[0, *lengths], [0, *num_sequences]], axis=1)
+    offsets[:, -1] = length, sum(num_sequences) + (length > num_ids)  # the last bin takes the padding
+    return _Shape(1, length, [int(offsets[1, -1]) + 1], offsets)
+
+
+def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], options: CollateOptions) -> CollatedBins:
+    contract = CONTRACTS[options.contract]
+    num_rows, length = shape.num_rows, shape.length
+    # NumPy allocates, and torch only wraps the results: half the cost of slicing tensors.
+    ids: npt.NDArray[np.integer]
+    loss_mask: npt.NDArray[np.integer]
     if options.compact:
-        ids = memory.take("ids", (3, num_rows, length), np.int32)
-        loss_mask = memory.take("loss_mask", (num_rows, length), np.uint8)
+        ids, loss_mask = np.empty((3, num_rows, length), np.int32), np.empty((num_rows, length), np.uint8)
     else:  # one allocation for all four
-        whole = memory.take("ids", (4, num_rows, length), np.int64)
+        whole = np.empty((4, num_rows, length), np.int64)
         ids, loss_mask = whole[:3], whole[3]
-    boundaries = memory.take("boundaries", (2, num_rows, width), np.int32)
-    longest_of_row = memory.take("longest", (num_rows, 1), np.int32)
-    padding_mask, doc_ids = _NO_MASK, _NO_DOC_IDS
+    boundaries = np.empty((2, num_rows, max(options.min_boundaries, *shape.num_boundaries)), np.int32)
+    longest = np.empty((len(token_count), 1), np.int32)
+    padding_mask, doc_ids = _NO_PADDING_MASK, _NO_DOC_IDS
     if contract.has_padding_mask:
-        padding_mask = memory.take("padding_mask", (num_rows, length), np.bool_)
+        padding_mask = np.empty((num_rows, length), np.bool_)
     if options.return_doc_ids or (contract.masks_sequences and not options.return_cu_seqlen):
-        doc_ids = memory.take("doc_ids", (num_rows, length), np.int32)
+        doc_ids = np.empty((num_rows, length), np.int32)
     keeps_eos_loss = contract.keeps_eos_loss if options.answer_only_loss else contract.keeps_all_eos_loss
-    for piece in pieces:
-        code, index = collate_kernel.fill_padded(
-            piece.flat_ids,
-            piece.flat_mask,
-            piece.seq_starts,
-            piece.rows,
+    for located in bins:
+        code, column = collate_kernel.fill(
+            located.flat_ids,
+            located.flat_mask,
+            located.seq_starts,
+            located.table,
+            shape.offsets,
             ids,
             loss_mask,
             boundaries,
-            longest_of_row,
+            longest,
             padding_mask,
             doc_ids,
             options.eos_id,
@@ -199,71 +169,23 @@ def _padded(
             options.pad_seq_to_mult > 1,
         )
         if code != OK:
-            raise damaged_bin(piece, index, code)
-    return PaddedBins(ids, loss_mask, boundaries, longest_of_row, padding_mask, doc_ids, token_count, num_boundaries)
+            raise damaged_bin(located, column, code)
+    return CollatedBins(ids, loss_mask, boundaries, longest, padding_mask, doc_ids, token_count, shape.num_boundaries)
 
 
-def _flattened(
-    pieces: Pieces,
-    token_count: list[int],
-    num_sequences: list[int],
-    options: CollateOptions,
-    memory: _Memory,
-) -> FlattenedBins:
-    from megatron_packed_sft.data.batch import collate_kernel
-
-    lengths = [tokens + count for tokens, count in zip(token_count, num_sequences, strict=True)]
-    longest_row = max(lengths)
-    if longest_row > options.max_seq_length:
-        raise _overlong(pieces, lengths.index(longest_row), longest_row, options)
-    row_offsets = np.cumsum([0, *lengths])
-    seq_offsets = np.cumsum([0, *num_sequences])
-    num_ids, num_documents = int(row_offsets[-1]), int(seq_offsets[-1])
-    total = options.padded_length(num_ids, options.max_seq_length * len(lengths))
-    has_padding = total > num_ids
-
-    ids = memory.take("ids", (3, total), np.int32 if options.compact else np.int64)
-    boundaries = memory.take("boundaries", (num_documents + 1 + has_padding,), np.int32)
-    doc_ids = memory.take("doc_ids", (1, total), np.int32) if options.return_doc_ids else _NO_DOC_IDS
-    boundaries[0] = 0
-    if has_padding:
-        boundaries[-1] = total
-        ids[0, num_ids:] = options.eos_id
-        ids[1, num_ids:] = collate_kernel.IGNORED_LABEL
-        ids[2, num_ids:] = np.arange(total - num_ids)
-        doc_ids[:, num_ids:] = num_documents
-    for piece in pieces:
-        code, index = collate_kernel.fill_flattened(
-            piece.flat_ids,
-            piece.flat_mask,
-            piece.seq_starts,
-            piece.rows,
-            row_offsets[:-1],
-            seq_offsets[:-1],
-            ids,
-            boundaries,
-            doc_ids.reshape(-1),
-            options.eos_id,
-            not options.answer_only_loss,
-            options.pad_seq_to_mult > 1,
-        )
-        if code != OK:
-            raise damaged_bin(piece, index, code)
-    return FlattenedBins(ids[:, None], boundaries, doc_ids)
-
-
-def _overlong(pieces: Pieces, position: int, num_tokens: int, options: CollateOptions) -> InvalidInputError:
-    piece, index = next(
-        (piece, index)
-        for piece in pieces
-        for index, place in enumerate(piece.rows[POSITION].tolist())
-        if place == position
+def _overlong(
+    bins: Sequence[LocatedBins], batch_index: int, num_positions: int, options: CollateOptions
+) -> InvalidInputError:
+    located, column = next(
+        (located, column)
+        for located in bins
+        for column, index in enumerate(located.table[BATCH_INDEX].tolist())
+        if index == batch_index
     )
-    row = piece.rows[ROW, index]
-    length = piece.rows[LENGTH, index]
-    num_sequences = piece.rows[SEQ_LAST, index] - piece.rows[SEQ_FIRST, index]
+    fields = located.table[:, column].tolist()
+    num_sequences = fields[SEQUENCES_END] - fields[FIRST_SEQUENCE]
     return InvalidInputError(
-        f"{piece.source}: row {row} ({length} ids in {num_sequences} sequences) needs {num_tokens} positions, more "
-        f"than max_seq_length {options.max_seq_length}; set max_seq_length to at least {num_tokens}, or pack the data "
-        "again with a smaller pack size"
+        f"{located.origin}: bin {fields[BIN]} ({fields[LENGTH]} ids in {num_sequences} sequences) needs "
+        f"{num_positions} positions, more than max_seq_length {options.max_seq_length}; set max_seq_length to at least "
+        f"{num_positions}, or pack the data again with a smaller pack size"
     )
