@@ -1,7 +1,7 @@
-"""From packed rows to batches, in an order that can be resumed anywhere.
+"""From bins to batches, in an order that can be resumed anywhere.
 
-    sources ─▶ datasets ─ collate (kernel, contracts) ─▶ batch
-    order, blend ─▶ stream, samplers ─▶ loader (prefetch thread) ─ state ─▶ the training loop
+    bin_readers ─▶ datasets ─ batch/ (collate, contracts) ─▶ batch
+    order/ (sample_order, blend) ─▶ samplers ─▶ loading/ (loader, prefetch thread) ─ state ─▶ the training loop
 
-`factory` opens whatever lies at a path; `sample_packs` packs samples of any other map-style dataset.
+`factory` opens whatever is at a path; `sample_packs` packs the samples of any other map-style dataset.
 """

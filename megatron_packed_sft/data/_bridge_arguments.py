@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
 
-_TOKENIZED = "rows are tokenized already"
-_PACKED = "rows are packed already"
+_TOKENIZED = "the data is already tokenized"
+_PACKED = "the data is already packed"
 # Name -> (values that Bridge passes by default and that change nothing, why another one cannot be honoured).
 _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_seq_length": ((1,), _PACKED),
@@ -25,23 +25,19 @@ _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_hf_tokenizer_chat_template": ((False, True), _TOKENIZED),
     "tool_schemas": ((None,), _TOKENIZED),
     "virtual_tokens": ((0,), _PACKED),
-    "tokens_to_generate": ((0,), "packed rows have no prompt to go on from"),
-    "is_test": ((False,), "packed rows have no prompt to go on from"),
-    "output_original_text": ((False,), "packed rows have no text"),
+    "tokens_to_generate": ((0,), "packed data has no prompt to continue"),
+    "is_test": ((False,), "packed data has no prompt to continue"),
+    "output_original_text": ((False,), "packed data has no text"),
     "index_mapping_dir": ((None,), "the order is computed, not stored"),
     "global_sample_mapping": ((False,), "the order is computed, not stored"),
-    "memmap_workers": ((None, 2), "shards need no index to be built"),
+    "memmap_workers": ((None, 2), "shards need no index"),
     "hf_dataset": ((False,), _PACKED),
-    "get_attention_mask_from_fusion": ((True,), "boundaries take the mask's place; set return_cu_seqlen=False for one"),
+    "get_attention_mask_from_fusion": ((True,), "boundaries replace the mask; set return_cu_seqlen=False to get one"),
 }
 
 
 def refuse_meaningless(arguments: Mapping[str, Any]) -> None:
-    """Raise for an argument that is unknown, or known from Bridge but without meaning here and not at its default.
-
-    Example:
-        >>> refuse_meaningless({"add_bos": False})
-    """
+    """Raise for an argument that is unknown, or that Bridge knows but that means nothing here, unless at its default."""
     for name, value in arguments.items():
         if name not in _MEANINGLESS:
             raise InvalidInputError(f"{name} is not an argument of a packed dataset; check the spelling")

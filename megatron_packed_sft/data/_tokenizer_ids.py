@@ -1,4 +1,4 @@
-"""The few things a packed dataset needs of a tokenizer, whatever library it comes from."""
+"""What a packed dataset needs from a tokenizer of any library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from megatron_packed_sft.errors import InvalidInputError
 
 
 def eos_id_of(tokenizer: Any) -> int:
-    """The end-of-sequence id: of a Megatron (`eos_id`, `eod`), Hugging Face (`eos_token_id`) or plain int "tokenizer".
-
-    Example:
-        >>> eos_id_of(2)
-        2
-    """
+    """Return the EOS id of a Megatron (`eos_id`, `eod`) or Hugging Face (`eos_token_id`) tokenizer, or of a plain int."""
     if isinstance(tokenizer, int) and not isinstance(tokenizer, bool):
         return tokenizer
     for name in ("eos_id", "eod", "eod_id", "eos_token_id"):
@@ -24,7 +19,7 @@ def eos_id_of(tokenizer: Any) -> int:
             return value
     raise InvalidInputError(
         f"the tokenizer ({type(tokenizer).__name__}) has no eos_id, eod or eos_token_id; "
-        "pass one that has, or the id itself as an integer"
+        "pass a tokenizer that has one, or the id itself as an integer"
     )
 
 
@@ -32,14 +27,11 @@ def check_tokenizer(tokenizer: Any, recorded: Mapping[str, Any] | None, where: s
     """Refuse a tokenizer whose fingerprint differs from the one the data was made with.
 
     Tokenizers without a `fingerprint` attribute, and data that recorded none, cannot be compared and pass.
-
-    Example:
-        >>> check_tokenizer(2, {"name": "llama", "fingerprint": "ab"}, "my_dataset")
     """
     own = getattr(tokenizer, "fingerprint", None)
     made_with = None if recorded is None else recorded.get("fingerprint")
     if isinstance(own, str) and isinstance(made_with, str) and own != made_with:
         raise InvalidInputError(
             f"{where} was made with tokenizer {recorded.get('name') if recorded else None!r} ({made_with}), not with "
-            f"this one ({own}); use that tokenizer, or allow_tokenizer_mismatch=True if you know they agree"
+            f"this one ({own}); use that tokenizer, or set allow_tokenizer_mismatch=True if you know they agree"
         )

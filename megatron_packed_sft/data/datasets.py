@@ -22,7 +22,7 @@ import numpy.typing as npt
 from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data._tokenizer_ids import check_tokenizer, eos_id_of
 from megatron_packed_sft.data.bin_readers import BinReader, LegacyBinReader, PlanBinReader, ShardBinReader
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.pack_metadata import PackMetadata
 from megatron_packed_sft.disk.checksum import checksum

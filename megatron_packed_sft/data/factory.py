@@ -18,8 +18,7 @@ from megatron_packed_sft.data.bin_readers import (
     ShardBinReader,
 )
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.order.blend import Blend
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError

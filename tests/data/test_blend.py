@@ -15,9 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.data.order import blend_kernel
-from megatron_packed_sft.data.order.blend import Blend, whole_weights
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order import order_kernels
+from megatron_packed_sft.data.order.blend import Blend, BlendOrder, whole_weights
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -122,13 +121,13 @@ def test_resume_does_not_replay_from_the_start(monkeypatch: pytest.MonkeyPatch) 
     weights = [0.123456789, 0.3, 1 / 3]
     state = make(weights).state(100_000)
     skipped = []
-    schedule = blend_kernel.schedule
+    schedule = order_kernels.schedule
 
     def counting(*arguments: Any) -> None:
         skipped.append(arguments[4])
         schedule(*arguments)
 
-    monkeypatch.setattr(blend_kernel, "schedule", counting)
+    monkeypatch.setattr(order_kernels, "schedule", counting)
     blend = make(weights)
     blend.load_state(100_000, state)
     blend.choose(100_000, 10)
@@ -152,7 +151,7 @@ def test_new_weights_take_over_where_the_old_ones_stopped() -> None:
     assert np.bincount(sources).tolist() == [10, 80, 10]
     for source, count in enumerate(state.counts):
         assert positions[sources == source][0] == count  # nothing skipped, nothing twice
-    with pytest.raises(InvalidInputError, match="global sample 9 is before 10, where the blend's weights were changed"):
+    with pytest.raises(InvalidInputError, match="sample 9 is before 10, where the blend's weights were changed"):
         blend.choose(9, 1)
     again = make([1, 8, 1])
     again.load_state(25, blend.state(25))
@@ -227,7 +226,7 @@ def test_weights_without_a_common_measure_are_rounded_far_below_a_sample() -> No
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1, -0.5], "weight 1 of the blend is -0.5; give a number from 0 on"),
+        ([1, -0.5], "weight 1 of the blend is -0.5; give a number of at least 0"),
         ([float("nan"), 1], "weight 0 of the blend is nan; give a number"),
         ([float("inf"), 1], "weight 0 of the blend is inf; give a number"),
         ([1, None], "weight 1 of the blend is None"),

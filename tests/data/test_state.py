@@ -104,7 +104,7 @@ def test_what_one_side_does_not_know_is_not_compared() -> None:
 
 @pytest.mark.parametrize("wrong", [("fingerprints",), "fingerprint", ["seed", ""]])
 def test_a_misspelt_override_is_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidInputError, match="must be a tuple of names out of fingerprint, num_samples"):
+    with pytest.raises(InvalidInputError, match="must be a tuple of names from fingerprint, num_samples"):
         STATE.check(STATE, allow_mismatch=wrong)
 
 
@@ -113,13 +113,13 @@ def test_a_misspelt_override_is_refused(wrong: Any) -> None:
     [
         ({"format": "other"}, "not a loader state of this package .its format is other"),
         ({"version": 2}, "has version 2, and this release reads 1"),
-        ({"consumed_samples": -1}, "consumed_samples is -1, not a whole number from 0 on"),
-        ({"consumed_samples": True}, "consumed_samples is True, not a whole number"),
-        ({"consumed_samples": 1.0}, "consumed_samples is 1.0, not a whole number"),
+        ({"consumed_samples": -1}, "consumed_samples is -1, not a non-negative integer"),
+        ({"consumed_samples": True}, "consumed_samples is True, not a non-negative integer"),
+        ({"consumed_samples": 1.0}, "consumed_samples is 1.0, not a non-negative integer"),
         ({"fingerprint": None}, "fingerprint is None, not text"),
-        ({"num_samples": "7"}, "num_samples is '7', not a whole number"),
+        ({"num_samples": "7"}, "num_samples is '7', not a non-negative integer"),
         ({"shuffle": 1}, "shuffle is 1, not true or false"),
-        ({"seed": "x"}, "seed is 'x', not a whole number"),
+        ({"seed": "x"}, "seed is 'x', not an integer"),
         ({"tokenizer": 5}, "tokenizer is 5, not text"),
         ({"blend": [1]}, r"blend is \[1\], not a mapping"),
         ({"blend": {**STATE.to_dict()["blend"], "counts": [-1, 2]}}, r"blend counts is \[-1, 2\], not a list of numb"),

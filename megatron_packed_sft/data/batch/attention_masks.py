@@ -1,10 +1,10 @@
-"""Masks for trainers without varlen attention: which positions of a packed row may see which.
+"""Masks for trainers without varlen attention: which positions of a bin may see which.
 
-    cu_seqlens  0 3 5 8      doc_ids  0 0 0 1 1 2 2 2      a position sees those before it with its own number,
-                                                           and itself; padding is a sequence of its own
+    cu_seqlens  0 3 5 8      doc_ids  0 0 0 1 1 2 2 2      a position sees itself and the earlier ones of its own
+                                                           sequence; padding is a sequence of its own
 
-`doc_ids` come with the batch (`CollateOptions(return_doc_ids=True)`) or from its boundaries. They cost 4 bytes a
-position; the dense mask costs a byte a pair, so flex attention with `document_mask_mod` is the way for long rows.
+`doc_ids` come with the batch (`CollateOptions(return_doc_ids=True)`) or from its boundaries. They take 4 bytes a
+position; the dense mask takes a byte for each pair, so use flex attention with `document_mask_mod` for long bins.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 def doc_ids_from_boundaries(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """The number of the sequence each position belongs to: int32 [B, length], or [length] for one row of boundaries.
+    """Return which sequence each position belongs to: int32 [B, length], or [length] for one-dimensional boundaries.
 
     Args:
         cu_seqlens: [B, K] or [K]: 0 and the ends of the sequences, rising to `length`; entries of -1 are ignored.
-        length: how many positions a row has.
+        length: positions per bin.
 
     Example:
         >>> doc_ids_from_boundaries(torch.tensor([0, 3, 5, 8, 8]), 8).tolist()
@@ -35,15 +35,10 @@ def doc_ids_from_boundaries(cu_seqlens: torch.Tensor, length: int) -> torch.Tens
 
 
 def document_mask_mod(doc_ids: torch.Tensor) -> MaskMod:
-    """The `mask_mod` of flex attention: causal inside each sequence, nothing across.
+    """Return a `mask_mod` for flex attention's `create_block_mask`: causal inside each sequence, nothing across.
 
     Args:
         doc_ids: [B, L], on the device where the attention runs.
-
-    Example:
-        >>> from torch.nn.attention.flex_attention import create_block_mask
-        >>> mask_mod = document_mask_mod(batch["doc_ids"])  # doctest: +SKIP
-        >>> create_block_mask(mask_mod, B=8, H=None, Q_LEN=4096, KV_LEN=4096)  # doctest: +SKIP
     """
 
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -53,7 +48,7 @@ def document_mask_mod(doc_ids: torch.Tensor) -> MaskMod:
 
 
 def visible_mask(doc_ids: torch.Tensor) -> torch.Tensor:
-    """The dense mask, bool [B, 1, L, L]: True where a query may see a key, as torch's SDPA takes it.
+    """Return the dense mask, bool [B, 1, L, L]: True where a query may see a key, as torch's SDPA takes it.
 
     Megatron's own attention takes the opposite, `~visible_mask(doc_ids)`.
 

@@ -1,10 +1,10 @@
-"""Our own loader: batches are made in this process, by a thread that stays ahead of the training step.
+"""The loader: batches are made in this process, by a thread that stays ahead of the training step.
 
     sampler ─ indices ─▶ advise ─▶ ... ─▶ fetch, collate ─▶ pin ─▶ [ finished batches ] ─▶ the training loop
-                         rows needed      └────── prefetch thread ──────┘  at most `prefetch`
+                         bins needed      └────── prefetch thread ──────┘  at most `prefetch`
                          a little later
 
-No worker processes: with a compiled collate that frees the GIL they only add the cost of sending batches around.
+No worker processes: collate is compiled and releases the GIL, so they would only add the cost of sending batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
-from megatron_packed_sft.data.loading.pinning import cuda_device_to_pin_for, pinned, use_cuda_device
-from megatron_packed_sft.data.loading.prefetch import Prefetcher
-from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler
+from megatron_packed_sft.data.loading._prefetch import Prefetcher, cuda_device_to_pin_for, pinned, use_cuda_device
+from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler, SamplerArguments, Step
 from megatron_packed_sft.data.order.state import LoaderState
-from megatron_packed_sft.data.order.stream import SamplerArguments, Step
 from megatron_packed_sft.errors import InvalidInputError
 
-# How many batches before it is made the rows of a batch are announced to the kernel.
+# The bins of a batch are announced to the kernel this many batches before it is made.
 NUM_BATCHES_ADVISED: Final = 4
 
 Fetch = Callable[[list[int]], Any]
@@ -33,22 +31,22 @@ Collate = Callable[[list[Any]], Any]
 
 
 class PackedLoader:
-    """Batches of a map-style dataset, made ahead by a thread; stateful to the sample.
+    """Batches of a map-style dataset, made ahead by a thread, with a state that is exact to the sample.
 
-    A loader is a stream: `iter` goes on after the last batch that was handed out, also after a `break`, and when a
-    pass is over it begins the next one. `seek(0)` starts again. A new `iter` ends the one before.
+    A loader is a stream: `iter` resumes after the last batch that was handed out, even after a `break`; after the last
+    batch of a pass it begins the next one. `seek(0)` starts over. A new `iter` ends the previous one.
 
-    The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. It may have more, which is used when it is
-    there: `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
-    `advise(indices)` announces rows that are needed soon; `fingerprint`, `tokenizer_fingerprint` and
-    `chat_template_fingerprint` are texts that go into the state. The thread calls them, one call at a time.
+    The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. These are used if it has them:
+    `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
+    `advise(indices)` announces samples that are needed soon; `fingerprint`, `tokenizer_fingerprint` and
+    `chat_template_fingerprint` are strings for the state. The thread calls them, one call at a time.
 
     Args:
         dataset: what to load.
         batch_sampler: which samples come when; by default a `MicroBatchSampler` made of `sampling`.
-        collate_fn: makes a batch of a list of samples, instead of what the dataset has.
-        prefetch: finished batches that may wait; 0 makes each batch when it is asked for, without a thread.
-        pin_memory: whether tensors go to page-locked memory; "auto" does it when CUDA is there.
+        collate_fn: makes a batch of a list of samples, instead of the dataset's own.
+        prefetch: how many finished batches may wait; 0 makes each batch on demand, without a thread.
+        pin_memory: put tensors into page-locked memory; "auto" does so if CUDA is available.
         sampling: the arguments of `StreamSampler`, such as micro_batch_size, data_parallel_rank and shuffle.
 
     Example:
@@ -70,37 +68,37 @@ class PackedLoader:
         if batch_sampler is None:
             blend_order = getattr(dataset, "sampling_order", None)
             if blend_order is not None and sampling.get("order") is None:
-                # A blend: the sampler draws in its order, so that the state tells how much of each source was seen.
+                # A blend: the sampler draws in its order, so that the state says how much of each source was seen.
                 dataset, sampling["order"] = dataset.in_stored_order(), blend_order
             fingerprint = str(getattr(dataset, "fingerprint", ""))
             batch_sampler = MicroBatchSampler(len(dataset), fingerprint=fingerprint, **sampling)
         elif sampling:
             raise InvalidInputError(
-                f"batch_sampler and {', '.join(sampling)} were both given; give the latter to the sampler"
+                f"batch_sampler and {', '.join(sampling)} were both given; pass the latter to the sampler"
             )
         elif not isinstance(batch_sampler, BatchSampler):
             raise InvalidInputError(
-                f"batch_sampler is a {type(batch_sampler).__name__}, which cannot say where in the stream a batch "
-                "ends; use MicroBatchSampler or GlobalBatchSampler, or torch's DataLoader with this one"
+                f"batch_sampler is a {type(batch_sampler).__name__}, which does not know where in the stream a "
+                "batch ends; use MicroBatchSampler or GlobalBatchSampler, or torch's DataLoader with this one"
             )
         if prefetch < 0:
-            raise InvalidInputError(f"prefetch is {prefetch}; give the number of batches to make ahead, from 0 on")
+            raise InvalidInputError(f"prefetch is {prefetch}; give the number of batches to make ahead, at least 0")
         cuda_device_to_pin_for(pin_memory)  # refuse a wrong value here rather than at the first batch
         self.dataset = dataset
         self.batch_sampler = batch_sampler
         self.collate_fn = collate_fn
         self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self.wait_seconds = 0.0  # that all steps so far have waited for their batches
+        self.wait_seconds = 0.0  # how long all steps so far have waited for their batches
         self._fetch = _fetch_function(dataset, collate_fn)
         self._iteration: weakref.ref[_Iteration] | None = None
 
     def __len__(self) -> int:
-        """Batches of a whole pass."""
+        """Return the number of batches of a whole pass."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches from here to the end of the pass."""
+        """Yield the batches from here to the end of the pass."""
         self._end_iteration()
         iteration = _Iteration(self)
         self._iteration = weakref.ref(iteration)
@@ -112,7 +110,7 @@ class PackedLoader:
         return self.batch_sampler.consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
-        """Go to a position of the stream; an iteration that is under way ends.
+        """Go to a position of the stream; a running iteration ends.
 
         Example:
             >>> loader = PackedLoader(range(6), micro_batch_size=2, collate_fn=list)
@@ -125,16 +123,11 @@ class PackedLoader:
         self.batch_sampler.consumed_samples = operator.index(consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch that was handed out; those that wait do not count.
-
-        Example:
-            >>> PackedLoader(range(6), collate_fn=list).state_dict()["num_samples"]
-            6
-        """
+        """Return the state after the last batch that was handed out; prefetched ones do not count."""
         return self._of_dataset(self.batch_sampler.state(self.consumed_samples)).to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after a saved state, with any number of ranks; one of other data or another order is refused.
+        """Resume from a saved state, on any number of ranks; one of other data or another order is refused.
 
         Example:
             >>> loader = PackedLoader(range(6), collate_fn=list)
@@ -159,7 +152,7 @@ class PackedLoader:
             running.end()
 
     def _of_dataset(self, state: LoaderState) -> LoaderState:
-        """A sampler's state, with what only the dataset knows."""
+        """Return a sampler's state, with what only the dataset knows."""
         return replace(
             state,
             fingerprint=state.fingerprint or str(getattr(self.dataset, "fingerprint", "")),
@@ -168,7 +161,7 @@ class PackedLoader:
         )
 
     def _make_batches(self) -> Iterator[_Made]:
-        # The generator that is returned must not know the loader: its thread would keep it alive.
+        # The generator must not hold the loader: its thread would keep it alive.
         steps = self.batch_sampler.steps(self.consumed_samples)
         advise = getattr(self.dataset, "advise", None)
         return _make_batches(steps, self._fetch, advise, cuda_device_to_pin_for(self.pin_memory))
@@ -181,26 +174,27 @@ class _Made(NamedTuple):
 
 
 class _Iteration(Iterator[Any]):
-    """One walk through a loader, from where it is to the end of the pass."""
+    """One iteration over a loader, from where it is to the end of the pass."""
 
     def __init__(self, loader: PackedLoader) -> None:
         self._loader = loader
         self._is_over = False
         self._was_ended = False
-        self._source = self._start()
+        self._batches = self._start()
 
     def __next__(self) -> Any:
         if self._was_ended:
             raise InvalidInputError(
-                "this iteration was ended by a new iter(), seek() or load_state_dict() of its loader; use the new one"
+                "this iteration was ended by a new iter(), seek() or load_state_dict() of its loader; "
+                "use the new iterator"
             )
         if self._is_over:
             raise StopIteration
-        if isinstance(self._source, Prefetcher) and self._source.process != os.getpid():
-            self._source = self._start()  # threads stay behind in a fork
+        if isinstance(self._batches, Prefetcher) and self._batches.process != os.getpid():
+            self._batches = self._start()  # a fork does not copy threads
         start = time.perf_counter()
         try:
-            batch, consumed_samples, is_last = next(self._source)
+            batch, consumed_samples, is_last = next(self._batches)
         finally:
             self._loader.wait_seconds += time.perf_counter() - start
         self._loader.batch_sampler.consumed_samples = consumed_samples
@@ -208,11 +202,11 @@ class _Iteration(Iterator[Any]):
         return batch
 
     def end(self) -> None:
-        """Stop the thread; no more batches come out."""
+        """Stop the thread and hand out no more batches."""
         self._was_ended = not self._is_over
         self._is_over = True
-        if isinstance(self._source, Prefetcher):
-            self._source.close()
+        if isinstance(self._batches, Prefetcher):
+            self._batches.close()
 
     def _start(self) -> Iterator[_Made]:
         batches = self._loader._make_batches()
@@ -231,7 +225,7 @@ def _make_batches(
 
 
 def _advised(steps: Iterator[Step], advise: Callable[[list[int]], None]) -> Iterator[Step]:
-    """The same steps, each announced a few steps earlier."""
+    """Yield the same steps, each announced a few steps earlier."""
     ahead: deque[Step] = deque()
     for step in steps:
         advise(step.indices)

@@ -1,12 +1,12 @@
-"""The order of samples: a keyed permutation per epoch that is computed, not stored.
+"""The order of samples: one keyed permutation per epoch, computed rather than stored.
 
-    position in the stream   0 1 2 3 4 | 5 6 7 8 9 | 10 ...        without end
+    position in the stream   0 1 2 3 4 | 5 6 7 8 9 | 10 ...        endless
     epoch                        0     |     1     |  2
     sample (5 in the set)    3 4 1 2 0 | 1 2 4 0 3 |  ...          each epoch holds every sample once
 
-The permutation is a swap-or-not shuffle (Hoang, Morris, Rogaway 2012). It takes any number of samples as it is, needs
-no table, and is made of integers only. Each round moves a sample to a random place with probability one half, and
-two samples keep their distance with probability one half; 64 rounds leave 2^-64 of either.
+The permutation is a swap-or-not shuffle (Hoang, Morris, Rogaway 2012). It works for any number of samples, needs no
+table, and uses integers only. In each round a sample stays in place with probability one half, and two samples keep
+their distance with probability one half; after 64 rounds either is left with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Order(Protocol):
-    """A stream of samples without end, by random access: what the samplers draw from."""
+    """An endless stream of samples with random access: what the samplers draw from."""
 
     @property
     def num_samples(self) -> int:
-        """How many different samples there are; indices are in 0..num_samples-1."""
+        """How many samples there are; indices are in 0..num_samples-1."""
 
     @property
     def fingerprint(self) -> str:
@@ -44,18 +44,18 @@ class Order(Protocol):
         """The seed of the shuffle, or None for stored order."""
 
     def at(self, positions: npt.ArrayLike) -> Int64Array:
-        """The sample at each position of the stream."""
+        """Return the sample at each position of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The order of one dataset's samples = f(seed, epoch, fingerprint); opening costs the same for any size.
+    """The order of one dataset's samples, a function of (seed, epoch, fingerprint); it costs nothing to create.
 
     Args:
-        num_samples: samples in the dataset, one epoch.
-        seed: another seed is another order.
-        fingerprint: identifies the dataset; the same seed orders other data in another way.
-        shuffle: False keeps the stored order in every epoch; the seed does not matter then.
+        num_samples: samples in the dataset: one epoch.
+        seed: each seed gives a different order.
+        fingerprint: identifies the dataset; the same seed orders other data differently.
+        shuffle: False keeps the stored order in every epoch; the seed is ignored.
 
     Example:
         >>> order = SampleOrder(5, seed=1, fingerprint="abc")
@@ -74,11 +74,11 @@ class SampleOrder:
             raise InvalidInputError(f"an order needs 1..2^62 samples, not {num_samples}; is the dataset empty?")
         object.__setattr__(self, "num_samples", num_samples)
         if self.shuffle and self.seed is None:
-            raise InvalidInputError("a shuffled order needs a seed; give an integer, or shuffle=False")
+            raise InvalidInputError("a shuffled order needs a seed; give an integer, or set shuffle=False")
         object.__setattr__(self, "seed", operator.index(self.seed) if self.shuffle and self.seed is not None else None)
 
     def at(self, positions: npt.ArrayLike) -> Int64Array:
-        """The sample at each position of the endless stream of epochs, for any array of positions.
+        """Return the sample at each position of the endless stream of epochs.
 
         Example:
             >>> SampleOrder(3, shuffle=False).at([0, 4, 2]).tolist()
@@ -101,7 +101,7 @@ class SampleOrder:
         return samples
 
     def samples(self, first: int, count: int) -> Int64Array:
-        """The samples at positions first..first+count-1.
+        """Return the samples at positions first..first+count-1.
 
         Example:
             >>> SampleOrder(3, shuffle=False).samples(2, 3).tolist()
@@ -110,16 +110,16 @@ class SampleOrder:
         return self.at(np.arange(first, first + count, dtype=np.int64))
 
     def __getitem__(self, position: int) -> int:
-        """The sample at one position."""
+        """Return the sample at one position."""
         return int(self.at([operator.index(position)])[0])
 
     def _shuffled(self, offsets: Int64Array, epoch: int) -> Int64Array:
-        """The samples at offsets inside an epoch; the array is ours to overwrite."""
+        """Return the samples at offsets inside an epoch; the array is overwritten."""
         if self.shuffle and self.num_samples > 1:
-            from megatron_packed_sft.data.order import order_kernel
+            from megatron_packed_sft.data.order import order_kernels
 
             sums, keys = _round_keys(self.num_samples, self.seed, self.fingerprint, epoch)
-            order_kernel.swap_or_not(offsets.reshape(-1), self.num_samples, sums, keys)
+            order_kernels.swap_or_not(offsets.reshape(-1), self.num_samples, sums, keys)
         return offsets
 
 
@@ -127,7 +127,7 @@ class SampleOrder:
 def _round_keys(
     num_samples: int, seed: int | None, fingerprint: str, epoch: int
 ) -> tuple[Int64Array, npt.NDArray[np.uint64]]:
-    """What each round adds up to, and the key of its coins: all of it straight out of a hash."""
+    """Return the pair sum and the coin key of each round, straight out of a hash."""
     material = hashlib.shake_128(f"packed_sft order 1|{seed}|{epoch}|{fingerprint}".encode()).digest(16 * _NUM_ROUNDS)
     words = np.frombuffer(material, "<u8").astype(np.uint64).reshape(2, _NUM_ROUNDS)
     return (words[0] % np.uint64(num_samples)).astype(np.int64), words[1].copy()

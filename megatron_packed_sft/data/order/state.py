@@ -1,4 +1,4 @@
-"""What a run must remember to go on: how far it is, and in which order of which data.
+"""What a run must remember to resume: how far it is, and in which order of which data.
 
 The state says nothing about ranks, workers or batch sizes, so all of them may change between two runs.
 """
@@ -15,7 +15,7 @@ from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 
 FORMAT: Final = "packed_sft_loader_state"
 VERSION: Final = 1
-# What must be the same for the rest of the stream to be the same. In this order they are named in errors.
+# What must be equal for the rest of the stream to be the same, in the order in which errors name it.
 COMPARED: Final = ("fingerprint", "num_samples", "tokenizer", "chat_template", "shuffle", "seed", "weights")
 
 _log = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ class BlendState:
     """How far each source of a blend is.
 
     Args:
-        weights: the blend's weights as whole numbers without a common divisor.
+        weights: the blend's weights as integers without a common divisor.
         counts: samples taken from each source.
-        shares: counts as shares of all samples, for the reader.
-        epochs: counts over the sources' sizes, for the reader.
-        origin_position: where these weights took over, 0 unless they were changed on the way.
+        shares: counts as shares of all samples, for information.
+        epochs: counts divided by the sources' sizes, for information.
+        origin_position: where these weights took effect; 0 unless they were changed during the run.
         origin_counts: samples taken from each source before that.
     """
 
@@ -44,17 +44,17 @@ class BlendState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """The state of a sampler or a loader. `None` means not known, and is not compared.
+    """The state of a sampler or a loader. `None` means unknown, and is not compared.
 
     Args:
         consumed_samples: samples handed out so far, over all ranks and epochs; padding samples do not count.
-        fingerprint: of the dataset.
-        num_samples: of the dataset.
+        fingerprint: identifies the dataset.
+        num_samples: samples in the dataset.
         shuffle: whether the order is shuffled.
-        seed: of the shuffle.
-        tokenizer: its fingerprint.
-        chat_template: its fingerprint.
-        blend: of a blend of several datasets.
+        seed: the seed of the shuffle.
+        tokenizer: the tokenizer's fingerprint.
+        chat_template: the chat template's fingerprint.
+        blend: the state of the blend, if the dataset is one.
 
     Example:
         >>> state = LoaderState(consumed_samples=512, fingerprint="ab12", num_samples=1000, shuffle=True, seed=1234)
@@ -73,11 +73,11 @@ class LoaderState:
 
     @property
     def weights(self) -> tuple[int, ...] | None:
-        """Of the blend, if it is one."""
+        """The weights of the blend, if there is one."""
         return None if self.blend is None else self.blend.weights
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values.
+        """Return the state as plain JSON values.
 
         Example:
             >>> state = LoaderState(consumed_samples=0, fingerprint="ab12", num_samples=10, shuffle=False)
@@ -97,7 +97,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> LoaderState:
-        """Read back what `to_dict` gave; anything else is an InvalidInputError that names the field.
+        """Read what `to_dict` returned; anything else is an InvalidInputError that names the field.
 
         Example:
             >>> LoaderState.from_dict({})
@@ -129,11 +129,11 @@ None); give load_state_dict what state_dict returned
         )
 
     def check(self, current: LoaderState, allow_mismatch: Collection[str] = ()) -> None:
-        """Refuse to go on from this state when `current` is another data, tokenizer, template, order or blend.
+        """Refuse to resume from this state if data, tokenizer, template, order or blend differ from `current`.
 
         Args:
-            current: the state of the loader that is to go on.
-            allow_mismatch: names of fields that may differ; each that does is logged as a warning.
+            current: the state of the loader that resumes.
+            allow_mismatch: names of fields that may differ; each difference is logged as a warning.
 
         Example:
             >>> old = LoaderState(consumed_samples=8, fingerprint="ab12", num_samples=10, shuffle=True, seed=1)
@@ -157,20 +157,16 @@ resume with what the state was saved with, or pass allow_mismatch=('seed',) to t
                 tuple(differing),
             )
         for problem in differing.values():
-            _log.warning("resuming with another order than before, as allowed by allow_mismatch: %s", problem)
+            _log.warning("resuming although the state differs, as allow_mismatch permits: %s", problem)
 
 
 def refuse_unknown(allow_mismatch: Collection[str]) -> None:
-    """A misspelt name would refuse or allow the wrong thing, so it is an error as early as possible.
-
-    Example:
-        >>> refuse_unknown(("fingerprint", "seed"))
-    """
+    """Refuse misspelt names early: they would refuse or allow the wrong thing."""
     names = (allow_mismatch,) if isinstance(allow_mismatch, str) else tuple(allow_mismatch)
     unknown = [name for name in names if name not in COMPARED]
     if unknown or isinstance(allow_mismatch, str):
         raise InvalidInputError(
-            f"allow_mismatch={allow_mismatch!r} must be a tuple of names out of {', '.join(COMPARED)}"
+            f"allow_mismatch={allow_mismatch!r} must be a tuple of names from {', '.join(COMPARED)}"
         )
 
 
@@ -178,7 +174,7 @@ def _field(document: Mapping[str, Any], name: str, kind: type, lowest: int | Non
     value: Any = document.get(name)
     is_too_low = isinstance(value, int) and lowest is not None and value < lowest
     if type(value) is not kind or is_too_low:
-        words = {int: "a whole number" + (" from 0 on" if lowest == 0 else ""), str: "text", bool: "true or false"}
+        words = {int: "a non-negative integer" if lowest == 0 else "an integer", str: "a string", bool: "true or false"}
         raise InvalidInputError(
             f"the loader state's {name} is {_short(value)}, not {words[kind]}; restore the checkpoint it came from"
         )
@@ -213,7 +209,7 @@ def _numbers(document: Mapping[str, Any], name: str, kind: type) -> tuple[Any, .
         or any(type(value) not in kinds or value < 0 for value in values)
     ):
         raise InvalidInputError(
-            f"the loader state's blend {name} is {_short(values)}, not a list of numbers from 0 on; "
+            f"the loader state's blend {name} is {_short(values)}, not a list of non-negative numbers; "
             "restore the checkpoint it came from"
         )
     return tuple(kind(value) for value in values)
