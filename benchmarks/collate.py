@@ -1,8 +1,8 @@
-"""Full batches, read and collated in process: ours beside Megatron-Bridge's own path, NumPy, and bare row copies.
+"""Full batches, read and collated in process: ours beside Megatron-Bridge's own path, NumPy, and bare copies of bins.
 
 python -m benchmarks.collate --bins 20000 --pack-size 4096 --batch-size 8
 
-Rows are picked in shuffled order. Every case that makes a batch is first checked to make the same one, bit for bit.
+Bins are picked in shuffled order. Every case that makes a batch is first checked to make the same one, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
 from megatron_packed_sft import BinBlock, MemmapShard, open_shard
-from megatron_packed_sft.data.batch.collate import BatchBuffers, collate
+from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shard
 from tests.oracle.bridge import load, open_dataset
@@ -32,16 +32,16 @@ ROUNDS = 7
 SECONDS_PER_ROUND = 0.25
 SLOW_SECONDS_PER_ROUND = 1.0
 
-Rows = npt.NDArray[np.int64]
-Case = Callable[[Rows], Any]
+Picked = npt.NDArray[np.int64]
+Case = Callable[[Picked], Any]
 
 
-def row_copies(arrays: BinBlock, batch_size: int) -> Case:
-    """`np.take` of the stored rows into reused memory: what reading costs, without making anything of it."""
+def bare_copies(arrays: BinBlock, batch_size: int) -> Case:
+    """`np.take` of the stored bins into reused memory: what reading alone costs."""
     shape = (batch_size, arrays.input_ids.shape[1])
     ids, mask = np.empty(shape, arrays.input_ids.dtype), np.empty(shape, np.uint8)
 
-    def read(picked: Rows) -> None:
+    def read(picked: Picked) -> None:
         np.take(arrays.input_ids, picked, axis=0, out=ids, mode="clip")  # "raise" would copy twice
         np.take(arrays.loss_mask, picked, axis=0, out=mask, mode="clip")
 
@@ -51,12 +51,12 @@ def row_copies(arrays: BinBlock, batch_size: int) -> Case:
 def numpy_slices(arrays: BinBlock, width: int) -> Case:
     """NumPy, one slice assignment per sequence and key."""
 
-    def make(picked: Rows) -> dict[str, torch.Tensor]:
+    def make(picked: Picked) -> dict[str, torch.Tensor]:
         batch = np.empty((4, len(picked), width), np.int64)
-        for place, row in enumerate(picked.tolist()):
-            length = int(arrays.packed_len[row])
-            starts = arrays.seq_starts[arrays.seq_offsets[row] : arrays.seq_offsets[row + 1]].tolist()
-            ids, mask = arrays.input_ids[row], arrays.loss_mask[row]
+        for place, number in enumerate(picked.tolist()):
+            length = int(arrays.packed_len[number])
+            starts = arrays.seq_starts[arrays.seq_offsets[number] : arrays.seq_offsets[number + 1]].tolist()
+            ids, mask = arrays.input_ids[number], arrays.loss_mask[number]
             tokens, labels, loss, positions = batch[:, place]
             offset = 0
             for start, end in zip(starts, [*starts[1:], length], strict=True):
@@ -77,7 +77,7 @@ def numpy_slices(arrays: BinBlock, width: int) -> Case:
 def numpy_whole_batch(arrays: BinBlock, width: int) -> Case:
     """NumPy without a loop: one index array for all tokens of the batch."""
 
-    def make(picked: Rows) -> dict[str, torch.Tensor]:
+    def make(picked: Picked) -> dict[str, torch.Tensor]:
         ids, mask = arrays.input_ids[picked], arrays.loss_mask[picked]
         first, last = arrays.seq_offsets[picked].astype(np.int64), arrays.seq_offsets[picked + 1].astype(np.int64)
         counts = last - first
@@ -106,7 +106,7 @@ def numpy_whole_batch(arrays: BinBlock, width: int) -> Case:
 
 
 def bridge(version: str, directory: Path, pool: BinBlock, width: int, *, parquet: bool = False) -> Case:
-    """Megatron-Bridge's own dataset and collate, over the rows the shards repeat (its cost does not depend on them)."""
+    """Megatron-Bridge's own dataset and collate, over the bins that the shards repeat."""
     names = ("input_ids", "loss_mask", "seq_start_id")
     data = [dict(zip(names, (array.tolist() for array in pool[row]), strict=True)) for row in range(POOL)]
     dataset = open_dataset(
@@ -115,23 +115,22 @@ def bridge(version: str, directory: Path, pool: BinBlock, width: int, *, parquet
     return lambda picked: dataset.collate_fn([dataset[row] for row in (picked % POOL).tolist()])
 
 
-def ours(shards: Sequence[MemmapShard], width: int, *, reuse: bool = False, **arguments: Any) -> Case:
-    """Pieces and `collate`; the rows of a batch come from as many shards as are given."""
+def ours(shards: Sequence[MemmapShard], width: int, **arguments: Any) -> Case:
+    """`collate` of located bins; those of a batch come from as many shards as are given."""
     options = CollateOptions(
         **{"contract": "bridge_0_6", "eos_id": EOS, "max_seq_length": width, "pad_to_max_length": True, **arguments}
     )
-    buffers = BatchBuffers() if reuse else None
 
-    def make(picked: Rows) -> dict[str, Any]:
+    def make(picked: Picked) -> dict[str, Any]:
         if len(shards) == 1:
-            pieces = [locate_in_shard(shards[0], picked)]
+            located = [locate_in_shard(shards[0], picked)]
         else:
             local = picked % len(shards[0])
-            pieces = [
+            located = [
                 locate_in_shard(shards[place % len(shards)], local[place : place + 1], (place,))
                 for place in range(len(picked))
             ]
-        return collate(pieces, len(picked), options, buffers)
+        return collate(located, len(picked), options)
 
     return make
 
@@ -140,10 +139,10 @@ def ours_from_samples(shard: MemmapShard, width: int) -> Case:
     """Samples one by one, then collate: how torch's own DataLoader works."""
     options = CollateOptions(contract="bridge_0_6", eos_id=EOS, max_seq_length=width, pad_to_max_length=True)
 
-    def make(picked: Rows) -> dict[str, Any]:
+    def make(picked: Picked) -> dict[str, Any]:
         samples = []
-        for row in picked.tolist():
-            found = shard[row]
+        for number in picked.tolist():
+            found = shard[number]
             boundaries = np.append(found.seq_start_id, len(found.input_ids))
             samples.append({"input_ids": found.input_ids, "loss_mask": found.loss_mask, "seq_boundaries": boundaries})
         return collate([locate_in_samples(samples)], len(picked), options)
@@ -157,13 +156,13 @@ def _named(batch: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
 
 
 def check(name: str, batch: Any, expected: dict[str, Any]) -> None:
-    """Stop when a case does not make Bridge's batch; keys it does not have are its own affair."""
+    """Stop if a case does not make Bridge's batch; keys that Bridge does not have are not compared."""
     for key, value in batch.items() if isinstance(batch, dict) else ():
         if isinstance(value, torch.Tensor) and key in expected and not torch.equal(value, expected[key]):
-            raise SystemExit(f"{name} makes another {key} than Megatron-Bridge; its speed means nothing")
+            raise SystemExit(f"{name} makes a different {key} than Megatron-Bridge, so its speed means nothing")
 
 
-def measure(cases: dict[str, Case], slow: set[str], batches: list[Rows]) -> dict[str, float]:
+def measure(cases: dict[str, Case], slow: set[str], batches: list[Picked]) -> dict[str, float]:
     """Seconds per batch of each case: the best of several rounds, the cases taking turns."""
     best = dict.fromkeys(cases, float("inf"))
     for round_number in range(ROUNDS):
@@ -185,10 +184,8 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         pool = rows(pack_size)
-        rows_per_shard = max(
-            POOL, num_bins // NUM_SHARDS // POOL * POOL
-        )  # so that row r is row r of the pool there, too
-        sizes = {"whole": num_bins, **{f"shard_{number}": rows_per_shard for number in range(NUM_SHARDS)}}
+        bins_per_shard = max(POOL, num_bins // NUM_SHARDS // POOL * POOL)  # whole pools: bin b is b % POOL there, too
+        sizes = {"whole": num_bins, **{f"shard_{number}": bins_per_shard for number in range(NUM_SHARDS)}}
         shards = []
         for name, size in sizes.items():
             memmap_blocks(directory / name, pool, size)
@@ -200,17 +197,15 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
         batches = list(order[: num_bins // batch_size * batch_size].reshape(-1, batch_size))
 
         cases: dict[str, Case] = {
-            "np.take row copies": row_copies(whole.arrays, batch_size),
+            "np.take copies": bare_copies(whole.arrays, batch_size),
             "Bridge 0.6.2, Parquet": bridge("0.6.2", directory, pool, pack_size, parquet=True),
             "Bridge 0.3.1, .npy": bridge("0.3.1", directory, pool, pack_size),
             "Bridge 0.6.2, .npy": bridge("0.6.2", directory, pool, pack_size),
             "NumPy, slices": numpy_slices(whole.arrays, pack_size),
             "NumPy, whole batch": numpy_whole_batch(whole.arrays, pack_size),
             "ours, bridge_0_6": ours([whole], pack_size),
-            "ours, bridge_0_6, reused buffers": ours([whole], pack_size, reuse=True),
             "ours, bridge_0_6, compact": ours([whole], pack_size, compact=True),
-            "ours, bridge_0_6, compact, reused": ours([whole], pack_size, compact=True, reuse=True),
-            f"ours, bridge_0_6, rows of {NUM_SHARDS} shards": ours(parts, pack_size),
+            f"ours, bridge_0_6, bins of {NUM_SHARDS} shards": ours(parts, pack_size),
             "ours, bridge_0_6, from samples": ours_from_samples(whole, pack_size),
             "ours, bridge_0_3": ours([whole], pack_size, contract="bridge_0_3"),
             "ours, mcore": ours([whole], pack_size, contract="mcore"),
@@ -228,10 +223,10 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
         seconds = measure(cases, slow, batches)
 
     tokens = batch_size * int(pool.packed_len[0])
-    copies, theirs = seconds["np.take row copies"], seconds["Bridge 0.6.2, .npy"]
+    copies, theirs = seconds["np.take copies"], seconds["Bridge 0.6.2, .npy"]
     print_table(
         f"Full batches of {batch_size}, read and collate: {num_bins:,} bins of {pack_size:,}, shuffled",
-        ["", "Mtok/s", "us/batch", "x Bridge", "of row copies"],
+        ["", "Mtok/s", "us/batch", "x Bridge", "of copies"],
         [
             [
                 name,
@@ -246,7 +241,7 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark; by default both shapes of issue 4."""
+    """Run the benchmark; by default both shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bins", type=int)
     parser.add_argument("--pack-size", type=int)

@@ -28,35 +28,35 @@ NUM_READS = 20_000
 
 
 def shuffled(num_bins: int, count: int = NUM_READS) -> list[int]:
-    """Random rows."""
+    """Return random bin numbers."""
     return np.random.default_rng(1).integers(0, num_bins, count).tolist()
 
 
 def ours_case(path: str, num_bins: int) -> dict[str, float]:
-    """Rows of our dataset, copied out."""
+    """Bins of our dataset, copied out."""
     dataset = create_sft_dataset(path, 2, seq_length=1 << 20)
     order = shuffled(num_bins)
 
     def read() -> None:
         for index in order:
-            row = dataset[index]
-            row["input_ids"].copy()
-            row["loss_mask"].copy()
+            packed = dataset[index]
+            packed["input_ids"].copy()
+            packed["loss_mask"].copy()
 
     read()
     return {"rate": NUM_READS / min(timed(read) for _ in range(3))}
 
 
 def source_case(path: str, num_bins: int) -> dict[str, float]:
-    """Rows of the shard itself, copied out: what other readers are compared with."""
+    """Bins of the shard itself, copied out: what other readers are compared with."""
     source = create_sft_dataset(path, 2, seq_length=1 << 20).source
     order = shuffled(num_bins)
 
     def read() -> None:
         for index in order:
-            row = source.row(index)
-            row.input_ids.copy()
-            row.loss_mask.copy()
+            packed = source.row(index)
+            packed.input_ids.copy()
+            packed.loss_mask.copy()
 
     read()
     return {"rate": NUM_READS / min(timed(read) for _ in range(3))}
@@ -73,8 +73,8 @@ def indexed_case(path: str, num_bins: int, pack_size: int) -> dict[str, float]:
     for name, dtype in (("ids", np.int32), ("mask", np.uint8)):
         builder = IndexedDatasetBuilder(f"{path}_{name}.bin", dtype=dtype)
         for index in range(num_bins):
-            row = pool[index % POOL]
-            builder.add_item(torch.from_numpy(row.input_ids if name == "ids" else row.loss_mask))
+            packed = pool[index % POOL]
+            builder.add_item(torch.from_numpy(packed.input_ids if name == "ids" else packed.loss_mask))
             builder.end_document()
         builder.finalize(f"{path}_{name}.idx")
     ids, mask = IndexedDataset(f"{path}_ids"), IndexedDataset(f"{path}_mask")
@@ -99,8 +99,8 @@ def arrow_case(path: str, num_bins: int, pack_size: int) -> dict[str, float]:
 
     def generate() -> Any:
         for index in range(num_bins):
-            row = pool[index % POOL]
-            yield {"input_ids": row.input_ids, "loss_mask": row.loss_mask, "seq_start_id": row.seq_start_id}
+            packed = pool[index % POOL]
+            yield {"input_ids": packed.input_ids, "loss_mask": packed.loss_mask, "seq_start_id": packed.seq_start_id}
 
     features = datasets.Features(
         {
@@ -125,8 +125,8 @@ def evict(path: Path) -> None:
 
 
 def cold_case(path: str, num_bins: int, way: str) -> dict[str, float]:
-    """Random rows from a cold cache: the default map, and ours with rows announced ahead."""
-    # Few for the default: it reads ahead so much that after some hundred rows the whole file is in memory.
+    """Random bins from a cold cache: the default map, and ours with bins announced ahead."""
+    # Few for the default: it reads ahead so much that after a few hundred bins the whole file is in memory.
     order = shuffled(num_bins, 50 if way == "default" else 2_000)
     evict(Path(path))
     if way == "default":
@@ -142,9 +142,9 @@ def cold_case(path: str, num_bins: int, way: str) -> dict[str, float]:
             for number in range(0, len(order), 8):
                 dataset.advise(order[number + ahead : number + ahead + 8])
                 for index in order[number : number + 8]:
-                    row = dataset[index]
-                    row["input_ids"].copy()
-                    row["loss_mask"].copy()
+                    packed = dataset[index]
+                    packed["input_ids"].copy()
+                    packed["loss_mask"].copy()
 
         seconds = timed(read)
     return {"rate": len(order) / seconds}
@@ -164,7 +164,7 @@ def make_many(path: str, num_shards: int, pack_size: int) -> None:
 
 
 def open_case(path: str) -> dict[str, float]:
-    """Open the dataset directory, and read one row of every shard."""
+    """Open the dataset directory, and read one bin of every shard."""
     create_sft_dataset(path, 2, seq_length=1 << 20)
     dataset: Any = None
 
@@ -181,7 +181,7 @@ def open_case(path: str) -> dict[str, float]:
 
 
 def wait_case(path: str, prefetch: int) -> dict[str, float]:
-    """What a training loop of 10 ms steps waits for batches of 8 rows, made of the real shard by the real collate."""
+    """What a training loop of 10 ms steps waits for batches of 8 bins, made of the real shard by the real collate."""
     dataset = create_sft_dataset(path, 2, seq_length=1 << 20, contract="bridge_0_6")
     loader = PackedLoader(dataset, micro_batch_size=8, prefetch=prefetch, num_epochs=None, shuffle=True)
     batches = iter(loader)
@@ -207,8 +207,8 @@ class _Probe:
     def __getitem__(self, index: int) -> float:
         if self.before is None:
             self.before = private_megabytes()
-        row = self.dataset[index]
-        row["input_ids"].sum()
+        packed = self.dataset[index]
+        packed["input_ids"].sum()
         return private_megabytes() - self.before if index % 50 == 0 else 0.0
 
 
@@ -235,16 +235,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         shard = f"{home}/shard"
         memmap_blocks(Path(shard), rows(pack_size), bins)
         cases: dict[str, tuple[Callable[..., dict[str, float]], tuple[Any, ...]]] = {
-            "memmap_v1, rows as arrays": (source_case, (shard, bins)),
+            "memmap_v1, bins as arrays": (source_case, (shard, bins)),
             "memmap_v1, dataset[i] as Bridge's dict": (ours_case, (shard, bins)),
             "megatron-core IndexedDataset x2": (indexed_case, (f"{home}/indexed", bins, pack_size)),
             "Hugging Face datasets, NumPy format": (arrow_case, (f"{home}/arrow", bins, pack_size)),
         }
         rates = {name: in_own_process(case, *given)["rate"] for name, (case, given) in cases.items()}
-        base = rates["memmap_v1, rows as arrays"]
+        base = rates["memmap_v1, bins as arrays"]
         print_table(
-            f"Shuffled rows, warm, copied out ({bins:,} bins of {pack_size:,})",
-            ("", "rows/s", "relative"),
+            f"Shuffled bins, warm, copied out ({bins:,} bins of {pack_size:,})",
+            ("", "bins/s", "relative"),
             [
                 (
                     name,
@@ -256,12 +256,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         cold = {way: in_own_process(cold_case, shard, bins, way)["rate"] for way in ("default", "ours")}
         print_table(
-            "Random rows, cold cache (own files evicted)",
-            ("", "rows/s", "relative"),
+            "Random bins, cold cache (own files evicted)",
+            ("", "bins/s", "relative"),
             [
                 ("np.load(mmap_mode='r')", f"{cold['default']:,.0f}", "1.0"),
                 (
-                    "MADV_RANDOM + rows announced 128 ahead",
+                    "MADV_RANDOM + bins announced 128 ahead",
                     f"{cold['ours']:,.0f}",
                     f"{cold['ours'] / cold['default']:.1f}",
                 ),
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         waits = {prefetch: in_own_process(wait_case, shard, prefetch)["milliseconds"] for prefetch in (2, 0)}
         print_table(
-            "PackedLoader, batches of 8 rows, steps of 10 ms",
+            "PackedLoader, batches of 8 bins, steps of 10 ms",
             ("", "mean wait, ms"),
             [
                 ("prefetch thread (prefetch=2)", f"{waits[2]:.3f}"),
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ("", ""),
             [
                 ("open, ms", f"{opened['open'] * 1e3:.1f}"),
-                ("first row of every shard (opens and maps each), ms", f"{opened['first_pass'] * 1e3:.0f}"),
+                ("first bin of every shard (opens and maps each), ms", f"{opened['first_pass'] * 1e3:.0f}"),
                 ("order of 10^9 samples: open and draw 8, ms", f"{opened['order'] * 1e3:.2f}"),
                 ("private memory a DataLoader worker adds by reading all, MB", f"{worker['megabytes']:.1f}"),
             ],

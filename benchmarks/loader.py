@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for step in STEPS:
             waits = {name: in_own_process(wait_case, name, step, path, arguments.steps) for name in LOADERS}
             print_table(
-                f"Waiting per {step} step of {STEP_SECONDS * 1e3:.0f} ms, {MICRO_BATCH} rows of "
+                f"Waiting per {step} step of {STEP_SECONDS * 1e3:.0f} ms, {MICRO_BATCH} bins of "
                 f"{arguments.pack_size:,}",
                 ("", "mean ms", "median ms", "99 % ms"),
                 [

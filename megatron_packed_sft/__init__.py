@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
+    from megatron_packed_sft.data.batch.attention_masks import (
+        doc_ids_from_boundaries,
+        document_mask_mod,
+        visible_mask,
+    )
+    from megatron_packed_sft.data.batch.collate import widen
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -94,6 +100,8 @@ _HOMES = {
     "convert": "storage.convert",
     "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.writers",
+    "doc_ids_from_boundaries": "data.batch.attention_masks",
+    "document_mask_mod": "data.batch.attention_masks",
     "effective_batch": "packing.effective_batch",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
@@ -108,6 +116,8 @@ _HOMES = {
     "register_storage": "data.factory",
     "register_strategy": "packing.strategies.registry",
     "validate": "storage.validate",
+    "visible_mask": "data.batch.attention_masks",
+    "widen": "data.batch.collate",
 }
 
 __all__ = [
@@ -150,6 +160,8 @@ __all__ = [
     "convert",
     "create_sft_dataset",
     "create_shard_writer",
+    "doc_ids_from_boundaries",
+    "document_mask_mod",
     "effective_batch",
     "known_strategies",
     "load_template",
@@ -164,6 +176,8 @@ __all__ = [
     "register_storage",
     "register_strategy",
     "validate",
+    "visible_mask",
+    "widen",
 ]
 
 

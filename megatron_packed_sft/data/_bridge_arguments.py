@@ -37,7 +37,7 @@ _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_meaningless(arguments: Mapping[str, Any]) -> None:
-    """Raise for an argument that is unknown, or that Bridge knows but that means nothing here, unless at its default."""
+    """Raise for unknown arguments, and for those of Bridge that mean nothing here unless they have its default."""
     for name, value in arguments.items():
         if name not in _MEANINGLESS:
             raise InvalidInputError(f"{name} is not an argument of a packed dataset; check the spelling")

@@ -9,7 +9,7 @@ from megatron_packed_sft.errors import InvalidInputError
 
 
 def eos_id_of(tokenizer: Any) -> int:
-    """Return the EOS id of a Megatron (`eos_id`, `eod`) or Hugging Face (`eos_token_id`) tokenizer, or of a plain int."""
+    """Return the EOS id of a Megatron (`eos_id`, `eod`) or Hugging Face (`eos_token_id`) tokenizer; an int is one."""
     if isinstance(tokenizer, int) and not isinstance(tokenizer, bool):
         return tokenizer
     for name in ("eos_id", "eod", "eod_id", "eos_token_id"):

@@ -168,7 +168,7 @@ def fill(
         # Attention kernels want every position in some sequence, so the padding is one; it may have length zero.
         boundaries[0, row, boundary + count + 1 : last_boundary] = stop
         boundaries[1, row, boundary + count + 1 : last_boundary] = logical_offset
-        longest[index, 0] = max(longest_sequence, stop - offset)
+        longest[index, 0] = stop - offset if stop - offset > longest_sequence else longest_sequence
         ids_out[0, row, offset:stop] = eos_id
         ids_out[1, row, offset:stop] = IGNORED_LABEL if is_flattened else eos_id
         ids_out[2, row, offset:stop] = 0
