@@ -216,7 +216,7 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"add_bos": True}, "add_bos=True has no meaning for packed data: rows are tokenized already"),
+        ({"add_bos": True}, "add_bos=True has no meaning for packed data: the data is already tokenized"),
         ({"tokens_to_generate": 5}, "tokens_to_generate=5 has no meaning"),
         ({"virtual_tokens": 3}, "virtual_tokens=3 has no meaning"),
         ({"packing_length": 5}, "packing_length is not an argument of a packed dataset"),

@@ -78,8 +78,8 @@ class PackedLoader:
             )
         elif not isinstance(batch_sampler, BatchSampler):
             raise InvalidInputError(
-                f"batch_sampler is a {type(batch_sampler).__name__}, which does not know where in the stream a "
-                "batch ends; use MicroBatchSampler or GlobalBatchSampler, or torch's DataLoader with this one"
+                f"batch_sampler {type(batch_sampler).__name__} does not know where in the stream a batch ends; "
+                "use MicroBatchSampler or GlobalBatchSampler, or torch's DataLoader with this one"
             )
         if prefetch < 0:
             raise InvalidInputError(f"prefetch is {prefetch}; give the number of batches to make ahead, at least 0")
