@@ -36,6 +36,7 @@ class Accounting:
     num_chunks: int = 0  # chunks of the split sequences, dropped tails not counted
     num_overlap_tokens: int = 0  # tokens that are in two chunks
     num_oversized: int = 0  # sequences longer than the pack, in bins of their own (overflow=single)
+    num_copies_together: int = 0  # copies that share a bin with another one, because nothing else fits
 
     @property
     def num_sequences_packed(self) -> int:
@@ -55,5 +56,8 @@ class Accounting:
         return replace(self, dropped_sequences=sequences, dropped_tokens=tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers and dictionaries, as stored with a plan."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """Return plain numbers and dictionaries, as stored with a plan; `num_copies_together` only if there are any."""
+        result = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if not self.num_copies_together:
+            del result["num_copies_together"]
+        return result

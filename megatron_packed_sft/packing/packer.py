@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.bin_order import balanced, hold_back, shuffled, trained_tokens_by_bin
+from megatron_packed_sft.packing.copies import Copies, copies_among, keep_apart
 from megatron_packed_sft.packing.items import OVERFLOWS, Items, make_items, sizes_of
 from megatron_packed_sft.packing.options import PackOptions, Steps, steps_from
 from megatron_packed_sft.packing.plan import PackPlan
@@ -41,6 +42,7 @@ def pack(
     steps: Steps | Mapping[str, Any] | None = None,
     whole_batches: bool = PackOptions.whole_batches,
     trained_tokens: npt.ArrayLike | None = None,
+    copies_of: npt.ArrayLike | None = None,
     seed: int = PackOptions.seed,
     work_limit: int = PackOptions.work_limit,
 ) -> PackPlan:
@@ -53,6 +55,8 @@ def pack(
         lengths: tokens of each sequence, 1 or more.
         steps: {global_batch, balance}: group bins into steps of similar cost, and shuffle the steps.
         trained_tokens: trained tokens of each sequence, for balance='trained_tokens'.
+        copies_of: one integer per sequence, equal for copies of one sequence. Copies do not share a bin as long as
+            anything else fits; `accounting.num_copies_together` counts those that do. `greedy` only counts.
 
     Example:
         >>> plan = pack([700, 300, 600, 400], pack_size=1000)
@@ -80,7 +84,7 @@ def pack(
         seed=seed,
         work_limit=work_limit,
     )
-    return pack_with(options, lengths, trained_tokens=trained_tokens)
+    return pack_with(options, lengths, trained_tokens=trained_tokens, copies_of=copies_of)
 
 
 def pack_with(
@@ -88,6 +92,7 @@ def pack_with(
     lengths: npt.ArrayLike,
     *,
     trained_tokens: npt.ArrayLike | None = None,
+    copies_of: npt.ArrayLike | None = None,
     prefix: str = "",
     overflows: tuple[str, ...] = OVERFLOWS,
 ) -> PackPlan:
@@ -97,6 +102,7 @@ def pack_with(
         options: checked here.
         lengths: see `pack`.
         trained_tokens: see `pack`.
+        copies_of: see `pack`.
         prefix: what comes before an option's name where the user wrote it, such as `packing.`, for messages.
         overflows: the choices that the user has for `overflow`.
     """
@@ -123,7 +129,8 @@ def pack_with(
         remedy=f"choose a larger {prefix}pack_size, or {prefix}overflow={', '.join(others[:-1])} or {others[-1]}",
     )
     problem = _problem(items, options, prefix)
-    bins, window_offsets = _run(options, problem)
+    copies = None if copies_of is None else copies_among(copies_of, items)
+    bins, window_offsets, num_together = _run(options, problem, copies)
     plan = PackPlan(
         bin_offsets=bins.bin_offsets,
         indices=bins.indices if items.packed is None else items.packed[bins.indices],
@@ -133,7 +140,7 @@ def pack_with(
         method=bins.method,
         measure=options.measure,
         pad_seq_to_mult=options.pad_seq_to_mult,
-        accounting=items.accounting,
+        accounting=replace(items.accounting, num_copies_together=num_together),
         lower_bound=problem.lower_bound,
         chunks=items.chunks,
     )
@@ -168,26 +175,40 @@ def _problem(items: Items, options: PackOptions, prefix: str) -> PackingProblem:
     )
 
 
-def _run(options: PackOptions, problem: PackingProblem) -> tuple[Bins, Int64]:
-    """Pack everything, or stretch by stretch; also return where each stretch's bins start."""
+def _run(options: PackOptions, problem: PackingProblem, copies: Copies | None) -> tuple[Bins, Int64, int]:
+    """Pack everything, or stretch by stretch.
+
+    Returns the bins, where each stretch's bins start, and how many copies share a bin with another one.
+    """
     num_items = problem.sizes.size
     order_window = options.order_window
     if order_window is None or order_window >= num_items:
-        bins = run_strategy(options.strategy, problem)
-        return bins, np.array([0, bins.bin_offsets.size - 1])
+        bins, num_together = _run_stretch(options, problem, copies)
+        return bins, np.array([0, bins.bin_offsets.size - 1]), num_together
     parts = []
+    num_together = 0
     for start in range(0, num_items, order_window):
         sizes = problem.sizes[start : start + order_window]
         stretch = replace(problem, sizes=sizes, histogram=histogram_of(sizes, problem.capacity))
-        part = run_strategy(options.strategy, stretch)
+        inside = None if copies is None else copies.stretch(start, start + order_window)
+        part, num_inside = _run_stretch(options, stretch, inside)
         parts.append((start, part))
+        num_together += num_inside
     offsets = [part.bin_offsets[1:] + start for start, part in parts]
     bins = Bins(
         bin_offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
         indices=np.concatenate([part.indices + np.int32(start) for start, part in parts]),
         method=f"stretches of {order_window}",
     )
-    return bins, np.cumsum([0, *(part.bin_offsets.size - 1 for _, part in parts)])
+    return bins, np.cumsum([0, *(part.bin_offsets.size - 1 for _, part in parts)]), num_together
+
+
+def _run_stretch(options: PackOptions, problem: PackingProblem, copies: Copies | None) -> tuple[Bins, int]:
+    bins = run_strategy(options.strategy, problem)
+    if copies is None or copies.group_of.max() < 0:
+        return bins, 0
+    # Greedy promises the data's order, which an exchange would break.
+    return keep_apart(bins, problem, copies, may_move=options.strategy != "greedy")
 
 
 def _ordered(
@@ -227,3 +248,5 @@ def _log(plan: PackPlan) -> None:
             accounting.num_chunks,
             accounting.num_oversized,
         )
+    if accounting.num_copies_together:
+        _logger.info("%d copies share a bin with another copy of the same sequence", accounting.num_copies_together)

@@ -50,7 +50,13 @@ class PackingOptions:
         length = max(1, min(self.min_len, self.pack_size))
         replace(self, whole_batches=False).pack(TRAIN, [length], [1])
 
-    def pack(self, split: str, lengths: npt.ArrayLike, trained_tokens: npt.ArrayLike | None = None) -> PackPlan:
+    def pack(
+        self,
+        split: str,
+        lengths: npt.ArrayLike,
+        trained_tokens: npt.ArrayLike | None = None,
+        copies_of: npt.ArrayLike | None = None,
+    ) -> PackPlan:
         """Pack sequences of these lengths."""
         arguments: dict[str, Any] = asdict(self)
         steps = {"global_batch": arguments.pop("global_batch"), "balance": arguments.pop("balance")}
@@ -59,7 +65,7 @@ class PackingOptions:
         elif steps["global_batch"] is not None:
             arguments |= {"steps": steps, "trained_tokens": trained_tokens}
         try:
-            return pack(lengths, **arguments)
+            return pack(lengths, copies_of=copies_of, **arguments)
         except InvalidInputError as error:
             raise error if split == TRAIN else InvalidInputError(f"split {split}: {error}") from error
 
@@ -78,7 +84,8 @@ def plan_splits(stores: Mapping[str, TokenStore], options: PackingOptions, work:
 
 
 def _plan_split(split: str, store: TokenStore, options: PackingOptions, work: WorkDirectory) -> Planned:
-    fingerprint = fingerprint_of({"stage": "plan", "split": split, "store": store.fingerprint, **asdict(options)})
+    inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
+    fingerprint = fingerprint_of({**inputs, **asdict(options)})
     name = f"plans/{split}"
     noted = work.receipt(name, fingerprint)
     if noted is not None:
@@ -89,7 +96,7 @@ def _plan_split(split: str, store: TokenStore, options: PackingOptions, work: Wo
         except PackedSFTError:
             pass  # damaged or gone: made again
     needs_trained = split == TRAIN and options.balance == "trained_tokens"
-    plan = options.pack(split, store.lengths, _trained_tokens(store) if needs_trained else None)
+    plan = options.pack(split, store.lengths, _trained_tokens(store) if needs_trained else None, store.copies())
     work.plan(split).parent.mkdir(exist_ok=True)
     plan.save(work.plan(split))
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})

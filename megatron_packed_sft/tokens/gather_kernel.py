@@ -76,3 +76,33 @@ def fill_gaps(
         for j in range(columns[k], ends[k]):
             out_ids[rows[k], j] = pad_id
             out_mask[rows[k], j] = 0
+
+
+@kernel
+def number_copies(
+    ids: npt.NDArray[Any],
+    train: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    first: int,
+    numbers: npt.NDArray[np.int64],
+) -> bool:
+    """Give each sequence of a part its number, counted from `first`, and a copy of the one before that one's number.
+
+    Returns whether there is any copy.
+    """
+    found = False
+    for k in range(offsets.size - 1):
+        numbers[k] = first + k
+        start, length = offsets[k], offsets[k + 1] - offsets[k]
+        if k == 0 or start - offsets[k - 1] != length:
+            continue
+        before = offsets[k - 1]
+        is_copy = True
+        for j in range(length):
+            if ids[start + j] != ids[before + j] or train[start + j] != train[before + j]:
+                is_copy = False
+                break
+        if is_copy:
+            numbers[k] = numbers[k - 1]
+            found = True
+    return found

@@ -134,6 +134,23 @@ class TokenStore:
         """The length of every sequence; no token is touched for it."""
         return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
 
+    def copies(self) -> npt.NDArray[np.int64] | None:
+        """Return one number per sequence, equal for neighbours with equal tokens; None when no neighbours are equal.
+
+        Weights above 1 store the copies of a sequence next to each other. `pack(copies_of=...)` takes the result.
+        """
+        from megatron_packed_sft.tokens import gather_kernel
+
+        numbers = np.empty(len(self), np.int64)
+        found = False
+        for first, part in zip(self._first_sequence[:-1].tolist(), self.parts, strict=True):
+            part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
+            offsets = part.arrays.offsets.view(np.int64)
+            found |= gather_kernel.number_copies(
+                part.arrays.ids, part.arrays.train, offsets, first, numbers[first : first + len(part)]
+            )
+        return numbers if found else None
+
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
         """(input_ids, train) of one sequence, as read-only views."""
         if not 0 <= index < len(self):

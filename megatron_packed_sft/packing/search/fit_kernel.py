@@ -131,3 +131,13 @@ def shuffle_groups(values: Int32, group_offsets: Int64, seed: Scalar) -> None:
             kept = values[start + k]
             values[start + k] = values[start + choice]
             values[start + choice] = kept
+
+
+@kernel
+def sort_by_value(values: Int32, starts: Int64, positions: Int32) -> None:
+    """Write the positions of each value, ascending, from starts[value] on; negative values are left out."""
+    for i in range(values.size):
+        value = values[i]
+        if value >= 0:
+            positions[starts[value]] = i
+            starts[value] += 1
