@@ -1,6 +1,6 @@
 """The training recipe. Its public names: `main`, the application behind `packed-sft train`, and `read_metrics`.
 
-    app ─▶ config, config_checks ─▶ data ─▶ step_schedule ─▶ model_and_optimizer ─▶ loop ─▶ checkpoint, metrics, report
+app ─▶ config, config_checks ─▶ data ─▶ step_schedule ─▶ model_and_optimizer ─▶ loop ─▶ checkpoint, metrics, report
 """
 
 from __future__ import annotations
