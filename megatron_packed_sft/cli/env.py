@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.plugins import installed_plugins
+from megatron_packed_sft.plugins import Registry
 
 _PACKAGES = (
     "torch",
@@ -132,19 +131,16 @@ def _gpus() -> list[str]:
 
 def _registered() -> dict[str, list[dict[str, str | None]]]:
     """Return each group's names with where they come from; plugins are imported here, so that broken ones are named."""
-    from megatron_packed_sft.packing.strategies.registry import known_strategies
+    from megatron_packed_sft.packing.strategies.registry import STRATEGIES
     from megatron_packed_sft.records.schemas.registry import SCHEMAS
     from megatron_packed_sft.storage.writers import PACKED_STORAGE
 
-    built_in = {"storages": tuple(PACKED_STORAGE), "strategies": tuple(known_strategies()), "schemas": SCHEMAS}
+    storages: Registry[str] = Registry("storages", "storage", PACKED_STORAGE)
     found: dict[str, list[dict[str, str | None]]] = {}
-    for group, names in built_in.items():
-        found[group] = [{"name": name, "origin": "built in", "error": None} for name in names]
-        for plugin in installed_plugins(group).values():
-            error = None
-            try:
-                plugin.load()
-            except PackedSFTError as problem:
-                error = str(problem)
-            found[group].append({"name": plugin.name, "origin": f"{plugin.package} {plugin.version}", "error": error})
+    registries: tuple[Registry[Any], ...] = (storages, STRATEGIES, SCHEMAS)
+    for registry in registries:
+        broken = registry.broken()
+        found[registry.group] = [
+            {"name": name, "origin": registry.origin(name), "error": broken.get(name)} for name in registry.names()
+        ]
     return found

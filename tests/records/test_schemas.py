@@ -45,8 +45,8 @@ def test_an_unknown_row_tells_its_keys() -> None:
 
 
 def test_every_schema_has_an_example_here_and_unknown_ones_are_refused() -> None:
-    assert set(SCHEMAS) == {*EXAMPLES, "mapping"}
-    with pytest.raises(InvalidInputError, match="schema 'chatml' is unknown; use one of auto, messages"):
+    assert set(SCHEMAS.names()) == {*EXAMPLES, "mapping"}
+    with pytest.raises(InvalidInputError, match="schema 'chatml' is unknown; use one of messages"):
         adapter("chatml")
     with pytest.raises(InvalidInputError, match="needs a mapping"):
         adapter("mapping")

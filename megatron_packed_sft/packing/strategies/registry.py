@@ -25,7 +25,7 @@ _BUILT_IN = {
     "optimal": f"{_HERE}.optimal:pack_optimal",
     "window": f"{_HERE}.window:pack_window",
 }
-_strategies: Registry[Callable[..., Any]] = Registry("strategies", "strategy", _BUILT_IN)
+STRATEGIES: Registry[Callable[..., Any]] = Registry("strategies", "strategy", _BUILT_IN)
 
 
 def known_strategies() -> list[str]:
@@ -35,7 +35,7 @@ def known_strategies() -> list[str]:
         >>> "optimal" in known_strategies()
         True
     """
-    return sorted(_strategies.names())
+    return sorted(STRATEGIES.names())
 
 
 def register_strategy(name: str, function: CustomStrategy, *, replace: bool = False) -> None:
@@ -57,18 +57,18 @@ def register_strategy(name: str, function: CustomStrategy, *, replace: bool = Fa
         raise InvalidInputError(f"strategy {name!r} is built in and cannot be replaced; choose another name")
     if not callable(function):
         raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
-    _strategies.register(name, function, replace=replace)
+    STRATEGIES.register(name, function, replace=replace)
 
 
 def check_strategy(name: str) -> None:
     """Refuse an unknown name; nothing is imported for it."""
-    if name not in _strategies:
-        raise InvalidInputError(_strategies.unknown(name))
+    if name not in STRATEGIES:
+        raise InvalidInputError(STRATEGIES.unknown(name))
 
 
 def run_strategy(name: str, problem: PackingProblem) -> Bins:
     """Pack `problem` by the strategy called `name`."""
-    function = _strategies[name]
+    function = STRATEGIES[name]
     if name in _BUILT_IN:
         bins: Bins = function(problem)
         return bins

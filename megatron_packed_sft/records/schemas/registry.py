@@ -6,24 +6,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.plugins import Registry
 from megatron_packed_sft.records.record import Record
 from megatron_packed_sft.records.record_error import RecordError
 from megatron_packed_sft.records.schemas.field_mapping import MappedRecords
-from megatron_packed_sft.records.schemas.messages import adapt_messages
-from megatron_packed_sft.records.schemas.sharegpt import adapt_sharegpt
-from megatron_packed_sft.records.schemas.texts import adapt_alpaca, adapt_prompt_completion, adapt_text, adapt_tokenized
 
 Adapter = Callable[[dict[str, Any]], Record]
 
-_ADAPTERS: dict[str, Adapter] = {
-    "messages": adapt_messages,
-    "sharegpt": adapt_sharegpt,
-    "alpaca": adapt_alpaca,
-    "prompt_completion": adapt_prompt_completion,
-    "text": adapt_text,
-    "tokenized": adapt_tokenized,
-}
-SCHEMAS = (*_ADAPTERS, "mapping")
+_HERE = "megatron_packed_sft.records.schemas"
+# Schema -> the function that turns a parsed record into a `Record`. `mapping` is made anew for each mapping.
+SCHEMAS: Registry[Adapter] = Registry(
+    "schemas",
+    "schema",
+    {
+        "messages": f"{_HERE}.messages:adapt_messages",
+        "sharegpt": f"{_HERE}.sharegpt:adapt_sharegpt",
+        "alpaca": f"{_HERE}.texts:adapt_alpaca",
+        "prompt_completion": f"{_HERE}.texts:adapt_prompt_completion",
+        "text": f"{_HERE}.texts:adapt_text",
+        "tokenized": f"{_HERE}.texts:adapt_tokenized",
+        "mapping": f"{_HERE}.field_mapping:MappedRecords",
+    },
+)
 
 
 def recognise(row: dict[str, Any]) -> str:
@@ -57,23 +61,23 @@ def adapter(schema: str = "auto", mapping: Mapping[str, Any] | None = None) -> A
     """A function that turns a parsed record into a `Record`, or raises `RecordError` with the field that is wrong.
 
     Args:
-        schema: one of `SCHEMAS`, or `auto`: recognised row by row, or `mapping` when one is given.
+        schema: a name in `SCHEMAS`, or `auto`: recognised row by row, or `mapping` when one is given.
         mapping: see `MappedRecords`.
 
     Example:
         >>> adapter()({"messages": [{"role": "user", "content": "Hi"}]}).messages
         [{'role': 'user', 'content': 'Hi'}]
     """
-    if schema not in ("auto", *SCHEMAS):
-        raise InvalidInputError(f"schema {schema!r} is unknown; use one of auto, {', '.join(SCHEMAS)}")
+    if schema != "auto" and schema not in SCHEMAS:
+        raise InvalidInputError(SCHEMAS.unknown(schema))
     if mapping is not None:
         if schema not in ("auto", "mapping"):
             raise InvalidInputError(f"a mapping was given, but the schema is {schema!r}; make it 'mapping'")
         return MappedRecords(mapping)
     if schema == "mapping":
         raise InvalidInputError("schema 'mapping' needs a mapping; give one, or another schema")
-    return _adapt_recognised if schema == "auto" else _ADAPTERS[schema]
+    return _adapt_recognised if schema == "auto" else SCHEMAS[schema]
 
 
 def _adapt_recognised(row: dict[str, Any]) -> Record:
-    return _ADAPTERS[recognise(row)](row)
+    return SCHEMAS[recognise(row)](row)
