@@ -172,7 +172,7 @@ def test_order_samplers_and_blending_import_neither_torch_nor_numba() -> None:
         ({"num_samples": 0}, "not 0; is the dataset empty"),
         ({"num_samples": -3}, "not -3"),
         ({"num_samples": 2**62 + 1}, r"1\.\.2\^62 samples"),
-        ({"num_samples": 3, "seed": None}, "needs a seed; give an integer, or shuffle=False"),
+        ({"num_samples": 3, "seed": None}, "needs a seed; give an integer, or set shuffle=False"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_sentence(arguments: dict[str, int], message: str) -> None:

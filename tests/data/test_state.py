@@ -116,15 +116,21 @@ def test_a_misspelt_override_is_refused(wrong: Any) -> None:
         ({"consumed_samples": -1}, "consumed_samples is -1, not a non-negative integer"),
         ({"consumed_samples": True}, "consumed_samples is True, not a non-negative integer"),
         ({"consumed_samples": 1.0}, "consumed_samples is 1.0, not a non-negative integer"),
-        ({"fingerprint": None}, "fingerprint is None, not text"),
+        ({"fingerprint": None}, "fingerprint is None, not a string"),
         ({"num_samples": "7"}, "num_samples is '7', not a non-negative integer"),
         ({"shuffle": 1}, "shuffle is 1, not true or false"),
         ({"seed": "x"}, "seed is 'x', not an integer"),
-        ({"tokenizer": 5}, "tokenizer is 5, not text"),
+        ({"tokenizer": 5}, "tokenizer is 5, not a string"),
         ({"blend": [1]}, r"blend is \[1\], not a mapping"),
-        ({"blend": {**STATE.to_dict()["blend"], "counts": [-1, 2]}}, r"blend counts is \[-1, 2\], not a list of numb"),
-        ({"blend": {**STATE.to_dict()["blend"], "weights": "13"}}, "blend weights is '13', not a list of numbers"),
-        ({"blend": {}}, "blend weights is None, not a list of numbers"),
+        (
+            {"blend": {**STATE.to_dict()["blend"], "counts": [-1, 2]}},
+            r"blend counts is \[-1, 2\], not a list of non-negative numb",
+        ),
+        (
+            {"blend": {**STATE.to_dict()["blend"], "weights": "13"}},
+            "blend weights is '13', not a list of non-negative numbers",
+        ),
+        ({"blend": {}}, "blend weights is None, not a list of non-negative numbers"),
     ],
 )
 def test_a_damaged_state_is_refused_by_field(change: dict[str, Any], message: str) -> None:
