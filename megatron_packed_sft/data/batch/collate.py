@@ -9,6 +9,7 @@ For each sequence [s, e) of a bin: tokens = ids[s:e-1], labels = ids[s+1:e], los
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -126,9 +127,10 @@ def _flattened_shape(
         raise _overlong(bins, lengths.index(longest), longest, options)
     num_ids = sum(lengths)
     length = options.padded_length(num_ids, options.max_seq_length * len(lengths))
-    offsets = np.cumsum([[0, *lengths], [0, *num_sequences]], axis=1)
-    offsets[:, -1] = length, sum(num_sequences) + (length > num_ids)  # the last bin takes the padding
-    return _Shape(1, length, [int(offsets[1, -1]) + 1], offsets)
+    token_offsets, boundary_offsets = [0, *accumulate(lengths)], [0, *accumulate(num_sequences)]
+    token_offsets[-1] = length  # the last bin takes the padding
+    boundary_offsets[-1] += length > num_ids
+    return _Shape(1, length, [boundary_offsets[-1] + 1], np.array([token_offsets, boundary_offsets]))
 
 
 def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], options: CollateOptions) -> CollatedBins:
