@@ -16,6 +16,7 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.bin_order import balanced, hold_back, shuffled, trained_tokens_by_bin
 from megatron_packed_sft.packing.copies import Copies, copies_among, keep_apart
+from megatron_packed_sft.packing.greedy_split import split_greedily
 from megatron_packed_sft.packing.items import OVERFLOWS, Items, make_items, sizes_of
 from megatron_packed_sft.packing.options import PackOptions, Steps, steps_from
 from megatron_packed_sft.packing.plan import PackPlan
@@ -119,18 +120,23 @@ def pack_with(
         seed=int(options.seed),
     )
     others = [f"{overflow!r}" for overflow in overflows if overflow != "error"]
+    fills_gaps = options.strategy == "greedy" and options.overflow == "split"
     items = make_items(
         lengths,
         limit=options.longest_item,
-        overflow=options.overflow,
+        overflow="single" if fills_gaps else options.overflow,
         stride=options.stride,
         min_len=options.min_len,
         max_len=options.max_len,
         remedy=f"choose a larger {prefix}pack_size, or {prefix}overflow={', '.join(others[:-1])} or {others[-1]}",
     )
-    problem = _problem(items, options, prefix)
+    _check_left(items, prefix)
+    found = None
+    if fills_gaps:
+        items, *found = split_greedily(items, options)
+    problem = _problem(items, options)
     copies = None if copies_of is None else copies_among(copies_of, items)
-    bins, window_offsets, num_together = _run(options, problem, copies)
+    bins, window_offsets, num_together = _run(options, problem, copies, found)
     plan = PackPlan(
         bin_offsets=bins.bin_offsets,
         indices=bins.indices if items.packed is None else items.packed[bins.indices],
@@ -151,14 +157,17 @@ def pack_with(
     return plan
 
 
-def _problem(items: Items, options: PackOptions, prefix: str) -> PackingProblem:
-    lengths = items.lengths if items.packed is None else items.lengths[items.packed]
-    if lengths.size == 0:
+def _check_left(items: Items, prefix: str) -> None:
+    if items.packed is not None and items.packed.size == 0:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in items.accounting.dropped_sequences.items())
         raise InvalidInputError(
             f"no sequence is left to pack: all {items.accounting.num_sequences:,} were dropped ({reasons}); relax "
             f"{prefix}min_len, {prefix}max_len or {prefix}overflow, or choose a larger {prefix}pack_size"
         )
+
+
+def _problem(items: Items, options: PackOptions) -> PackingProblem:
+    lengths = items.lengths if items.packed is None else items.lengths[items.packed]
     sizes = sizes_of(lengths, options.measure, options.pad_seq_to_mult)
     histogram = items.histogram
     if histogram is None or sizes is not items.lengths:
@@ -175,11 +184,18 @@ def _problem(items: Items, options: PackOptions, prefix: str) -> PackingProblem:
     )
 
 
-def _run(options: PackOptions, problem: PackingProblem, copies: Copies | None) -> tuple[Bins, Int64, int]:
-    """Pack everything, or stretch by stretch.
+def _run(
+    options: PackOptions, problem: PackingProblem, copies: Copies | None, found: list[Any] | None
+) -> tuple[Bins, Int64, int]:
+    """Pack everything, or stretch by stretch; bins that were found while sequences were cut are taken as they are.
 
     Returns the bins, where each stretch's bins start, and how many copies share a bin with another one.
     """
+    if found is not None:
+        bins, window_offsets = found
+        has_copies = copies is not None and copies.group_of.max() >= 0
+        num_together = keep_apart(bins, problem, copies, may_move=False)[1] if copies is not None and has_copies else 0
+        return bins, window_offsets, num_together
     num_items = problem.sizes.size
     order_window = options.order_window
     if order_window is None or order_window >= num_items:

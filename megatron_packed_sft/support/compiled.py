@@ -7,16 +7,21 @@ after a hash of every kernel source and of the modules of ours that they import.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 _PACKAGE = Path(__file__).parents[1]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_CACHE_NAME = re.compile(rf"{_PACKAGE.name}-kernels-[0-9a-f]{{16}}")
+_KEPT_SECONDS = 30 * 24 * 3600
 _IMPORT = re.compile(rf"^ *from {_PACKAGE.name}\.([\w.]+) import \(?([\w, \n]+)", re.MULTILINE)
 
 
@@ -51,8 +56,22 @@ def cache_directory() -> str | None:
         except OSError:
             continue
         if os.access(directory, os.W_OK):
+            _remove_old(Path(base), Path(directory))
             return directory
     return None
+
+
+def _remove_old(base: Path, current: Path) -> None:
+    """Remove the caches of other sources that nobody has started with for 30 days, and note that this one is in use.
+
+    A process that still runs on one of them has its kernels in memory; one that loses a file compiles it again.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(current)
+        for entry in os.scandir(base):
+            is_ours = _CACHE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            if is_ours and entry.stat().st_mtime < time.time() - _KEPT_SECONDS and entry.name != current.name:
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def source_hash(package: Path) -> str:

@@ -14,6 +14,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import STORABLE_OVERFLOWS, PackOptions
 from megatron_packed_sft.packing.packer import pack, pack_with
 from megatron_packed_sft.packing.plan import PackPlan
+from tests.packing import lengths as made
 
 
 def assert_conserved(plan: PackPlan, lengths: list[int]) -> None:
@@ -219,3 +220,24 @@ def test_messages_name_the_options_as_the_user_wrote_them_and_only_the_choices_t
         pack_with(PackOptions(pack_size=4, overflow="drop"), [7, 5], **choices)
     with pytest.raises(InvalidInputError, match=r"packing.whole_batches needs .*set packing.global_batch"):
         pack_with(PackOptions(pack_size=4, whole_batches=True), [3], **choices)
+
+
+def test_greedy_with_split_fills_every_bin_and_keeps_the_order() -> None:
+    lengths = np.minimum(made.between(3, 60, 4000, 1) * made.between(3, 60, 4000, 2), 9000)
+    plan = pack(lengths, pack_size=2048, strategy="greedy", overflow="split", stride=1, min_len=16)
+    assert plan.stats().utilization > 0.99
+    assert plan.indices.tolist() == list(range(plan.item_lengths.size))
+    assert_conserved(plan, lengths.tolist())
+    assert plan.chunks is not None
+    assert int((plan.chunks.masked_prefix > 0).sum()) == plan.accounting.num_overlap_tokens
+    # Each chunk continues where the one before it ended, but for the overlap.
+    same = np.diff(plan.chunks.sequence) == 0
+    ends = plan.chunks.start + plan.item_lengths
+    assert np.array_equal(plan.chunks.start[1:][same], (ends[:-1] - plan.chunks.masked_prefix[1:])[same])
+
+
+def test_greedy_with_split_cuts_no_chunk_below_min_len() -> None:
+    plan = pack([9, 4, 7, 12], pack_size=10, strategy="greedy", overflow="split", min_len=3)
+    assert plan.item_lengths.min() >= 3
+    bins = [plan.item_lengths[plan.bin(number)].tolist() for number in range(plan.num_bins)]
+    assert bins == [[9], [4, 4], [3, 7], [5]]

@@ -141,3 +141,85 @@ def sort_by_value(values: Int32, starts: Int64, positions: Int32) -> None:
         if value >= 0:
             positions[starts[value]] = i
             starts[value] += 1
+
+
+@kernel
+def _longest(room: Scalar, is_inputs: Scalar, multiple: Scalar) -> Scalar:
+    """Return the most tokens that an item may have to fit into `room`; 0 if there is none."""
+    if room < 1:
+        return 0
+    inputs = room if is_inputs else room - 1
+    return inputs // multiple * multiple + 1
+
+
+@kernel
+def cut_and_fill(
+    lengths: Int32,
+    capacity: Scalar,
+    is_inputs: Scalar,
+    multiple: Scalar,
+    stride: Scalar,
+    min_len: Scalar,
+    max_per_bin: Scalar,
+    window: Scalar,
+    sequence: Int32,
+    start: Int32,
+    length: Int32,
+    masked: Int32,
+    bin_offsets: Int64,
+    window_offsets: Int64,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Next fit that cuts a sequence where its bin ends. Returns the chunks, the bins and the tokens of dropped tails.
+
+    A cut leaves at least `min_len` tokens, and two, on both sides; where it cannot, the sequence goes to the next bin.
+    """
+    least = max(min_len, 2)
+    num_chunks = 0
+    num_bins = 0  # closed ones
+    num_lost = np.int64(0)
+    num_windows = 0
+    room = np.int64(capacity)
+    first = 0  # chunk of the open bin
+    bin_offsets[0] = 0
+    for i in range(lengths.size):
+        if i % window == 0:
+            if num_chunks > first:
+                num_bins += 1
+                bin_offsets[num_bins] = num_chunks
+                first = num_chunks
+                room = np.int64(capacity)
+            window_offsets[num_windows] = num_bins
+            num_windows += 1
+        position = np.int64(0)
+        overlap = np.int64(0)
+        while position < lengths[i]:
+            left = lengths[i] - position + overlap
+            if position > 0 and left < min_len:
+                num_lost += left - overlap
+                break
+            fits = _longest(room, is_inputs, multiple) if num_chunks - first < max_per_bin else np.int64(0)
+            taken = left
+            if left > fits:
+                taken = min(fits, left + stride - least)
+                if taken < max(least, stride + 1):
+                    if num_chunks > first:
+                        num_bins += 1
+                        bin_offsets[num_bins] = num_chunks
+                        first = num_chunks
+                        room = np.int64(capacity)
+                        continue
+                    taken = fits
+            sequence[num_chunks] = i
+            start[num_chunks] = position - overlap
+            length[num_chunks] = taken
+            masked[num_chunks] = overlap
+            num_chunks += 1
+            inputs = -(-(taken - 1) // multiple) * multiple
+            room -= max(inputs, 1) if is_inputs else inputs + 1
+            position += taken - overlap
+            overlap = np.int64(stride)
+    if num_chunks > first:
+        num_bins += 1
+        bin_offsets[num_bins] = num_chunks
+    window_offsets[num_windows] = num_bins
+    return num_chunks, num_bins, num_lost

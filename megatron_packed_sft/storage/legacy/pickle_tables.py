@@ -1,7 +1,6 @@
 """The words of the pickle machine in `pickle_kernel.py`: opcodes, kinds of entries, forms of values, error codes.
 
-Numba freezes these constants into its cached kernels and does not notice when only this file changes: after an edit
-here, remove `storage/legacy/__pycache__`.
+Numba freezes these constants into its cached kernels; `support/compiled.py` makes sure that an edit here is noticed.
 """
 
 from __future__ import annotations
