@@ -91,7 +91,7 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
 def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast: bool) -> dict[str, float]:
     """The whole of `packed-sft prepare`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from megatron_packed_sft.encode.options import EncodeOptions
+    from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.prepare.executor import LocalExecutor
     from megatron_packed_sft.prepare.pipeline import Preparation
     from megatron_packed_sft.prepare.plan_stage import PackingOptions
@@ -108,7 +108,7 @@ def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast
             sources=[Source("chats", (jsonl,))],
             tokenizer_path=tokenizer_path,
             tokenizer_fast=fast,
-            template=TEMPLATE,
+            template=TemplateOptions(TEMPLATE),
             options=EncodeOptions(),
             packing=PackingOptions(pack_size=PACK_SIZE),
             split_rule=SplitRule(0.0, 0.0, 0),
@@ -151,7 +151,7 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
 def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     """The encode stage in this process, without writing: parse, adapt, render, tokenize, mask."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from megatron_packed_sft.encode.options import EncodeOptions
+    from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
     from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder
@@ -160,7 +160,7 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
 
     settings = EncodeSettings(
         tokenizer=load_tokenizer(tokenizer_path, fast=fast),
-        template_name=TEMPLATE,
+        template=TemplateOptions(TEMPLATE),
         options=EncodeOptions(),
         split_rule=SplitRule(0.0, 0.0, 0),
         skip_errors=False,

@@ -35,15 +35,20 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
-    from megatron_packed_sft.encode.options import EncodeOptions
+    from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.packing.effective_batch import effective_batch
     from megatron_packed_sft.packing.options import PackOptions, Steps
     from megatron_packed_sft.packing.packer import pack
     from megatron_packed_sft.packing.plan import PackPlan
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
+    from megatron_packed_sft.records.record import Conversation, TextRecord, TokenizedRecord
+    from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
+    from megatron_packed_sft.records.schemas.registry import register_schema
+    from megatron_packed_sft.records.schemas.schema import Schema
     from megatron_packed_sft.storage.bins import BinBlock, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
@@ -65,6 +70,7 @@ _HOMES = {
     "BinBlock": "storage.bins",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
+    "Conversation": "records.record",
     "ConversionReport": "storage.convert",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
@@ -92,10 +98,14 @@ _HOMES = {
     "RecordEncoder": "encode.encoder",
     "SampleOrder": "data.order.sample_order",
     "SamplePackDataset": "data.sample_packs",
+    "Schema": "records.schemas.schema",
     "ShardManifest": "storage.memmap_v1.manifest",
     "Steps": "packing.options",
+    "TemplateOptions": "encode.options",
+    "TextRecord": "records.record",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
+    "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
     "convert": "storage.convert",
     "create_sft_dataset": "data.factory",
@@ -113,17 +123,22 @@ _HOMES = {
     "open_token_store": "tokens.store",
     "pack": "packing.packer",
     "publish_store": "tokens.store",
+    "register_schema": "records.schemas.registry",
     "register_storage": "data.factory",
     "register_strategy": "packing.strategies.registry",
+    "sample_conversations": "records.samples.sample_chats",
+    "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.attention_masks",
     "widen": "data.batch.collate",
+    "write_sample_data": "records.samples.sample_chats",
 }
 
 __all__ = [
     "BinBlock",
     "Blend",
     "ChatTemplate",
+    "Conversation",
     "ConversionReport",
     "DatasetDirectory",
     "DatasetWriter",
@@ -151,10 +166,14 @@ __all__ = [
     "RecordEncoder",
     "SampleOrder",
     "SamplePackDataset",
+    "Schema",
     "ShardManifest",
     "Steps",
+    "TemplateOptions",
+    "TextRecord",
     "TokenPartWriter",
     "TokenStore",
+    "TokenizedRecord",
     "ValidationReport",
     "__version__",
     "convert",
@@ -173,11 +192,15 @@ __all__ = [
     "open_token_store",
     "pack",
     "publish_store",
+    "register_schema",
     "register_storage",
     "register_strategy",
+    "sample_conversations",
+    "train_sentencepiece",
     "validate",
     "visible_mask",
     "widen",
+    "write_sample_data",
 ]
 
 

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from megatron_packed_sft.errors import InvalidInputError
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/{1,2}(?=[^/])")
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL, such as s3://bucket/key.
-
-    Example:
-        >>> is_url("s3://bucket/key"), is_url("/data/a:b"), is_url("file:name")
-        (True, False, False)
-    """
-    return _URL.match(os.fspath(path)) is not None
+from megatron_packed_sft.support.urls import is_url
 
 
 def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:

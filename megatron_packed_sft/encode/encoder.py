@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turns import joined
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
@@ -54,15 +54,15 @@ class RecordEncoder:
 
     Args:
         tokenizer: to encode with.
-        template: a `ChatTemplate`, what `load_template` takes, or None for the tokenizer's own. It is loaded with the
-            first conversation, so text records need none.
-        options: see `EncodeOptions`.
+        template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
+            is loaded with the first conversation, so text records need none.
+        options: what is trained, and how long a sequence may be.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate | str | None = None,
+        template: ChatTemplate | TemplateOptions | str | None = None,
         options: EncodeOptions | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -87,10 +87,13 @@ class RecordEncoder:
     def marker(self) -> ChatMarker:
         """The renderer of conversations; its template is compiled on first use."""
         if self._marker is None:
-            template = self.template
-            if not isinstance(template, ChatTemplate):
+            template, options = self.template, TemplateOptions()
+            if isinstance(template, TemplateOptions):
+                options = template
+                template = load_template(options.name, self.tokenizer)
+            elif not isinstance(template, ChatTemplate):
                 template = load_template(template, self.tokenizer)
-            self._marker = ChatMarker(self.tokenizer, template, self.options)
+            self._marker = ChatMarker(self.tokenizer, template, self.options, options)
         return self._marker
 
     def mark(self, record: Conversation | TextRecord) -> MarkedText:

@@ -1,9 +1,8 @@
-"""How rows become sequences: which messages are trained, what is added, what is cut."""
+"""How records become sequences: the groups `encode` and `template` of the configuration, declared once."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,33 +16,29 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class EncodeOptions:
-    """Options of `RecordEncoder`; docs/masks.md shows what they do to one chat.
+    """What is trained, and how long a sequence may be. docs/masks.md shows what the options do to one chat.
 
     Args:
-        roles_to_train: roles whose messages are trained; a row's own `train` flags go before them.
-        last_turn_only: of the messages to train, the last one only.
-        train_on_eot: the end-of-turn token of a trained turn is trained too.
-        special_tokens_in_content: what becomes of `<|im_end|>` and the like in what messages say: `escape` makes them
-            ordinary text, `allow` lets the tokenizer take them for control tokens.
-        special_tokens_in_text: the same for text rows, which are often rendered chats.
-        add_bos: begin every sequence with the tokenizer's beginning of sequence, unless it stands there already.
-        add_eos: end every sequence with the end of sequence; None: text rows only, as templates end chats themselves.
-        max_len: the longest sequence, in tokens.
-        truncation: of longer ones: cut the `right` or the `left`, or `drop` them.
-        on_empty: a row with nothing to train on is dropped and counted, or an error.
-        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
-        date: what the template takes for today, `YYYY-MM-DD`.
-        header: the text after which an assistant begins to write; None: found in the template.
-        end_of_turn: end-of-turn tokens; None: found in the template.
+        roles_to_train: roles whose messages are trained; `train` flags in a record win over them.
+        last_turn_only: train the last of these messages only.
+        train_on_eot: train the end-of-turn token of a trained message, too.
+        special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
+        special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
+        add_bos: begin every sequence with the beginning-of-sequence token, unless it is there already.
+        add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
+        max_len: the longest sequence in tokens; longer ones are cut there and counted.
+        truncation: how to cut them; right or left, or drop to drop them.
+        on_empty: what to do with a record without a trained token; drop or error.
 
     Example:
-        >>> EncodeOptions(max_len=4096).to_json()["roles_to_train"]
-        ['assistant']
+        >>> EncodeOptions(truncation="middle")
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: encode.truncation is 'middle'; use one of right, left, drop
     """
 
-    roles_to_train: Sequence[str] = ("assistant",)
+    roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
     last_turn_only: bool = False
     train_on_eot: bool = True
     special_tokens_in_content: str = "escape"
@@ -53,28 +48,53 @@ class EncodeOptions:
     max_len: int | None = None
     truncation: str = "right"
     on_empty: str = "drop"
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    date: str | None = None
-    header: str | None = None
-    end_of_turn: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no row could be encoded with."""
+        """Refuse values that no record could be encoded with."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise InvalidInputError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        for name in ("roles_to_train", "end_of_turn"):
-            if isinstance(getattr(self, name), str):
-                raise InvalidInputError(f"{name} is the text {getattr(self, name)!r}; give a list")
+                raise InvalidInputError(f"encode.{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
+        _refuse_text("encode.roles_to_train", self.roles_to_train)
         if self.max_len is not None and self.max_len < 2:
-            raise InvalidInputError(f"max_len is {self.max_len}; a token is predicted from another, so at least 2")
-        if self.header == "" or "" in (self.end_of_turn or ()):
-            raise InvalidInputError("header and end_of_turn must not be empty; leave them out to use the template's")
+            raise InvalidInputError(f"encode.max_len is {self.max_len}; use at least 2, or null for no limit")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for manifests and fingerprints."""
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class TemplateOptions:
+    """What turns a conversation into text.
+
+    Args:
+        name: chatml, llama3, mistral, plain, or a Jinja file; null takes the tokenizer's own template.
+        date: today's date for templates that ask for it, such as 2026-01-31.
+        header: the text after which an assistant begins to write; null finds it in the template.
+        end_of_turn: end-of-turn tokens; null finds them in the template.
+        variables: further variables of the template, such as {enable_thinking: false}.
+    """
+
+    name: str | None = None
+    date: str | None = None
+    header: str | None = None
+    end_of_turn: list[str] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse values that fit no template."""
+        _refuse_text("template.end_of_turn", self.end_of_turn)
+        for key, is_empty in (("header", self.header == ""), ("end_of_turn", "" in (self.end_of_turn or ()))):
+            if is_empty:
+                raise InvalidInputError(f"template.{key} is empty; use null to find it in the template")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the name as plain values, under the keys that manifests have always had."""
         values = dataclasses.asdict(self)
-        values["roles_to_train"] = list(self.roles_to_train)
-        values["end_of_turn"] = None if self.end_of_turn is None else list(self.end_of_turn)
-        values["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-        return values
+        del values["name"]
+        return {"chat_template_kwargs": values.pop("variables"), **values}
+
+
+def _refuse_text(key: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise InvalidInputError(f"{key} is the text {value!r}; give a list, such as [{value}]")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.config.application import run_application
-from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import PrepareConfig, SourceConfig
 from megatron_packed_sft.prepare.executor import create_executor
@@ -95,14 +94,8 @@ def preparation_of(config: PrepareConfig) -> Preparation:
         tokenizer_path=config.tokenizer.path,
         tokenizer_kind=config.tokenizer.kind,
         tokenizer_fast=config.tokenizer.fast,
-        template=config.template.name,
-        options=EncodeOptions(
-            **{**vars(config.encode), "roles_to_train": tuple(config.encode.roles_to_train)},
-            date=config.template.date,
-            header=config.template.header,
-            end_of_turn=config.template.end_of_turn,
-            chat_template_kwargs=config.template.variables,
-        ),
+        template=config.template,
+        options=config.encode,
         packing=PackingOptions(**vars(config.packing)),
         split_rule=SplitRule(**vars(config.split)),
         executor=create_executor(config.executor.kind, config.executor.num_workers),

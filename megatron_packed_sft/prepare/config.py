@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
 
 
@@ -40,54 +42,6 @@ class TokenizerConfig:
     path: str = REQUIRED
     kind: str = "auto"
     fast: bool = True
-
-
-@dataclass
-class TemplateConfig:
-    """What turns a conversation into text.
-
-    Args:
-        name: chatml, llama3, mistral, plain, or a Jinja file; null takes the tokenizer's own template.
-        date: today's date for templates that ask for it, such as 2026-01-31.
-        header: the text after which an assistant begins to write; null finds it in the template.
-        end_of_turn: end-of-turn tokens; null finds them in the template.
-        variables: further variables of the template, such as {enable_thinking: false}.
-    """
-
-    name: str | None = None
-    date: str | None = None
-    header: str | None = None
-    end_of_turn: list[str] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class EncodeConfig:
-    """What is trained on, and how long a sequence may be.
-
-    Args:
-        roles_to_train: roles whose messages are trained; `train` flags in a record win over them.
-        last_turn_only: train the last of these messages only.
-        train_on_eot: train the end-of-turn token of a trained message, too.
-        special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
-        special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
-        add_bos: begin every sequence with the beginning-of-sequence token.
-        add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
-        max_len: the longest sequence in tokens; longer ones are cut there and counted.
-        truncation: how to cut them; right or left, or drop to drop them.
-        on_empty: what to do with a record without a trained token; drop or error.
-    """
-
-    roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
-    last_turn_only: bool = False
-    train_on_eot: bool = True
-    special_tokens_in_content: str = "escape"
-    special_tokens_in_text: str = "allow"
-    add_bos: bool = False
-    add_eos: bool | None = None
-    max_len: int | None = None
-    truncation: str = "right"
-    on_empty: str = "drop"
 
 
 @dataclass
@@ -182,8 +136,8 @@ class PrepareConfig:
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     work_dir: str | None = None
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    template: TemplateConfig = field(default_factory=TemplateConfig)
-    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    encode: EncodeOptions = field(default_factory=EncodeOptions)
     split: SplitConfig = field(default_factory=SplitConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     packed_storage: str = "memmap_v1"

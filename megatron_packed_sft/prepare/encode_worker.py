@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
@@ -22,8 +22,7 @@ from megatron_packed_sft.prepare.counts import BAD_ROW, DUPLICATE, ERRORS, NOTHI
 from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.prepare.splits import TRAIN, SplitRule
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Record
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.record import Record, RecordError
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
@@ -36,7 +35,7 @@ class EncodeSettings:
     """What every process of the encode stage needs to know; sent once."""
 
     tokenizer: Tokenizer
-    template_name: str | None
+    template: TemplateOptions
     options: EncodeOptions
     split_rule: SplitRule
     skip_errors: bool
@@ -95,9 +94,9 @@ class SliceEncoder:
         self.settings = settings
         self._tokenizer = settings.tokenizer
         self._vocab_size = settings.tokenizer.vocab_size
-        self._template = load_template_if_any(settings.template_name, self._tokenizer)
+        self._template = load_template_if_any(settings.template.name, self._tokenizer)
         # Rows with nothing to train on are refused here, where file and line are known.
-        self._encoder = RecordEncoder(self._tokenizer, self._template, replace(settings.options, on_empty="drop"))
+        self._encoder = RecordEncoder(self._tokenizer, settings.template, replace(settings.options, on_empty="drop"))
 
     def encode(self, task: SliceTask) -> SliceResult:
         """Read, adapt, encode and store the rows of one unit."""

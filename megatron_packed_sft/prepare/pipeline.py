@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -61,7 +61,7 @@ class Preparation:
     tokenizer_path: str
     tokenizer_kind: str = "auto"
     tokenizer_fast: bool = True
-    template: str | None = None
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     options: EncodeOptions
     packing: PackingOptions
     split_rule: SplitRule
@@ -148,12 +148,12 @@ class Preparation:
     def _encode_request(
         self, scanned: Sequence[ScannedSource], tokenizer: Tokenizer, tokens: Path | None
     ) -> EncodeRequest:
-        template = load_template_if_any(self.template, tokenizer)
+        template = load_template_if_any(self.template.name, tokenizer)
         return EncodeRequest(
             sources=scanned,
             settings=EncodeSettings(
                 tokenizer=tokenizer,
-                template_name=self.template,
+                template=self.template,
                 options=self.options,
                 split_rule=self.split_rule,
                 skip_errors=self.skip_errors,
@@ -162,7 +162,7 @@ class Preparation:
             description={
                 "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
                 "chat_template": template and {"name": template.name, "fingerprint": template.fingerprint},
-                "encode": self.options.to_json(),
+                "encode": {**self.options.to_json(), **self.template.to_json()},
                 "split": asdict(self.split_rule),
             },
             deduplicate=self.deduplicate,

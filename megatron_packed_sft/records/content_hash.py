@@ -1,4 +1,4 @@
-"""A hash of what a row says, for splits and for finding exact duplicates."""
+"""A hash of what a record says, for splits and for finding exact duplicates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import orjson
 import xxhash
 
-from megatron_packed_sft.records.record import Conversation, Record, TextRecord
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.record import Conversation, Record, RecordError, TextRecord
 
 
-def content_hash(row: Record) -> bytes:
-    """Sixteen bytes that depend on the row alone: not on its file, schema, or the order of keys.
+def content_hash(record: Record) -> bytes:
+    """Sixteen bytes that depend on the record alone: not on its file, schema, or the order of keys.
 
     Flags that say which messages are trained on are part of it.
 
@@ -24,13 +23,13 @@ def content_hash(row: Record) -> bytes:
         True
     """
     content: tuple[Any, ...]
-    if isinstance(row, Conversation):
-        train = row.train if row.train and any(flag is not None for flag in row.train) else None
-        content = ("conversation", row.messages, row.tools or None, train)
-    elif isinstance(row, TextRecord):
-        content = ("text", row.parts)
+    if isinstance(record, Conversation):
+        train = record.train if record.train and any(flag is not None for flag in record.train) else None
+        content = ("conversation", record.messages, record.tools or None, train)
+    elif isinstance(record, TextRecord):
+        content = ("text", record.parts)
     else:
-        content = ("tokenized", row.input_ids, row.train)
+        content = ("tokenized", record.input_ids, record.train)
     try:
         return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
     except TypeError as error:  # columns of Parquet may hold what JSON cannot, and files integers beyond 64 bits

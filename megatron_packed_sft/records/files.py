@@ -14,7 +14,8 @@ from typing import Any, Literal
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.streams import file_system, is_url, read_blocks, reading
+from megatron_packed_sft.records.streams import file_system, read_blocks, reading
+from megatron_packed_sft.support.urls import is_url
 
 Format = Literal["jsonl", "json", "parquet", "hf_dataset"]
 Compression = Literal["gzip", "zstd"]
@@ -34,7 +35,7 @@ class InputFile:
 
     Args:
         path: absolute local path, or URL.
-        format: how rows lie in it; a `.json` file that does not begin with `[` is JSON lines.
+        format: how it holds records; a `.json` file that does not begin with `[` is JSON lines.
         compression: of JSON files.
         size: stored bytes.
         checksum: xxh3_128 of the stored bytes, in hex.
@@ -49,9 +50,9 @@ class InputFile:
     modified: int | None = None
 
     def refuse_changed(self) -> None:
-        """Refuse to go on when the file was written to since it was found."""
+        """Raise an error if the file was written to since it was found."""
         if self.modified is not None and _modified(self.path) != self.modified:
-            raise InvalidInputError(f"{self.path} changed while it was read; start again when it stays as it is")
+            raise InvalidInputError(f"{self.path} changed while it was read; run again when nothing writes to it")
 
 
 def find_files(
@@ -62,8 +63,8 @@ def find_files(
     Every file is read once for its checksum.
 
     Args:
-        paths: files, globs (`**` goes into folders), folders saved by `datasets`, URLs that fsspec knows, or a list.
-        on_read: told how many bytes were read, again and again.
+        paths: files, globs (`**` descends into folders), folders saved by `datasets`, fsspec URLs, or a list of these.
+        on_read: called with the number of bytes after each block.
 
     Example:
         >>> import tempfile, pathlib
@@ -78,12 +79,14 @@ def find_files(
     found = [path for pattern in given for path in _expand(os.fspath(pattern))]
     for path, num_times in Counter(found).items():
         if num_times > 1:
-            raise InvalidInputError(f"{path} is named {num_times} times; name it once (a weight repeats rows)")
+            raise InvalidInputError(
+                f"{path} is named {num_times} times; name it once (a source's weight repeats records)"
+            )
     return [_inspect(path, on_read or _ignore) for path in found]
 
 
 def _ignore(num_bytes: int) -> None:
-    """Nobody wants to know."""
+    """No-op progress callback."""
 
 
 def _expand(pattern: str) -> list[str]:
@@ -98,16 +101,16 @@ def _expand(pattern: str) -> list[str]:
         if os.path.lexists(path):
             return [path]
         found = sorted(glob.glob(path, recursive=True))
-        if "**" in path:  # which matches the folders on the way as well
+        if "**" in path:  # which matches the folders in between as well
             found = [name for name in found if not os.path.isdir(name)]
     if not found:
-        raise InvalidInputError(f"{pattern} does not exist and matches nothing; check the path")
+        raise InvalidInputError(f"{pattern} does not exist and matches no file; check the path")
     return found
 
 
 def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
     if path != path.encode("utf-8", "replace").decode():
-        raise InvalidInputError(f"{path!r} is not a name in UTF-8, so it cannot stand in a manifest; rename it")
+        raise InvalidInputError(f"{path!r} is not valid UTF-8, so a manifest cannot name it; rename it")
     if _is_folder(path):
         return _inspect_folder(path, on_read)
     stem, suffix = posixpath.splitext(path.lower())
@@ -116,7 +119,7 @@ def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
         suffix = posixpath.splitext(stem)[1]
     file_format = _FORMATS.get(suffix)
     if file_format is None or (compression and file_format == "parquet"):
-        raise InvalidInputError(f"{path} is of no known format; rename it to one of {_KNOWN}")
+        raise InvalidInputError(f"{path} has no known format; rename it to one of {_KNOWN}")
     if file_format == "json" and not _begins_an_array(path, compression):
         file_format = "jsonl"
     modified = None if is_url(path) else _modified(path)
@@ -162,7 +165,7 @@ def _names_in(folder: str) -> set[str]:
 
 
 def _strings_in(path: str, select: Callable[[Any], list[Any]]) -> list[str]:
-    """Some strings of a file that `datasets` wrote."""
+    """Return the selected strings of a file that `datasets` wrote."""
     text = b"".join(read_blocks(path))
     try:
         found = select(json.loads(text))

@@ -1,21 +1,23 @@
-"""What a row of any file becomes: a conversation, a text with trained stretches, or ids that are there already."""
+"""What a record of any file becomes: a conversation, a text with trained parts, or ids; or an error about it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat in OpenAI's form, whatever the file looked like.
+    """A chat in OpenAI's form, whatever the file looks like.
 
     Args:
         messages: each a dict with `role` and, as given, `content`, `tool_calls` (arguments as objects), `tool_call_id`,
-            `name`, `reasoning_content`; keys whose value was null are left out.
+            `name`, `reasoning_content`; null values are left out.
         tools: the tools' JSON schemas, as chat templates take them.
-        train: per message: True or False where the row said so (`train`, or `weight` 0 or not), None to go by the role.
+        train: per message: True or False where the record says so (`train`, or `weight` 0 or not), None: by role.
 
     Example:
         >>> Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]).train is None
@@ -43,7 +45,7 @@ class TextRecord:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRecord:
-    """Ids and a mask of the same length: `train[k]` is true where token k is one the model should learn to produce.
+    """Ids and a mask of the same length: `train[k]` is 1 if the model should learn to produce token k.
 
     Example:
         >>> TokenizedRecord([5, 6, 7], [0, 1, 1]).input_ids
@@ -55,3 +57,59 @@ class TokenizedRecord:
 
 
 Record = Conversation | TextRecord | TokenizedRecord
+
+
+class Location(NamedTuple):
+    """Where a record came from; numbers start at 1.
+
+    Example:
+        >>> str(Location("chats.jsonl", 12, "line"))
+        'chats.jsonl, line 12'
+    """
+
+    path: str
+    number: int
+    noun: str = "record"
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.noun} {self.number}"
+
+
+class RecordError(InvalidInputError):
+    """One record cannot be used; the ones after it can. The only error that `on_error=skip` skips.
+
+    Args:
+        field: the path inside the record, such as `messages[3].content`; empty for the record as a whole.
+        problem: what is wrong and what to do; it continues the sentence after the field.
+        where: file and line, once known.
+
+    Example:
+        >>> error = RecordError("messages[3].content", "is a number; give a string")
+        >>> str(error.at(Location("chats.jsonl", 12, "line")))
+        'chats.jsonl, line 12: messages[3].content is a number; give a string'
+    """
+
+    def __init__(self, field: str, problem: str, where: Location | None = None) -> None:
+        super().__init__(field, problem, where)  # all of them, so that the error can be pickled
+        self.field = field
+        self.problem = problem
+        self.where = where
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.field or 'the record'} {self.problem}"
+
+    def at(self, where: Location) -> RecordError:
+        """Return the same error with its location."""
+        return RecordError(self.field, self.problem, where)
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, in words.
+
+    Example:
+        >>> kind_of(None), kind_of(2.5), kind_of({})
+        ('null', 'a number', 'an object')
+    """
+    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), f"of the type {type(value).__name__}")

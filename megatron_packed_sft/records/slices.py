@@ -1,15 +1,15 @@
-"""Work for many processes: files cut into units, by rules that look at the file alone.
+"""Work for many processes: files cut into slices, by rules that look at the file alone.
 
-    scan_slices(file)    in one process: where to cut
-    read_slice(unit)     in any process: the rows of one piece
+    scan_slices(file)         in one process: where to cut
+    read_slice(file_slice)    in any process: the records of one slice
 
-| format | a unit is |
+| format | a slice is |
 |---|---|
 | JSON lines | a range of bytes that ends with a line; the reader fetches it |
-| JSON lines, gzip or zstd | the same range of the decompressed lines, carried along |
-| JSON array | the same of its elements, carried along |
-| Parquet | a range of rows: whole row groups that the reader fetches; parts of very large ones are carried along |
-| Hugging Face dataset | a range of rows that the reader fetches |
+| JSON lines, gzip or zstd | the same range of the decompressed lines, carried with it |
+| JSON array | the same of its elements, carried with it |
+| Parquet | a range of records: whole row groups that the reader fetches; parts of very large ones are carried with it |
+| Hugging Face dataset | a range of records that the reader fetches |
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import InputFile
-from megatron_packed_sft.records.formats import json_text, tables
-from megatron_packed_sft.records.formats.cut_points import Piece, cut_stream
-from megatron_packed_sft.records.formats.json_array import MARK, array_elements
-from megatron_packed_sft.records.record_error import Location, RecordError, kind_of
+from megatron_packed_sft.records.formats import json_files, tables
+from megatron_packed_sft.records.formats.json_files import MARK, Cut, array_elements, cut_stream
+from megatron_packed_sft.records.record import Location, RecordError, kind_of
 from megatron_packed_sft.records.streams import read_blocks, read_range
 
-UNIT_BYTES = 4 << 20
+SLICE_BYTES = 4 << 20
 _NEWLINE = b"\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """A piece of a file that is read, encoded and stored as one.
+    """A part of a file that one worker reads, encodes and stores.
 
     Args:
-        file: where it lies.
-        number: of the unit in its file, from 0.
-        start: first byte of the (decompressed) lines or elements; of tables, first row from 0.
+        file: the file it is a part of.
+        number: of the slice in its file, from 0.
+        start: first byte of the (decompressed) lines or elements; for tables, the first record, from 0.
         stop: end of that range.
-        first_row: number of its first line or row, from 1.
-        payload: the content, where readers cannot fetch a part of the file by themselves.
+        first_record: number of its first line or record, from 1.
+        payload: the content, where readers cannot fetch a part of the file themselves.
     """
 
     file: InputFile
     number: int
     start: int
     stop: int
-    first_row: int
+    first_record: int
     payload: bytes | None = field(default=None, repr=False)
 
     def key(self) -> str:
-        """A name for the content: equal files cut at the same places have equal keys, wherever they lie.
+        """Return a name for the content: equal files cut at the same places have equal keys, whatever their paths.
 
         Example:
             >>> FileSlice(InputFile("chats.jsonl", "jsonl", None, 90, "c0ffee"), 0, 0, 90, 1).key()
@@ -64,12 +63,12 @@ class FileSlice:
 
 
 class RawRecord(NamedTuple):
-    """A row as it lies in the file, or what is wrong with it; those after it are read all the same.
+    """A record as it is in the file, or what is wrong with it; the records after it are read either way.
 
     Args:
         value: the parsed object, or the error with its place.
-        file: where it lies.
-        number: of its line or row, from 1.
+        file: the file it came from.
+        number: of its line or record, from 1.
     """
 
     value: dict[str, Any] | RecordError
@@ -78,120 +77,122 @@ class RawRecord(NamedTuple):
 
     @property
     def where(self) -> Location:
-        """File and line, for errors; made when asked for, since most rows are never asked."""
-        return Location(self.file.path, self.number, "line" if self.file.format == "jsonl" else "row")
+        """File and line, for errors; built on demand, because most records never need it."""
+        return Location(self.file.path, self.number, "line" if self.file.format == "jsonl" else "record")
 
 
 def scan_slices(
-    file: InputFile, slice_bytes: int = UNIT_BYTES, on_read: Callable[[int], None] | None = None
+    file: InputFile, slice_bytes: int = SLICE_BYTES, on_read: Callable[[int], None] | None = None
 ) -> Iterator[FileSlice]:
-    r"""Cut a file into units of about `slice_bytes`; the file is streamed, never held.
+    r"""Cut a file into slices of about `slice_bytes`; the file is streamed, never held.
 
     Args:
         file: what to cut.
-        slice_bytes: least size of a unit, but for the last.
-        on_read: told how many stored bytes the units so far took, again and again.
+        slice_bytes: minimum size of every slice but the last.
+        on_read: called with the number of stored bytes read, after each block.
 
     Example:
         >>> import tempfile, pathlib
         >>> from megatron_packed_sft.records.files import find_files
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"
         >>> _ = path.write_text('{"text": "One"}\n{"text": "Two"}\n{"text": "Three"}\n')
-        >>> [(unit.start, unit.stop, unit.first_row) for unit in scan_slices(find_files(path)[0], slice_bytes=20)]
+        >>> [(one.start, one.stop, one.first_record) for one in scan_slices(find_files(path)[0], slice_bytes=20)]
         [(0, 32, 1), (32, 50, 3)]
     """
     if slice_bytes < 1:
         raise InvalidInputError(f"slice_bytes is {slice_bytes}; it must be at least 1")
-    for number, piece in enumerate(_pieces(file, slice_bytes, on_read)):
-        yield FileSlice(file, number, *piece)
+    for number, cut in enumerate(_cuts(file, slice_bytes, on_read)):
+        yield FileSlice(file, number, *cut)
 
 
-def read_slice(unit: FileSlice) -> Iterator[RawRecord]:
-    r"""The rows of a unit, in order, each with its place; blank lines are passed over.
+def read_slice(file_slice: FileSlice) -> Iterator[RawRecord]:
+    r"""Yield the records of a slice, in order, each with its location; blank lines are skipped.
 
     Example:
         >>> file = InputFile("a.jsonl.gz", "jsonl", "gzip", 60, "c0ffee")
-        >>> rows = list(read_slice(FileSlice(file, 0, 0, 25, 1, b'{"text": "One"}\n\n{"text"\n')))
-        >>> rows[0].value, str(rows[0].where)
+        >>> records = list(read_slice(FileSlice(file, 0, 0, 25, 1, b'{"text": "One"}\n\n{"text"\n')))
+        >>> records[0].value, str(records[0].where)
         ({'text': 'One'}, 'a.jsonl.gz, line 1')
-        >>> print(rows[1].value)
-        a.jsonl.gz, line 3: the row is not valid JSON (unexpected end of data at character 8); mend or remove it
+        >>> print(records[1].value)
+        a.jsonl.gz, line 3: the record is not valid JSON (unexpected end of data at character 8); fix or remove it
     """
-    file = unit.file
+    file = file_slice.file
     if file.format in ("jsonl", "json"):
-        yield from _parsed_rows(unit)
+        yield from _parsed_records(file_slice)
         return
     if file.format == "parquet":
-        rows = tables.read_parquet(file, unit.start, unit.stop, unit.payload)
+        records = tables.read_parquet(file, file_slice.start, file_slice.stop, file_slice.payload)
     else:
-        rows = tables.read_dataset(file, unit.start, unit.stop)
-    for number, value in enumerate(rows, unit.first_row):
+        records = tables.read_dataset(file, file_slice.start, file_slice.stop)
+    for number, value in enumerate(records, file_slice.first_record):
         yield RawRecord(value, file, number)
 
 
-def _pieces(file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | None) -> Iterator[Piece]:
+def _cuts(file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | None) -> Iterator[Cut]:
     if file.format in ("parquet", "hf_dataset"):
-        cut = tables.cut_parquet if file.format == "parquet" else tables.cut_dataset
-        pieces = cut(file, slice_bytes)
-        return pieces if on_read is None else _told_by_rows(file, pieces, on_read)
+        cut_table = tables.cut_parquet if file.format == "parquet" else tables.cut_dataset
+        cuts = cut_table(file, slice_bytes)
+        return cuts if on_read is None else _reported(file, cuts, on_read)
     blocks = read_blocks(file.path, file.compression, on_read)
     if file.format == "json":
         elements = array_elements(blocks, file.path)
-        return cut_stream(elements, MARK, slice_bytes, carry=True, path=file.path, noun="row")
+        return cut_stream(elements, MARK, slice_bytes, carry=True, path=file.path, noun="record")
     return cut_stream(blocks, _NEWLINE, slice_bytes, carry=file.compression is not None, path=file.path, noun="line")
 
 
-def _told_by_rows(file: InputFile, pieces: Iterator[Piece], on_read: Callable[[int], None]) -> Iterator[Piece]:
-    """Pieces of a table; each is taken to hold its rows' share of the stored bytes."""
-    num_rows = (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
-    for piece in pieces:
-        on_read(file.size * piece.stop // num_rows - file.size * piece.start // num_rows)
-        yield piece
+def _reported(file: InputFile, cuts: Iterator[Cut], on_read: Callable[[int], None]) -> Iterator[Cut]:
+    """Report progress on a table: each slice counts as its records' share of the stored bytes."""
+    num_records = (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
+    for cut in cuts:
+        on_read(file.size * cut.stop // num_records - file.size * cut.start // num_records)
+        yield cut
 
 
-def _parsed_rows(unit: FileSlice) -> Iterator[RawRecord]:
-    file = unit.file
-    text = read_range(file.path, unit.start, unit.stop) if unit.payload is None else unit.payload
+def _parsed_records(file_slice: FileSlice) -> Iterator[RawRecord]:
+    file = file_slice.file
+    text = (
+        read_range(file.path, file_slice.start, file_slice.stop) if file_slice.payload is None else file_slice.payload
+    )
     is_lines = file.format == "jsonl"
-    if is_lines and unit.start == 0:
+    if is_lines and file_slice.start == 0:
         text = text.removeprefix(_BYTE_ORDER_MARK)
     separator = _NEWLINE if is_lines else MARK
-    parse = json_text.parse if json_text.has_long_number(text) else orjson.loads
-    for number, row in enumerate(text.removesuffix(separator).split(separator), unit.first_row):
-        if is_lines and (not row or row.isspace()):
+    parse = json_files.parse if json_files.has_long_number(text) else orjson.loads
+    for number, record in enumerate(text.removesuffix(separator).split(separator), file_slice.first_record):
+        if is_lines and (not record or record.isspace()):
             continue
         try:
-            value = parse(row)
+            value = parse(record)
         except orjson.JSONDecodeError as error:
-            value = _not_utf8(row) or RecordError(
-                "", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file, row, number)}"
+            value = _not_utf8(record) or RecordError(
+                "", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file, record, number)}"
             )
         except RecordError as error:
             value = error
         else:
             if type(value) is not dict:
-                value = RecordError("", f"is {kind_of(value)}, not an object; {_remedy(file, row, number)}")
+                value = RecordError("", f"is {kind_of(value)}, not an object; {_remedy(file, record, number)}")
         raw = RawRecord(value, file, number)
         yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))
 
 
-def _not_utf8(row: bytes) -> RecordError | None:
-    """The error for a row in another encoding; orjson gives a wrong place and speaks of surrogates."""
+def _not_utf8(record: bytes) -> RecordError | None:
+    """Return the error for a record in another encoding; orjson reports a wrong place and speaks of surrogates."""
     try:
-        row.decode()
+        record.decode()
     except UnicodeDecodeError as error:
-        at, byte = error.start + 1, row[error.start]
+        at, byte = error.start + 1, record[error.start]
         return RecordError(
-            "", f"is not UTF-8 (0x{byte:02X} at byte {at:,}); write the file in UTF-8, or remove the row"
+            "", f"is not UTF-8 (0x{byte:02X} at byte {at:,}); write the file in UTF-8, or remove the record"
         )
     return None
 
 
-def _remedy(file: InputFile, row: bytes, number: int) -> str:
-    """What to do about a bad row; the first line often shows that the file is of another kind than its name says."""
+def _remedy(file: InputFile, record: bytes, number: int) -> str:
+    """Return what to do about a bad record; a bad first line often means that the file name has the wrong suffix."""
     if file.format == "jsonl" and number == 1:
         if file.path.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json"):
-            return "a .json file is one array of rows, or one row per line; make it one of these"
-        if row.lstrip().startswith(b"["):
-            return "a file that is one array has to be called .json; rename it, or write one row per line"
-    return "mend or remove it"
+            return "a .json file holds one array of records, or one record per line; make it one of these"
+        if record.lstrip().startswith(b"["):
+            return "a file that holds one array must be named .json; rename it, or write one record per line"
+    return "fix or remove it"

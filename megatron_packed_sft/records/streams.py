@@ -1,4 +1,4 @@
-"""Bytes of a local file or an fsspec URL: whole, in part, or decompressed block by block in bounded memory."""
+"""Bytes of a local file or an fsspec URL: in part, or decompressed block by block in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from typing import Any, BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
 from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.urls import is_url
 
 BLOCK_BYTES = 1 << 20
-# Four bytes of zstd may stand for 128 KB, so a file is fed in slices that shrink when much comes out of them.
-_ZSTD_SMALLEST_SLICE = 128
-_ZSTD_LARGEST_SLICE = 8 << 10
+# Four bytes of zstd may expand to 128 KB, so a file is fed in portions that shrink when much comes out of them.
+_ZSTD_SMALLEST_PORTION = 128
+_ZSTD_LARGEST_PORTION = 8 << 10
 _ZSTD_LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes
-
-
-def is_url(path: str) -> bool:
-    """Whether fsspec has to open it.
-
-    Example:
-        >>> is_url("s3://bucket/chats.jsonl"), is_url("data/chats.jsonl")
-        (True, False)
-    """
-    return "://" in path
 
 
 @contextlib.contextmanager
@@ -43,7 +34,7 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except PackedSFTError:
-        raise  # ours already
+        raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
         raise StorageIOError(f"cannot read {path}: {reason}; check the path") from error
@@ -51,11 +42,11 @@ def reading(path: str) -> Iterator[None]:
         if not is_url(path):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise StorageIOError(f"cannot read {path}: {reason}; check the URL and that you may read it") from error
+        raise StorageIOError(f"cannot read {path}: {reason}; check the URL and your permission to read it") from error
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system behind a URL, and the path inside it.
+    """Return the fsspec file system of a URL, and the path inside it.
 
     Example:
         >>> file_system("memory://chats/a.jsonl")[1]
@@ -87,7 +78,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
-    """The bytes [start, stop) of a local file or a URL.
+    """Return the bytes [start, stop) of a local file or a URL.
 
     Example:
         >>> read_range(__file__, 0, 3)
@@ -102,19 +93,19 @@ def read_range(path: str, start: int, stop: int) -> bytes:
                 file.seek(start)
                 data = file.read(stop - start)
     if len(data) != stop - start:
-        raise InvalidInputError(f"{path} ended before byte {stop:,}: it changed while it was read; start again")
+        raise InvalidInputError(f"{path} ended before byte {stop:,}: it changed while it was read; run again")
     return data
 
 
 def read_blocks(
     path: str, compression: str | None = None, on_read: Callable[[int], None] | None = None
 ) -> Iterator[bytes]:
-    """The content of a file in blocks, decompressed.
+    """Yield the content of a file in blocks, decompressed.
 
     Args:
         path: a local file or a URL.
         compression: `gzip`, `zstd` or none.
-        on_read: told how many stored bytes were read, again and again.
+        on_read: called with the number of stored bytes after each read.
 
     Example:
         >>> b"".join(read_blocks(__file__))[:3]
@@ -129,13 +120,13 @@ def read_blocks(
                 yield block
         except _DamagedError as error:
             raise InvalidInputError(
-                f"{path} is cut or damaged: {compression} says '{error}' after {num_bytes:,} decompressed bytes; "
+                f"{path} is truncated or damaged: {compression} says '{error}' after {num_bytes:,} decompressed bytes; "
                 "get the file again"
             ) from error
 
 
 class _CountedFile:
-    """A file that tells how much of it was read; as much of one as decompressors use."""
+    """A file that reports how much of it was read; it has what decompressors use."""
 
     def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
         self._file, self._on_read = file, on_read
@@ -147,7 +138,7 @@ class _CountedFile:
 
 
 class _DamagedError(Exception):
-    """A compressed stream does not go on as it should."""
+    """A compressed stream is broken."""
 
 
 def _plain(file: BinaryIO) -> Iterator[bytes]:
@@ -165,12 +156,12 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    # Not zstandard's own stream reader: it takes a cut file for a finished one.
+    # Not zstandard's own stream reader: it takes a truncated file for a complete one.
     zstandard = load("zstandard", "zstd", "reading .zst files")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_LARGEST_WINDOW)
     frame = None
-    slice_bytes = _ZSTD_SMALLEST_SLICE
-    while data := file.read(slice_bytes):
+    portion_bytes = _ZSTD_SMALLEST_PORTION
+    while data := file.read(portion_bytes):
         while data:
             frame = frame or decompressor.decompressobj()
             try:
@@ -183,8 +174,8 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
             if frame.eof:
                 frame = None
         if len(block) > BLOCK_BYTES:
-            slice_bytes = max(slice_bytes // 4, _ZSTD_SMALLEST_SLICE)
+            portion_bytes = max(portion_bytes // 4, _ZSTD_SMALLEST_PORTION)
         elif len(block) < BLOCK_BYTES // 4:
-            slice_bytes = min(slice_bytes * 2, _ZSTD_LARGEST_SLICE)
+            portion_bytes = min(portion_bytes * 2, _ZSTD_LARGEST_PORTION)
     if frame is not None:
         raise _DamagedError("the file ends in the middle of a frame")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no chats in {DATA}")
 
 @cache
 def chats() -> list[dict[str, Any]]:
-    return [row for path in sorted(DATA.glob("*.messages.jsonl*")) for row in islice(rows_of(path), NUM_ROWS)]
+    return [record for path in sorted(DATA.glob("*.messages.jsonl*")) for record in islice(rows_of(path), NUM_ROWS)]
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -47,14 +47,16 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
     judge = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     # Some of the chats speak of control tokens; the judge would take those for control tokens.
     encoder = RecordEncoder(load_tokenizer(path), None, EncodeOptions(special_tokens_in_content="allow"))
-    rows = [Conversation(row["messages"], row.get("tools")) for row in chats()]
-    encoded = encoder.encode_records(rows)
+    records = [Conversation(record["messages"], record.get("tools")) for record in chats()]
+    encoded = encoder.encode_records(records)
     found = encoded.sequences
-    refused = {row: reason for row, reason, _ in encoded.dropped}
+    refused = {record: reason for record, reason, _ in encoded.dropped}
     starts = dict(zip(found.record.tolist(), zip(found.ends - found.lengths, found.ends, strict=True), strict=True))
-    for number, row in enumerate(rows):
+    for number, record in enumerate(records):
         try:
-            expected = judge.apply_chat_template(list(row.messages), tools=row.tools, tokenize=True, return_dict=False)
+            expected = judge.apply_chat_template(
+                list(record.messages), tools=record.tools, tokenize=True, return_dict=False
+            )
         except Exception:
             assert refused[number] == "template_error"
             continue
@@ -62,13 +64,13 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
         ids, train = encoded.sequences.input_ids[start:end], encoded.sequences.train[start:end] == 1
         assert ids.tolist() == expected
         trained = normal(encoder.tokenizer.decode(ids[train].tolist()))
-        answers = [message for message in row.messages if message["role"] == "assistant"]
+        answers = [message for message in record.messages if message["role"] == "assistant"]
         position = 0
         for message in answers:  # every answer, in order, with an end of turn behind it
             position = trained.index(normal(message.get("content") or "").strip(), position)
         [mark] = encoder.marker.turn_marks.ends
         assert trained.count(mark) == len(answers)
         assert trained.endswith(mark)
-        assert all(message["content"] not in trained for message in row.messages if message["role"] == "system")
-    assert len(starts) + len(refused) == len(rows)
-    assert len(starts) >= len(rows) // 3
+        assert all(message["content"] not in trained for message in record.messages if message["role"] == "system")
+    assert len(starts) + len(refused) == len(records)
+    assert len(starts) >= len(records) // 3

@@ -33,7 +33,7 @@ def gemma_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_folder(tiny.metaspace_tokenizer(), folder, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def rows(encoded: Sequences) -> Iterator[tuple[list[int], list[int]]]:
+def records(encoded: Sequences) -> Iterator[tuple[list[int], list[int]]]:
     stops = np.cumsum(encoded.lengths)
     for stop, length in zip(stops.tolist(), encoded.lengths.tolist(), strict=True):
         yield encoded.input_ids[stop - length : stop].tolist(), encoded.train[stop - length : stop].tolist()
@@ -57,7 +57,7 @@ def test_ids_and_masks_are_those_of_the_tokenizers_library(qwen_like: Path, fast
     oracle = Tokenizer.from_file(str(qwen_like / "tokenizer.json"))
     oracle.post_processor = None  # type: ignore[assignment]
     texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
-    for text, (ids, train) in zip(texts, rows(tokenizer.encode_many(texts)), strict=True):
+    for text, (ids, train) in zip(texts, records(tokenizer.encode_many(texts)), strict=True):
         encoding = oracle.encode(text.text, add_special_tokens=False)
         assert ids == encoding.ids, text
         assert train == train_by_hand(encoding, list(text.trained)), text
@@ -69,7 +69,7 @@ def test_gemma_like_ids_and_masks_are_those_of_the_tokenizers_library(gemma_like
     assert tokenizer.fast_path_refusal == "its model sets unk_token"
     oracle = Tokenizer.from_file(str(gemma_like / "tokenizer.json"))
     texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
-    for text, (ids, train) in zip(texts, rows(tokenizer.encode_many(texts)), strict=True):
+    for text, (ids, train) in zip(texts, records(tokenizer.encode_many(texts)), strict=True):
         encoding = oracle.encode(text.text, add_special_tokens=False)
         assert ids == encoding.ids
         assert train == train_by_hand(encoding, list(text.trained))
@@ -94,12 +94,12 @@ def test_a_look_alike_in_a_literal_range_is_ordinary_text(qwen_like: Path, fast:
     text = f"<|im_start|>{message}<|im_end|>"
     begin = len("<|im_start|>")
     marked = MarkedText(text, [(begin, begin + len(message))], [(begin, begin + len(message))])
-    [(ids, train)] = rows(tokenizer.encode_many([marked]))
+    [(ids, train)] = records(tokenizer.encode_many([marked]))
     controls = set(tokenizer.control_tokens.values())
     assert [number for number in ids if number in controls] == [ids[0], ids[-1]]
     assert tokenizer.decode(ids) == text
     assert train == [0, *[1] * (len(ids) - 2), 0]
-    [(plain, _)] = rows(tokenizer.encode_many([MarkedText(text)]))
+    [(plain, _)] = records(tokenizer.encode_many([MarkedText(text)]))
     assert plain != ids
 
 
@@ -250,7 +250,7 @@ def test_ids_that_do_not_fill_their_text_are_placed_by_offsets(tmp_path: Path) -
     folder = tiny.save_folder(tiny.byte_level_tokenizer(added=added), tmp_path / "strips")
     tokenizer = HuggingFaceTokenizer(folder)
     text = MarkedText("the fox  <mask>  jumps", [(0, 7), (17, 22)])
-    [(ids, train)] = rows(tokenizer.encode_many([text]))
+    [(ids, train)] = records(tokenizer.encode_many([text]))
     encoding = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.text, add_special_tokens=False)
     assert ids == encoding.ids
     assert train == train_by_hand(encoding, list(text.trained))
@@ -291,7 +291,7 @@ def test_added_tokens_that_tiktoken_cannot_follow_are_left_to_tokenizers(
     assert reason in str(tokenizer.fast_path_refusal)
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = tiny.nasty_texts([*tokenizer.control_tokens, token.content])
-    found = rows(tokenizer.encode_many([MarkedText(text) for text in texts]))
+    found = records(tokenizer.encode_many([MarkedText(text) for text in texts]))
     for text, (ids, _) in zip(texts, found, strict=True):
         assert ids == oracle.encode(text, add_special_tokens=False).ids
 

@@ -1,10 +1,10 @@
-"""Which messages are trained: roles, flags, the last turn, the end of turn; and rows that have nothing left."""
+"""Which messages are trained: roles, flags, the last turn, the end of turn; and records that have nothing left."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation
 from tests.encode.test_mask_turns import assistant, call, encoder_for, result, trained, user
@@ -24,7 +24,7 @@ def test_last_turn_only_trains_the_last_of_the_messages_to_train(template: str) 
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_rows_flags_go_before_its_roles(template: str) -> None:
+def test_a_records_flags_go_before_its_roles(template: str) -> None:
     assert words(template, flags=[None, False, None, True]) == ["6<|im_end|>"]
     assert words(template, flags=[True, False, None, None]) == ["2+2?<|im_end|>", "6<|im_end|>"]
 
@@ -63,12 +63,12 @@ def test_header_and_end_of_turn_can_be_named() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_row_with_nothing_to_train_is_counted_or_an_error(template: str) -> None:
-    row = Conversation(CHAT, train=[False] * 4)
-    [dropped] = encoder_for(template).encode_records([row]).dropped
+def test_a_record_with_nothing_to_train_is_counted_or_an_error(template: str) -> None:
+    record = Conversation(CHAT, train=[False] * 4)
+    [dropped] = encoder_for(template).encode_records([record]).dropped
     assert (dropped.record, dropped.reason) == (0, "nothing_to_train")
     with pytest.raises(InvalidInputError, match=r"record 0: nothing_to_train.*encode\.on_empty to drop"):
-        encoder_for(template, EncodeOptions(on_empty="error")).encode_records([row])
+        encoder_for(template, EncodeOptions(on_empty="error")).encode_records([record])
 
 
 def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> None:
@@ -80,19 +80,29 @@ def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"truncation": "middle"}, "truncation is 'middle'; use one of right, left, drop"),
+        ({"truncation": "middle"}, r"encode\.truncation is 'middle'; use one of right, left, drop"),
         ({"special_tokens_in_content": "keep"}, "use one of escape, allow"),
         ({"on_empty": "keep"}, "use one of drop, error"),
         ({"roles_to_train": "assistant"}, "give a list"),
-        ({"end_of_turn": "</s>"}, "give a list"),
-        ({"end_of_turn": [""]}, "must not be empty"),
-        ({"header": ""}, "must not be empty"),
         ({"max_len": 1}, "at least 2"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         EncodeOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"end_of_turn": "</s>"}, r"template\.end_of_turn is the text '</s>'; give a list"),
+        ({"end_of_turn": [""]}, r"template\.end_of_turn is empty; use null"),
+        ({"header": ""}, r"template\.header is empty; use null"),
+    ],
+)
+def test_template_options_that_fit_no_template_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        TemplateOptions(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("template", ["CHATML", "chatml", "BARE_MARKS"])

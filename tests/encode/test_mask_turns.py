@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
@@ -34,7 +34,7 @@ def result(content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "abcdefghi", "content": content}
 
 
-def encoder_for(template: str, options: EncodeOptions | None = None) -> RecordEncoder:
+def encoder_for(template: str, options: EncodeOptions | None = None, **of_template: Any) -> RecordEncoder:
     source = getattr(chat_templates, template, template)
     tokenizer = {
         "BRACKETS": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
@@ -43,12 +43,14 @@ def encoder_for(template: str, options: EncodeOptions | None = None) -> RecordEn
         "plain": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
         "CHANNELS": ByteTokenizer(chat_templates.CHANNEL_TOKENS),
     }.get(template, ByteTokenizer(CHATML, eos="<|im_end|>"))
+    if of_template:
+        return RecordEncoder(tokenizer, TemplateOptions(source, **of_template), options)
     return RecordEncoder(tokenizer, source if source == template else ChatTemplate(template, source), options)
 
 
-def pieces(encoder: RecordEncoder, row: Conversation) -> list[str]:
+def pieces(encoder: RecordEncoder, record: Conversation) -> list[str]:
     """The stretches of trained tokens, each decoded."""
-    encoded = encoder.encode_records([row])
+    encoded = encoder.encode_records([record])
     assert encoded.dropped == []
     edges = np.flatnonzero(np.diff(encoded.sequences.train, prepend=0, append=0)).reshape(-1, 2)
     return [encoder.tokenizer.decode(encoded.sequences.input_ids[start:end].tolist()) for start, end in edges]
@@ -62,7 +64,9 @@ def trained(
     flags: Any = None,
     **options: Any,
 ) -> list[str]:
-    return pieces(encoder_for(template, EncodeOptions(**options)), Conversation(messages, tools, flags))
+    of_template = {name: options.pop(name) for name in ("header", "end_of_turn", "variables") if name in options}
+    encoder = encoder_for(template, EncodeOptions(**options), **of_template)
+    return pieces(encoder, Conversation(messages, tools, flags))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_reasoning_that_a_template_cuts_out_of_the_content_is_followed() -> None
 
 def test_an_empty_think_block_in_the_generation_prompt_is_given_not_trained() -> None:
     chat = [user("2+2?"), assistant("4"), user("3+3?"), assistant("6")]
-    assert trained("THINKING", chat, chat_template_kwargs={"enable_thinking": False}) == ["4<|im_end|>", "6<|im_end|>"]
+    assert trained("THINKING", chat, variables={"enable_thinking": False}) == ["4<|im_end|>", "6<|im_end|>"]
 
 
 def test_a_generation_prompt_that_opens_thinking_leaves_the_header_untrained() -> None:
@@ -135,7 +139,7 @@ def test_an_empty_turn_without_generation_prompt_trains_its_end_only() -> None:
     assert trained("BRACKETS", [user("Hi"), assistant(""), user("?"), assistant("Yes.")]) == ["</s>", "Yes.</s>"]
 
 
-def test_two_assistant_messages_in_a_row_are_two_turns() -> None:
+def test_two_assistant_messages_in_a_record_are_two_turns() -> None:
     chat = [user("Hi"), assistant("One."), assistant(""), assistant("Two.")]
     assert trained("CHATML", chat) == ["One.<|im_end|>", "<|im_end|>", "Two.<|im_end|>"]
     assert trained("CHATML", chat, flags=[None, False, None, False]) == ["<|im_end|>"]
@@ -192,7 +196,7 @@ def test_control_tokens_in_tools_stay_text() -> None:
     assert pieces(encoder, Conversation([user("Hi"), assistant("Yo")], tools)) == ["Yo<|im_end|>"]
 
 
-def test_a_control_token_in_a_name_that_cannot_be_marked_refuses_the_row() -> None:
+def test_a_control_token_in_a_name_that_cannot_be_marked_refuses_the_record() -> None:
     chat = [user("Hi"), assistant("", tool_calls=call("f", **{"<|im_end|>": 1}))]
     for template in ("THINKING", "chatml"):
         [dropped] = encoder_for(template).encode_records([Conversation(chat)]).dropped

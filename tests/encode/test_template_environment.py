@@ -69,7 +69,7 @@ def test_a_templates_own_words_are_in_the_refusal() -> None:
     assert caught.value.reason == "template_error"
 
 
-def test_what_fails_inside_a_template_refuses_the_row() -> None:
+def test_what_fails_inside_a_template_refuses_the_record() -> None:
     for source in ("{{ 1 / 0 }}", "{{ nothing.more }}", "{{ 'a' + 1 }}", "{{ messages[0] + 'a' }}"):
         with pytest.raises(RecordRefusedError):
             render(source)

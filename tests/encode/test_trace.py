@@ -92,7 +92,7 @@ def test_what_a_template_looks_for_is_found_with_marks_around_it() -> None:
     assert said(source, [user("x::y z"), user("plain"), user("<a>::b")]) == [(0, "y z"), (2, "b")]
 
 
-def test_a_row_that_holds_every_character_for_marks_is_refused() -> None:
+def test_a_record_that_holds_every_character_for_marks_is_refused() -> None:
     text = "\x7f" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(RecordRefusedError, match="clean its text"):
         said("{{ messages[0].content }}", [user(text)])

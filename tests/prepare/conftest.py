@@ -22,5 +22,5 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of chat files in several formats and schemas."""
     directory = tmp_path_factory.mktemp("chats")
-    write_sample_data(directory, num_rows=200, seed=2)
+    write_sample_data(directory, num_records=200, seed=2)
     return directory

@@ -16,14 +16,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
 from megatron_packed_sft.records.files import find_files
 from megatron_packed_sft.support.dependencies import load
-from tests.records.chat_files import chats, values, write_rows
+from tests.records.chat_files import chats, values, write_records
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "deep/d.ndjson"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_rows(tmp_path / name, [{"text": name}]) if "ndjson" not in name else (tmp_path / name).write_text("{}")
+        write_records(tmp_path / name, [{"text": name}]) if "ndjson" not in name else (tmp_path / name).write_text("{}")
     return tmp_path
 
 
@@ -68,11 +68,11 @@ def test_a_json_file_is_an_array_or_lines_by_its_first_character(
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("{}/nothing-*.jsonl", "does not exist and matches nothing"),
+        ("{}/nothing-*.jsonl", "does not exist and matches no file"),
         ("{}/readme.txt", r"no known format; rename it to one of .jsonl .ndjson .json .parquet.*\.gz or \.zst"),
         ("{}/x.parquet.gz", "no known format"),
         ("{}", r"is a folder that `datasets.save_to_disk` did not write; name its files"),
-        ("memory://nowhere/a.jsonl", "matches nothing"),
+        ("memory://nowhere/a.jsonl", "matches no file"),
         ("nonsense://a.jsonl", "check the part before ://"),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, pattern: str, me
 
 
 def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
-    write_rows(tmp_path / "a.jsonl.gz", chats(3)).rename(tmp_path / "A.JSONL.GZ")
+    write_records(tmp_path / "a.jsonl.gz", chats(3)).rename(tmp_path / "A.JSONL.GZ")
     assert values(tmp_path / "A.JSONL.GZ") == chats(3)
 
 
@@ -104,7 +104,7 @@ def test_a_recursive_glob_finds_files_and_not_the_folders_on_the_way(folder: Pat
 def test_a_name_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "w") as file:
         file.write('{"text": "one"}')
-    with pytest.raises(InvalidInputError, match=r"caf.udce9.jsonl' is not a name in UTF-8"):
+    with pytest.raises(InvalidInputError, match=r"caf.udce9.jsonl' is not valid UTF-8"):
         find_files(f"{tmp_path}/*.jsonl")
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_written_to_after_it_was_found_is_noticed(tmp_path: Path)
     file.refuse_changed()
     path.write_text('{"text": "two"}')
     os.utime(path, ns=(0, 0))
-    with pytest.raises(InvalidInputError, match=r"a\.jsonl changed while it was read; start again"):
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl changed while it was read; run again"):
         file.refuse_changed()
 
 
@@ -130,12 +130,12 @@ def test_a_dangling_link_is_our_error(tmp_path: Path) -> None:
 def test_a_saved_dataset_dictionary_asks_for_one_split(tmp_path: Path) -> None:
     import datasets
 
-    rows = chats(3)
-    data = datasets.Dataset.from_list(rows)
+    records = chats(3)
+    data = datasets.Dataset.from_list(records)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(InvalidInputError, match="holds the splits train, test; name one of them"):
         find_files(tmp_path / "saved")
-    assert [row["id"] for row in values(tmp_path / "saved" / "train")] == [row["id"] for row in rows]
+    assert [record["id"] for record in values(tmp_path / "saved" / "train")] == [record["id"] for record in records]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_saved_dataset_dictionary_asks_for_one_split(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_saved_dataset_is_our_error(tmp_path: Path, state: str) -> None:
-    folder = write_rows(tmp_path / "saved.hf_dataset", chats(3))
+    folder = write_records(tmp_path / "saved.hf_dataset", chats(3))
     (folder / "state.json").write_text(state)
     with pytest.raises(PackedSFTError, match=r"saved\.hf_dataset"):
         find_files(folder)
@@ -180,7 +180,8 @@ def test_an_error_of_a_remote_file_system_is_one_sentence_with_the_url() -> None
     with pytest.raises(StorageIOError) as caught:
         find_files("locked://bucket/a.jsonl")
     assert str(caught.value) == (
-        "cannot read locked://bucket/a.jsonl: no credentials for this bucket; check the URL and that you may read it"
+        "cannot read locked://bucket/a.jsonl: no credentials for this bucket; "
+        "check the URL and your permission to read it"
     )
 
 
@@ -191,9 +192,10 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
 
 def test_plain_lines_load_no_heavy_package(folder: Path) -> None:
     script = (
-        "import sys; from megatron_packed_sft.records import files, schemas, units; "
+        "import sys; from megatron_packed_sft.records import files, slices; "
+        "from megatron_packed_sft.records.schemas import registry; "
         f"[file] = files.find_files({str(folder / 'a.jsonl')!r}); "
-        "[unit] = units.scan_slices(file); [row] = units.read_slice(unit); schemas.adapter()(row.value); "
+        "[part] = slices.scan_slices(file); [record] = slices.read_slice(part); registry.adapter()(record.value); "
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

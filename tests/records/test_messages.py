@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.records.record import Conversation
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.record import Conversation, RecordError
 from megatron_packed_sft.records.schemas.registry import adapter
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -17,10 +16,10 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def adapt(row: dict[str, Any]) -> Conversation:
-    before = copy.deepcopy(row)
-    conversation = adapter()(row)
-    assert row == before, "the row was changed in place"
+def adapt(record: dict[str, Any]) -> Conversation:
+    before = copy.deepcopy(record)
+    conversation = adapter()(record)
+    assert record == before, "the record was changed in place"
     assert isinstance(conversation, Conversation)
     return conversation
 
@@ -104,10 +103,10 @@ def test_weights_and_flags_say_what_is_trained() -> None:
     assert found == Conversation([ASSISTANT] * 6, None, [False, True, True, False, True, None])
 
 
-def test_a_system_prompt_of_the_row_goes_in_front_and_flags_stay_aligned() -> None:
-    row = {"system": "Be brief.", "messages": [USER, {**ASSISTANT, "weight": 0}]}
+def test_a_system_prompt_of_the_record_goes_in_front_and_flags_stay_aligned() -> None:
+    record = {"system": "Be brief.", "messages": [USER, {**ASSISTANT, "weight": 0}]}
     system = {"role": "system", "content": "Be brief."}
-    assert adapt(row) == Conversation([system, USER, ASSISTANT], None, [None, None, False])
+    assert adapt(record) == Conversation([system, USER, ASSISTANT], None, [None, None, False])
     assert adapt({"system": "Be brief.", "messages": [system, USER]}).messages == [system, USER]
 
 
@@ -116,9 +115,9 @@ def messages(*given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("record", "message"),
     [
-        (messages(), "messages is empty; give at least one element or leave the row out"),
+        (messages(), "messages is empty; give at least one element or leave the record out"),
         ({"messages": {"role": "user"}}, "messages is an object; give a list"),
         ({"messages": "[{"}, "messages is not valid JSON (unexpected end of data at character 3)"),
         (messages(USER, "Hi"), "messages[1] is a string; give an object with role and content"),
@@ -159,14 +158,14 @@ def messages(*given: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_each_fault_is_told_with_its_field(row: dict[str, Any], message: str) -> None:
+def test_each_fault_is_told_with_its_field(record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError) as caught:
-        adapter("messages")(row)
+        adapter("messages")(record)
     assert str(caught.value).startswith(message)
 
 
 def test_sharegpt_speakers_become_roles_and_function_calls_become_tool_calls() -> None:
-    row = {
+    record = {
         "system": "Be brief.",
         "tools": '[{"name": "add", "parameters": {"type": "object"}}]',
         "conversations": [
@@ -176,7 +175,7 @@ def test_sharegpt_speakers_become_roles_and_function_calls_become_tool_calls() -
             {"from": "gpt", "value": "4", "weight": 0},
         ],
     }
-    assert adapt(row) == Conversation(
+    assert adapt(record) == Conversation(
         [
             {"role": "system", "content": "Be brief."},
             USER,
@@ -191,8 +190,8 @@ def test_sharegpt_speakers_become_roles_and_function_calls_become_tool_calls() -
 
 def test_sharegpt_takes_lists_of_calls_and_role_content_turns() -> None:
     calls = '[{"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 2}"}, {"name": "now"}]'
-    row = {"conversations": [{"role": "user", "content": "Hi"}, {"role": "tool_call", "content": calls}]}
-    names = [call["function"]["name"] for call in adapt(row).messages[1]["tool_calls"]]
+    record = {"conversations": [{"role": "user", "content": "Hi"}, {"role": "tool_call", "content": calls}]}
+    names = [call["function"]["name"] for call in adapt(record).messages[1]["tool_calls"]]
     assert names == ["add", "now"]
 
 

@@ -1,4 +1,4 @@
-"""Real chats, where they lie on this machine: every row is accounted for."""
+"""Real chats, where they lie on this machine: every record is accounted for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.records.schemas.registry import adapter
 from tests.real_data import DATA
-from tests.records.chat_files import raw_rows, values
+from tests.records.chat_files import raw_records, values
 
 FOLDER = DATA
 NUM_ROWS = {
@@ -27,31 +27,31 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs the chats in
 
 
 @pytest.mark.parametrize("name", NUM_ROWS)
-def test_every_row_becomes_a_conversation_with_a_user_and_an_assistant(name: str) -> None:
+def test_every_record_becomes_a_conversation_with_a_user_and_an_assistant(name: str) -> None:
     given = values(FOLDER / name, slice_bytes=1 << 18)
-    rows = [adapter()(value) for value in given]
-    assert len(rows) == NUM_ROWS[name]
-    for row in rows:
-        assert isinstance(row, Conversation)
-        roles = {message["role"] for message in row.messages}
+    records = [adapter()(value) for value in given]
+    assert len(records) == NUM_ROWS[name]
+    for record in records:
+        assert isinstance(record, Conversation)
+        roles = {message["role"] for message in record.messages}
         assert {"user", "assistant"} <= roles <= {"system", "user", "assistant", "tool"}
     different = {orjson.dumps({**value, "id": None}, option=orjson.OPT_SORT_KEYS) for value in given}
-    assert len({content_hash(row) for row in rows}) == len(different)
+    assert len({content_hash(record) for record in records}) == len(different)
 
 
-def test_units_of_any_size_give_the_same_rows_of_real_chats() -> None:
+def test_units_of_any_size_give_the_same_records_of_real_chats() -> None:
     path = FOLDER / "glaive_toolcall_en.sharegpt.json"
-    whole = [(raw.number, raw.value) for raw in raw_rows(path)]
-    assert [(raw.number, raw.value) for raw in raw_rows(path, slice_bytes=5000)] == whole
+    whole = [(raw.number, raw.value) for raw in raw_records(path)]
+    assert [(raw.number, raw.value) for raw in raw_records(path, slice_bytes=5000)] == whole
 
 
 def test_function_calls_of_real_sharegpt_chats_become_tool_calls_of_tools_that_are_there() -> None:
     num_calls = 0
     for value in values(FOLDER / "glaive_toolcall_en.sharegpt.json"):
-        row = adapter()(value)
-        assert isinstance(row, Conversation)
-        names = {tool["function"]["name"] for tool in row.tools or []}
-        for message in row.messages:
+        record = adapter()(value)
+        assert isinstance(record, Conversation)
+        names = {tool["function"]["name"] for tool in record.tools or []}
+        for message in record.messages:
             for call in message.get("tool_calls", []):
                 assert call["function"]["name"] in names
                 assert isinstance(call["function"]["arguments"], dict)

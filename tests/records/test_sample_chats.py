@@ -30,36 +30,36 @@ def num_words(chat: Conversation) -> int:
 
 
 def test_files_are_the_same_bytes_on_every_run_and_others_for_another_seed(tmp_path: Path) -> None:
-    first, second = (write_sample_data(tmp_path / name, num_rows=100, seed=5) for name in ("a", "b"))
+    first, second = (write_sample_data(tmp_path / name, num_records=100, seed=5) for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-    other = write_sample_data(tmp_path / "c", num_rows=100, seed=6)
+    other = write_sample_data(tmp_path / "c", num_records=100, seed=6)
     assert all(one.read_bytes() != two.read_bytes() for one, two in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("num_rows", [10, 57, 400])
-def test_every_row_of_every_file_is_a_conversation_of_the_schema_it_shows(tmp_path: Path, num_rows: int) -> None:
-    paths = write_sample_data(tmp_path, num_rows=num_rows)
+@pytest.mark.parametrize("num_records", [10, 57, 400])
+def test_every_record_of_every_file_is_a_conversation_of_the_schema_it_shows(tmp_path: Path, num_records: int) -> None:
+    paths = write_sample_data(tmp_path, num_records=num_records)
     assert [path.name for path in paths] == list(SCHEMAS)
     found = {path.name: values(path) for path in paths}
-    assert sum(map(len, found.values())) == num_rows
-    for name, rows in found.items():
-        assert {recognise(row) for row in rows} == {SCHEMAS[name]}
-        for row in rows:
-            chat = adapter()(row)
+    assert sum(map(len, found.values())) == num_records
+    for name, records in found.items():
+        assert {recognise(record) for record in records} == {SCHEMAS[name]}
+        for record in records:
+            chat = adapter()(record)
             assert isinstance(chat, Conversation)
             assert chat.messages[-1]["role"] == "assistant"
             assert chat.messages[-1]["content"]
 
 
 def test_the_files_show_what_their_names_say(tmp_path: Path) -> None:
-    paths = {path.name: path for path in write_sample_data(tmp_path, num_rows=300)}
+    paths = {path.name: path for path in write_sample_data(tmp_path, num_records=300)}
     assert b'"reasoning_content"' in gzip.decompress(paths["reasoning.jsonl.gz"].read_bytes())
     assert b'"tool_calls"' in paths["tools.jsonl"].read_bytes()
     sharegpt = paths["sharegpt.json"].read_bytes()
     assert sharegpt.startswith(b"[\n")
     for speaker in (b"human", b"gpt", b"function_call", b"observation"):
         assert b'"from": "%s"' % speaker in sharegpt
-    assert any(row["input"] for row in values(paths["alpaca.jsonl"]))
+    assert any(record["input"] for record in values(paths["alpaca.jsonl"]))
 
 
 def test_chats_are_of_many_kinds_and_lengths_and_rarely_repeat() -> None:
@@ -75,7 +75,7 @@ def test_chats_are_of_many_kinds_and_lengths_and_rarely_repeat() -> None:
     assert {1, 2, 3, 4, 6} <= {sum(message["role"] == "user" for message in chat.messages) for chat in chats}
 
 
-def test_a_row_does_not_depend_on_how_many_follow() -> None:
+def test_a_record_does_not_depend_on_how_many_follow() -> None:
     assert list(sample_conversations(5)) == list(itertools.islice(sample_conversations(50), 5))
 
 
@@ -104,9 +104,9 @@ def test_calls_name_given_tools_with_all_their_arguments_and_every_call_has_a_re
     assert num_calls > 50
 
 
-def test_too_few_rows_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="num_rows is 3; give at least 10"):
-        write_sample_data(tmp_path, num_rows=3)
+def test_too_few_records_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="num_records is 3; give at least 10"):
+        write_sample_data(tmp_path, num_records=3)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageIOError, match="cannot write sample chats into"):
-        write_sample_data(tmp_path / "file", num_rows=10)
+        write_sample_data(tmp_path / "file", num_records=10)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Conversation, TextRecord, TokenizedRecord
-from megatron_packed_sft.records.record_error import Location, RecordError
-from megatron_packed_sft.records.schemas.registry import SCHEMAS, adapter, recognise
+from megatron_packed_sft.records.record import Conversation, Location, RecordError, TextRecord, TokenizedRecord
+from megatron_packed_sft.records.schemas.registry import SCHEMAS, adapter, recognise, register_schema, schema_choices
+from megatron_packed_sft.records.schemas.schema import Schema, has_keys
 
 USER = {"role": "user", "content": "Add.\n\n2, 2"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -27,40 +31,72 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schema", EXAMPLES)
-def test_a_row_is_recognised_by_its_keys_even_among_null_ones(schema: str) -> None:
+def test_a_record_is_recognised_by_its_keys_even_among_null_ones(schema: str) -> None:
     nulls = dict.fromkeys(["messages", "conversations", "input_ids", "prompt", "completion", "instruction", "output"])
     assert recognise({**nulls, **EXAMPLES[schema]}) == schema
     assert adapter()(EXAMPLES[schema]) == adapter(schema)(EXAMPLES[schema])
 
 
-def test_an_unknown_row_tells_its_keys() -> None:
+def test_an_unknown_record_tells_its_keys() -> None:
     with pytest.raises(
-        RecordError, match=r"^the row has the keys question, answer, which is no known schema; name the"
+        RecordError, match=r"^the record has the keys question, answer, which match no known schema; set schema"
     ):
         adapter()({"question": "?", "answer": "!"})
-    with pytest.raises(RecordError, match=r"^the row has the keys text \(null\), id, which is no known schema"):
+    with pytest.raises(RecordError, match=r"^the record has the keys text \(null\), id, which match no known schema"):
         adapter()({"text": None, "id": 5})
-    with pytest.raises(RecordError, match=r"^the row has no keys"):
+    with pytest.raises(RecordError, match=r"^the record has no keys"):
         adapter()({})
 
 
 def test_every_schema_has_an_example_here_and_unknown_ones_are_refused() -> None:
-    assert set(SCHEMAS.names()) == {*EXAMPLES, "mapping"}
-    with pytest.raises(InvalidInputError, match="schema 'chatml' is unknown; use one of messages"):
+    assert set(schema_choices()) == {"auto", *EXAMPLES, "mapping"}
+    with pytest.raises(InvalidInputError, match="schema 'chatml' is unknown; use one of auto, messages"):
         adapter("chatml")
-    with pytest.raises(InvalidInputError, match="needs a mapping"):
+    with pytest.raises(InvalidInputError, match="there is no mapping"):
         adapter("mapping")
-    with pytest.raises(InvalidInputError, match="the schema is 'text'; make it 'mapping'"):
+    with pytest.raises(InvalidInputError, match="schema is 'text'; set schema to mapping"):
         adapter("text", {"text": "body"})
 
 
+def test_a_registered_schema_is_recognised_after_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCHEMAS, "_values", dict(SCHEMAS._values))
+    story = Schema(has_keys("story"), lambda record: TextRecord(((record["story"], True),)))
+    register_schema("story", story)
+    assert adapter()({"story": "Once."}) == adapter("story")({"story": "Once."}) == TextRecord((("Once.", True),))
+    assert recognise({"story": "Once.", **EXAMPLES["text"]}) == "text"
+    with pytest.raises(InvalidInputError, match="schema 'story' is registered already"):
+        register_schema("story", story)
+    with pytest.raises(InvalidInputError, match="schema 'auto' has a fixed meaning"):
+        register_schema("auto", story)
+
+
+def test_the_schema_of_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "stories.py").write_text(
+        "from megatron_packed_sft import Schema, TextRecord\n"
+        "STORY = Schema(lambda record: 'story' in record, lambda record: TextRecord(((record['story'], True),)))\n"
+    )
+    info = tmp_path / "stories-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stories\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[megatron_packed_sft.schemas]\nstory = stories:STORY\n")
+    code = (
+        "from megatron_packed_sft.records.schemas.registry import adapter; "
+        "print(adapter()({'story': 'Once.'}), adapter('story')({'story': 'Once.'}).parts)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True
+    )
+    assert run.stdout == "TextRecord(parts=(('Once.', True),)) (('Once.', True),)\n"
+
+
 def test_alpaca_becomes_turns_with_history_and_system() -> None:
-    row = {**EXAMPLES["alpaca"], "system": "Be brief.", "history": [["Hi", "Hello."]]}
+    record = {**EXAMPLES["alpaca"], "system": "Be brief.", "history": [["Hi", "Hello."]]}
     system, hi, hello = (
         {"role": role, "content": text}
         for role, text in (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."))
     )
-    assert adapter()(row) == Conversation([system, hi, hello, USER, ASSISTANT])
+    assert adapter()(record) == Conversation([system, hi, hello, USER, ASSISTANT])
     for nothing in ("", None):
         alone = adapter()({**EXAMPLES["alpaca"], "input": nothing})
         assert isinstance(alone, Conversation)
@@ -69,8 +105,8 @@ def test_alpaca_becomes_turns_with_history_and_system() -> None:
 
 def test_prompt_and_completion_train_the_completion_alone() -> None:
     assert adapter()(EXAMPLES["prompt_completion"]) == TextRecord((("2 + 2 = ", False), ("4", True)))
-    row = {"prompt": [USER, {**ASSISTANT, "train": True}], "completion": [USER, ASSISTANT]}
-    found = adapter()(row)
+    record = {"prompt": [USER, {**ASSISTANT, "train": True}], "completion": [USER, ASSISTANT]}
+    found = adapter()(record)
     assert found == Conversation([USER, ASSISTANT, USER, ASSISTANT], None, [False, False, None, None])
     weighted = adapter()({"prompt": [USER], "completion": [{**ASSISTANT, "weight": 0}, ASSISTANT]})
     assert isinstance(weighted, Conversation)
@@ -85,7 +121,7 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "row", "message"),
+    ("schema", "record", "message"),
     [
         ("alpaca", {"instruction": "Add."}, "output is missing; give a string"),
         ("alpaca", {"instruction": 5, "output": "4"}, "instruction is a number; give a string"),
@@ -113,9 +149,9 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
         ("tokenized", {"input_ids": [5, 6], "labels": [6, -100]}, "labels[0] is 6, at the input id 5; give the same"),
     ],
 )
-def test_each_fault_is_told_with_its_field(schema: str, row: dict[str, Any], message: str) -> None:
+def test_each_fault_is_told_with_its_field(schema: str, record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError) as caught:
-        adapter(schema)(row)
+        adapter(schema)(record)
     assert str(caught.value).startswith(message)
 
 
@@ -127,7 +163,7 @@ def test_a_mapping_reads_messages_by_dotted_paths_and_translates_roles() -> None
         "tools": "meta.tools",
         "roles": {"bot": "assistant", "me": "user", "judge": "judge"},
     }
-    row = {
+    record = {
         "data": {"chat": {"turns": [
             {"speaker": {"kind": "me"}, "utterance": "Hi", "mood": "good"},
             {"speaker": {"kind": "bot"}, "utterance": "Hello.", "weight": 0},
@@ -136,7 +172,7 @@ def test_a_mapping_reads_messages_by_dotted_paths_and_translates_roles() -> None
         "meta": {"tools": [{"name": "now"}]},
     }  # fmt: skip
     adapt = pickle.loads(pickle.dumps(adapter("mapping", mapping)))
-    assert adapt(row) == Conversation(
+    assert adapt(record) == Conversation(
         [
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": "Hello."},
@@ -148,7 +184,7 @@ def test_a_mapping_reads_messages_by_dotted_paths_and_translates_roles() -> None
 
 
 @pytest.mark.parametrize(
-    ("mapping", "row", "expected"),
+    ("mapping", "record", "expected"),
     [
         (
             {"prompt": "q.text", "completion": "a.0.text"},
@@ -169,12 +205,12 @@ def test_a_mapping_reads_messages_by_dotted_paths_and_translates_roles() -> None
         ),
     ],
 )
-def test_a_mapping_reaches_every_schema(mapping: Any, row: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert adapter(mapping=mapping)(row) == adapter()(expected)
+def test_a_mapping_reaches_every_schema(mapping: Any, record: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert adapter(mapping=mapping)(record) == adapter()(expected)
 
 
 @pytest.mark.parametrize(
-    ("mapping", "row", "message"),
+    ("mapping", "record", "message"),
     [
         ({"messages": "data.turns"}, {"data": {}}, "data.turns is missing; give a list"),
         ({"messages": "turns.0"}, {"turns": []}, "turns.0 is missing; give a list"),
@@ -186,11 +222,11 @@ def test_a_mapping_reaches_every_schema(mapping: Any, row: dict[str, Any], expec
         ({"input_ids": "ids", "loss_mask": "mask"}, {"ids": [5], "mask": [3]}, "mask[0] is 3, at the input id 5"),
     ],
 )
-def test_faults_of_mapped_rows_are_told_with_the_names_in_the_file(
-    mapping: dict[str, Any], row: dict[str, Any], message: str
+def test_faults_of_mapped_records_are_told_with_the_names_in_the_file(
+    mapping: dict[str, Any], record: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RecordError) as caught:
-        adapter(mapping=mapping)(row)
+        adapter(mapping=mapping)(record)
     assert str(caught.value).startswith(message)
 
 
@@ -207,12 +243,12 @@ def test_faults_of_mapped_rows_are_told_with_the_names_in_the_file(
         ({"messages": "log", "roles": {"bot": 1}}, r"mapping.roles is \{'bot': 1\}; give names"),
     ],
 )
-def test_a_mapping_that_makes_no_sense_is_refused_before_any_row(mapping: dict[str, Any], message: str) -> None:
+def test_a_mapping_that_makes_no_sense_is_refused_before_any_record(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         adapter(mapping=mapping)
 
 
-def test_equal_rows_of_different_schemas_hash_equally_and_others_do_not() -> None:
+def test_equal_records_of_different_schemas_hash_equally_and_others_do_not() -> None:
     same = {content_hash(adapter()(EXAMPLES[schema])) for schema in ("messages", "sharegpt", "alpaca")}
     assert len(same) == 1
     others = [
@@ -225,7 +261,7 @@ def test_equal_rows_of_different_schemas_hash_equally_and_others_do_not() -> Non
         EXAMPLES["tokenized"],
         {"input_ids": [5, 6], "loss_mask": [1, 1]},
     ]
-    hashes = same | {content_hash(adapter()(row)) for row in others}
+    hashes = same | {content_hash(adapter()(record)) for record in others}
     assert len(hashes) == 1 + len(others)
     assert {len(one) for one in hashes} == {16}
 
@@ -236,7 +272,7 @@ def test_a_hash_does_not_depend_on_the_order_of_keys_or_on_flags_that_say_nothin
     assert content_hash(one) == content_hash(two)
 
 
-def test_a_value_that_json_cannot_hold_is_the_fault_of_its_row() -> None:
+def test_a_value_that_json_cannot_hold_is_the_fault_of_its_record() -> None:
     with pytest.raises(RecordError, match="cannot be written as JSON"):
         content_hash(Conversation([{"role": "user", "content": "Hi", "price": Decimal("1.5")}]))
 

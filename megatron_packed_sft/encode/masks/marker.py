@@ -13,7 +13,7 @@ from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_e
 from megatron_packed_sft.encode.masks.probe import probe_template
 from megatron_packed_sft.encode.masks.trace import Trace, Tracer, free_character
 from megatron_packed_sft.encode.masks.turns import Range, find_turns, joined
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import forms_of
 from megatron_packed_sft.encode.templates.renderer import GenerationMarks, RecordRefusedError, Renderer
@@ -33,33 +33,33 @@ class ChatMarker:
     Args:
         tokenizer: gives the template's variables, and the control tokens.
         template: the chat template.
-        options: of the encoding.
-
-    Example:
-        >>> marker = ChatMarker(tokenizer, load_template("chatml"), EncodeOptions())  # doctest: +SKIP
-        >>> text, trained, literal = marker.mark(Conversation(messages))  # doctest: +SKIP
-        >>> [text[start:end] for start, end in trained]  # doctest: +SKIP
-        ['Hello.<|im_end|>']
+        options: what is trained and escaped.
+        template_options: variables and date of the template, and what to use instead of what its probe finds.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, options: EncodeOptions) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, options: EncodeOptions, template_options: TemplateOptions
+    ) -> None:
         self._options = options
         self._renderer = Renderer(
             template.source,
             name=template.name,
-            variables={**tokenizer.template_variables, **options.chat_template_kwargs},
-            date=options.date,
+            variables={**tokenizer.template_variables, **template_options.variables},
+            date=template_options.date,
         )
         self._tracer = Tracer(self._renderer)
         probe = probe_template(
-            self._tracer, tokenizer.control_tokens, header=options.header, end_of_turn=options.end_of_turn
+            self._tracer,
+            tokenizer.control_tokens,
+            header=template_options.header,
+            end_of_turn=template_options.end_of_turn,
         )
         self.turn_marks = probe.marks
         escaped: list[str] = []
         if options.special_tokens_in_content == "escape":
             escaped = tokens_to_escape(tokenizer.control_tokens, tokenizer.template_variables, probe.structure)
         self._escaped = control_pattern(escaped)
-        # A row is searched as JSON, in one go. Of a token, the beginning may stand at the end of a string: another
+        # A record is searched as JSON, in one go. Of a token, the beginning may stand at the end of a string: another
         # string completes it, if the template writes them side by side.
         beginnings = {token[:length] for token in escaped for length in range(1, len(token))}
         to_trace = (*map(_in_json, (*escaped, *probe.marks.ends)), *(_in_json(text) + '"' for text in beginnings))

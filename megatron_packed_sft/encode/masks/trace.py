@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A rendered text and its spans, in the order of the text. `unmarked` are strings of the row that bear no marks."""
+    """A rendered text and its spans, in the order of the text; `unmarked` holds the record's strings without marks."""
 
     text: str
     spans: Sequence[Span]
@@ -129,7 +129,7 @@ def free_character(text: str) -> str:
         if character not in text:
             return character
     raise RecordRefusedError(
-        DropReason.UNTRACEABLE_TEMPLATE, "the row holds U+007F and all of U+FDD0..U+FDEF; clean its text"
+        DropReason.UNTRACEABLE_TEMPLATE, "the record holds U+007F and all of U+FDD0..U+FDEF; clean its text"
     )
 
 
@@ -236,7 +236,9 @@ def strings_in(value: Any) -> Iterator[str]:
         ['name', 'add', 'arguments', 'a', 'b', 'two']
     """
     waiting = [value]
-    while waiting:  # a stack, in the order of the text, because this runs for every row and nested generators are slow
+    while (
+        waiting
+    ):  # a stack, in the order of the text, because this runs for every record and nested generators are slow
         item = waiting.pop()
         if isinstance(item, str):
             yield item

@@ -128,7 +128,7 @@ class _Finder:
                 raise RecordRefusedError(
                     DropReason.UNTRACEABLE_TEMPLATE,
                     f"messages {group} are assistant turns without text, but the chat shows {len(found)} such turns, "
-                    "or in another order; leave those messages out of the row",
+                    "or in another order; leave those messages out of the record",
                 )
 
     def _first_and_last(self, message: int) -> Range:

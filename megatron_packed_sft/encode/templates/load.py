@@ -75,7 +75,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
 def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Load a chat template as `load_template` does; None when none is named and the tokenizer has none.
 
-    Text and tokenized rows need no template.
+    Text and tokenized records need no template.
     """
     if name_or_path is None and tokenizer.chat_template is None:
         return None

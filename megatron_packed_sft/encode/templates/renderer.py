@@ -153,7 +153,7 @@ class Renderer:
         except InvalidInputError:
             raise
         except Exception as error:
-            # Templates fail in as many ways as Python does; whatever it was, this row cannot be rendered.
+            # Templates fail in as many ways as Python does; whatever it was, this record cannot be rendered.
             raise RecordRefusedError(
                 DropReason.TEMPLATE_ERROR, f"{self.name}: {type(error).__name__}: {error}"
             ) from None
@@ -183,13 +183,12 @@ def _clock(name: str, date: str | None) -> Callable[[str], str]:
 
         def refuse(_: str) -> str:
             raise InvalidInputError(
-                f"{name} writes today's date, so every run would give other ids; "
-                "set the option date, for example date='2026-01-31'"
+                f"{name} writes today's date, so ids would differ between runs; set template.date, such as 2026-01-31"
             )
 
         return refuse
     try:
         now = datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
-        raise InvalidInputError(f"date is {date!r}; write it as YYYY-MM-DD, for example '2026-01-31'") from None
+        raise InvalidInputError(f"template.date is {date!r}; write it as YYYY-MM-DD, such as '2026-01-31'") from None
     return now.strftime

@@ -38,8 +38,8 @@ def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
             lengths.append(len(text.encode()))
         except UnicodeEncodeError as error:
             raise InvalidInputError(
-                f"text {index} of the batch holds half a surrogate pair at character {error.start}, which is no "
-                "character; repair the row, for instance with text.encode('utf-16', 'surrogatepass').decode('utf-16')"
+                f"text {index} of the batch holds half a surrogate pair at character {error.start}; fix the "
+                "record, for instance with text.encode('utf-16', 'surrogatepass').decode('utf-16')"
             ) from None
     return lengths
 

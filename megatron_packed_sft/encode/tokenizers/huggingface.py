@@ -247,7 +247,7 @@ class HuggingFaceTokenizer:
         if any(name in text.text for name in self._private_names.values()):
             raise InvalidInputError(
                 f"text {index} of the batch holds private characters (U+F0000 to U+FFFFD) and the text of a control "
-                "token; take one of them out of the row"
+                "token; take one of them out of the record"
             )
         parts[1::2] = [self._private_names[part] for part in parts[1::2]]
         return "".join(parts)

@@ -39,37 +39,37 @@ _SHORT = (*ARITHMETIC, *PLANNING, *EXPLAINING)
 _LONG = (*LONG_PLANS, lecture)
 
 
-def sample_conversations(num_rows: int, seed: int = 0) -> Iterator[Conversation]:
-    """Chats of all kinds, mixed; row k is the same for every `num_rows` above it.
+def sample_conversations(num_records: int, seed: int = 0) -> Iterator[Conversation]:
+    """Chats of all kinds, mixed; record k is the same for every `num_records` above it.
 
     Example:
         >>> [chat] = sample_conversations(1, seed=3)
         >>> [message["role"] for message in chat.messages][-1]
         'assistant'
     """
-    for random in _randoms(num_rows, seed, "mixed"):
+    for random in _randoms(num_records, seed, "mixed"):
         yield random.choices((_chat, _reasoned_chat, tool_chat), (70, 15, 15))[0](random)
 
 
-def write_sample_data(directory: str | os.PathLike[str], *, num_rows: int = 2000, seed: int = 0) -> list[Path]:
+def write_sample_data(directory: str | os.PathLike[str], *, num_records: int = 2000, seed: int = 0) -> list[Path]:
     """Write sample chats in five shapes; the same bytes for the same arguments.
 
     Args:
         directory: made if it is not there; files of the same names are replaced.
-        num_rows: of all files together.
+        num_records: of all files together.
         seed: another one gives other chats.
 
     Example:
         >>> import tempfile
-        >>> [path.name for path in write_sample_data(tempfile.mkdtemp(), num_rows=20)]
+        >>> [path.name for path in write_sample_data(tempfile.mkdtemp(), num_records=20)]
         ['chats.jsonl', 'reasoning.jsonl.gz', 'tools.jsonl', 'sharegpt.json', 'alpaca.jsonl']
     """
-    if num_rows < 10:
-        raise InvalidInputError(f"num_rows is {num_rows}; give at least 10, so that every file gets some")
+    if num_records < 10:
+        raise InvalidInputError(f"num_records is {num_records}; give at least 10, so that every file gets some")
     folder = Path(directory)
-    tenth = num_rows // 10
+    tenth = num_records // 10
     shapes: list[tuple[str, int, Callable[[Random], Conversation], Callable[[Conversation], dict[str, Any]]]] = [
-        ("chats.jsonl", num_rows - 5 * tenth, _chat, _as_messages),
+        ("chats.jsonl", num_records - 5 * tenth, _chat, _as_messages),
         ("reasoning.jsonl.gz", tenth, _reasoned_chat, _as_messages),
         ("tools.jsonl", 2 * tenth, tool_chat, _as_messages),
         ("sharegpt.json", tenth, _chat_or_tool_chat, _as_sharegpt),
@@ -77,24 +77,24 @@ def write_sample_data(directory: str | os.PathLike[str], *, num_rows: int = 2000
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, num_file_rows, make, shape in shapes:
-            rows = (shape(make(random)) for random in _randoms(num_file_rows, seed, name))
-            (folder / name).write_bytes(_file_content(name, rows))
+        for name, num_file_records, make, shape in shapes:
+            records = (shape(make(random)) for random in _randoms(num_file_records, seed, name))
+            (folder / name).write_bytes(_file_content(name, records))
     except OSError as error:
         raise StorageIOError(f"cannot write sample chats into {folder}: {error.strerror}; choose another") from error
     return [folder / name for name, *_ in shapes]
 
 
-def _file_content(name: str, rows: Iterable[dict[str, Any]]) -> bytes:
+def _file_content(name: str, records: Iterable[dict[str, Any]]) -> bytes:
     if name.endswith(".json"):
-        return orjson.dumps(list(rows), option=orjson.OPT_INDENT_2)
-    data = b"".join(orjson.dumps(row) + b"\n" for row in rows)
+        return orjson.dumps(list(records), option=orjson.OPT_INDENT_2)
+    data = b"".join(orjson.dumps(record) + b"\n" for record in records)
     return gzip.compress(data, mtime=0) if name.endswith(".gz") else data
 
 
-def _randoms(num_rows: int, seed: int, kind: str) -> Iterator[Random]:
-    """One source of chance per row, so that rows do not depend on each other."""
-    return (Random(f"{seed}/{kind}/{number}") for number in range(num_rows))
+def _randoms(num_records: int, seed: int, kind: str) -> Iterator[Random]:
+    """One source of chance per record, so that records do not depend on each other."""
+    return (Random(f"{seed}/{kind}/{number}") for number in range(num_records))
 
 
 def _exchange(random: Random) -> Exchange:
@@ -135,18 +135,18 @@ def _as_messages(chat: Conversation) -> dict[str, Any]:
 
 
 def _as_sharegpt(chat: Conversation) -> dict[str, Any]:
-    turns, row = [], {}
+    turns, record = [], {}
     for message in chat.messages:
         if "tool_calls" in message:
             calls = [call["function"] for call in message["tool_calls"]]
             turns.append({"from": "function_call", "value": json.dumps(calls[0] if len(calls) == 1 else calls)})
         elif message["role"] == "system":
-            row["system"] = message["content"]
+            record["system"] = message["content"]
         else:
             speaker = {"user": "human", "assistant": "gpt", "tool": "observation"}[message["role"]]
             turns.append({"from": speaker, "value": message["content"]})
     tools = {"tools": json.dumps([tool["function"] for tool in chat.tools])} if chat.tools else {}
-    return {"conversations": turns, **row, **tools}
+    return {"conversations": turns, **record, **tools}
 
 
 def _as_alpaca(chat: Conversation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of any other shape, by a mapping that the user gives: our name -> dotted path in the row."""
+"""Records of any other shape, by a mapping that the user gives: our name -> dotted path in the record."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.record import Record
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.record import Record, RecordError
 from megatron_packed_sft.records.schemas.messages import ROLES, adapt_messages, list_of
 from megatron_packed_sft.records.schemas.texts import adapt_alpaca, adapt_prompt_completion, adapt_text, adapt_tokenized
 
 
 class _Target(NamedTuple):
-    """A schema that rows can be mapped to: what must be named, what may be, and whether it has messages."""
+    """A schema that records can be mapped to: what must be named, what may be, and whether it has messages."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -60,15 +59,15 @@ class MappedRecords:
         self._message_paths = {name: mapping.get(name, name) for name in _MESSAGE_KEYS}
         self._split = {path: path.split(".") for path in (*self._paths.values(), *self._message_paths.values())}
 
-    def __call__(self, row: dict[str, Any]) -> Record:
-        """Turn one row into ours; errors name the fields as the file has them."""
+    def __call__(self, record: dict[str, Any]) -> Record:
+        """Turn one record into ours; errors name the fields as the file has them."""
         try:
-            return self._adapt(row)
+            return self._adapt(record)
         except RecordError as error:
             raise RecordError(self._name_in_file(error.field), error.problem) from error
 
-    def _adapt(self, row: dict[str, Any]) -> Record:
-        mapped = {name: self._follow(row, path) for name, path in self._paths.items()}
+    def _adapt(self, record: dict[str, Any]) -> Record:
+        mapped = {name: self._follow(record, path) for name, path in self._paths.items()}
         if not self._target.has_messages:
             return self._target.adapt(mapped)
         for name in _MESSAGE_LISTS:

@@ -17,28 +17,28 @@ from typing import Any
 
 import orjson
 
-from megatron_packed_sft.records.formats import json_text
-from megatron_packed_sft.records.record import Conversation
-from megatron_packed_sft.records.record_error import RecordError, kind_of
+from megatron_packed_sft.records.formats import json_files
+from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
+from megatron_packed_sft.records.schemas.schema import Schema, has_keys
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 TrainFlags = list[bool | None] | None
 
 
-def adapt_messages(row: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation:
-    """A row with `messages`, and perhaps `tools` and `system`.
+def adapt_messages(record: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation:
+    """A record with `messages`, and perhaps `tools` and `system`.
 
     Args:
-        row: as parsed; messages that are in the one form already are taken over, not copied.
+        record: as parsed; messages that are in the one form already are taken over, not copied.
         roles: the ones that messages may have.
 
     Example:
         >>> adapt_messages({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
         [{'role': 'user', 'content': 'Hi'}]
     """
-    messages, train = read_messages(row.get("messages"), "messages", roles)
-    return with_system_and_tools(messages, train, row)
+    messages, train = read_messages(record.get("messages"), "messages", roles)
+    return with_system_and_tools(messages, train, record)
 
 
 def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tuple[list[dict[str, Any]], TrainFlags]:
@@ -70,14 +70,14 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tup
     return messages, train
 
 
-def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, row: dict[str, Any]) -> Conversation:
-    """The conversation, with the row's own `system` in front and its `tools`.
+def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, record: dict[str, Any]) -> Conversation:
+    """The conversation, with the record's own `system` in front and its `tools`.
 
     Example:
         >>> with_system_and_tools([{"role": "user", "content": "Hi"}], None, {"system": "Be brief."}).messages[0]
         {'role': 'system', 'content': 'Be brief.'}
     """
-    system = row.get("system")
+    system = record.get("system")
     if system:
         if type(system) is not str:
             raise RecordError("system", f"is {kind_of(system)}; give a string")
@@ -86,7 +86,7 @@ def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, row
             train = [None, *train] if train else None
         elif messages[0].get("content") != system:
             raise RecordError("system", "differs from the system message that the chat begins with; keep one of them")
-    return Conversation(messages, read_tools(row.get("tools"), "tools"), train)
+    return Conversation(messages, read_tools(record.get("tools"), "tools"), train)
 
 
 def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
@@ -153,7 +153,7 @@ def list_of(value: Any, field: str) -> list[Any]:
     if type(value) is not list:
         raise RecordError(field, "is missing; give a list" if value is None else f"is {kind_of(value)}; give a list")
     if not value:
-        raise RecordError(field, "is empty; give at least one element or leave the row out")
+        raise RecordError(field, "is empty; give at least one element or leave the record out")
     return value
 
 
@@ -165,10 +165,10 @@ def parse_json(text: str, field: str) -> Any:
         {'a': 1}
     """
     try:
-        return json_text.parse(text.encode(), field)
+        return json_files.parse(text.encode(), field)
     except orjson.JSONDecodeError as error:
         raise RecordError(
-            field, f"is not valid JSON ({error.msg} at character {error.pos + 1}); mend the text"
+            field, f"is not valid JSON ({error.msg} at character {error.pos + 1}); fix the text"
         ) from error
 
 
@@ -249,3 +249,6 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
         if type(tool.get("name")) is str:
             return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     raise RecordError(place, "describes no function; give {'type': 'function', 'function': {'name': ...}}")
+
+
+MESSAGES = Schema(has_keys("messages"), adapt_messages)

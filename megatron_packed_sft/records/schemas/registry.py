@@ -1,83 +1,91 @@
-"""Which schema a row has, and the adapter that turns it into one of our rows."""
+"""Which schema a record has, and the adapter that turns it into a `Record`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.plugins import Registry
-from megatron_packed_sft.records.record import Record
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.record import Record, RecordError
 from megatron_packed_sft.records.schemas.field_mapping import MappedRecords
-
-Adapter = Callable[[dict[str, Any]], Record]
+from megatron_packed_sft.records.schemas.schema import Adapter, Schema
 
 _HERE = "megatron_packed_sft.records.schemas"
-# Schema -> the function that turns a parsed record into a `Record`. `mapping` is made anew for each mapping.
-SCHEMAS: Registry[Adapter] = Registry(
+# In the order in which `auto` asks them, surest keys first: chats often carry a rendered `text` or a `prompt` as well.
+SCHEMAS: Registry[Schema] = Registry(
     "schemas",
     "schema",
     {
-        "messages": f"{_HERE}.messages:adapt_messages",
-        "sharegpt": f"{_HERE}.sharegpt:adapt_sharegpt",
-        "alpaca": f"{_HERE}.texts:adapt_alpaca",
-        "prompt_completion": f"{_HERE}.texts:adapt_prompt_completion",
-        "text": f"{_HERE}.texts:adapt_text",
-        "tokenized": f"{_HERE}.texts:adapt_tokenized",
-        "mapping": f"{_HERE}.field_mapping:MappedRecords",
+        "messages": f"{_HERE}.messages:MESSAGES",
+        "sharegpt": f"{_HERE}.sharegpt:SHAREGPT",
+        "tokenized": f"{_HERE}.texts:TOKENIZED",
+        "prompt_completion": f"{_HERE}.texts:PROMPT_COMPLETION",
+        "alpaca": f"{_HERE}.texts:ALPACA",
+        "text": f"{_HERE}.texts:TEXT",
     },
 )
+_AUTO, _MAPPING = "auto", "mapping"
 
 
-def recognise(row: dict[str, Any]) -> str:
-    """The schema of a row, by its keys; a key whose value is null does not count.
+def register_schema(name: str, schema: Schema, *, replace: bool = False) -> None:
+    """Add a schema for this process; an installed package does the same with an entry point.
 
-    The surest keys come first: rows of chats often carry a rendered `text` or a `prompt` as well.
+    Example:
+        >>> from megatron_packed_sft.records.record import TextRecord
+        >>> story = Schema(lambda record: "story" in record, lambda record: TextRecord(((record["story"], True),)))
+        >>> register_schema("story", story)
+        >>> adapter()({"story": "Once upon a time."}).parts
+        (('Once upon a time.', True),)
+    """
+    if name in (_AUTO, _MAPPING):
+        raise InvalidInputError(f"schema {name!r} has a fixed meaning; choose another name")
+    SCHEMAS.register(name, schema, replace=replace)
+
+
+def schema_choices() -> tuple[str, ...]:
+    """Return what the key `schema` of a source takes."""
+    return (_AUTO, *SCHEMAS.names(), _MAPPING)
+
+
+def recognise(record: dict[str, Any]) -> str:
+    """Return the schema of a record, by its keys: built-in schemas first, then registered ones and plugins.
 
     Example:
         >>> recognise({"instruction": "Add 1 and 2.", "output": "3"})
         'alpaca'
     """
-    get = row.get
-    if get("messages") is not None:
-        return "messages"
-    if get("conversations") is not None:
-        return "sharegpt"
-    if get("input_ids") is not None:
-        return "tokenized"
-    if get("prompt") is not None and get("completion") is not None:
-        return "prompt_completion"
-    if get("instruction") is not None and get("output") is not None:
-        return "alpaca"
-    if get("text") is not None:
-        return "text"
-    keys = [key if value is not None else f"{key} (null)" for key, value in list(row.items())[:12]]
+    for name in SCHEMAS.names():
+        if SCHEMAS[name].recognise(record):
+            return name
+    keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
     said = f"the keys {', '.join(keys)}" if keys else "no keys"
-    raise RecordError("", f"has {said}, which is no known schema; name the schema or give a mapping")
+    raise RecordError("", f"has {said}, which match no known schema; set schema, or give a mapping")
 
 
-def adapter(schema: str = "auto", mapping: Mapping[str, Any] | None = None) -> Adapter:
-    """A function that turns a parsed record into a `Record`, or raises `RecordError` with the field that is wrong.
+def adapter(schema: str = _AUTO, mapping: Mapping[str, Any] | None = None) -> Adapter:
+    """Return a function that turns a parsed record into a `Record`, or raises `RecordError` with the field at fault.
 
     Args:
-        schema: a name in `SCHEMAS`, or `auto`: recognised row by row, or `mapping` when one is given.
+        schema: one of `schema_choices()`; `auto` recognises each record, or is `mapping` when one is given.
         mapping: see `MappedRecords`.
 
     Example:
         >>> adapter()({"messages": [{"role": "user", "content": "Hi"}]}).messages
         [{'role': 'user', 'content': 'Hi'}]
     """
-    if schema != "auto" and schema not in SCHEMAS:
-        raise InvalidInputError(SCHEMAS.unknown(schema))
     if mapping is not None:
-        if schema not in ("auto", "mapping"):
-            raise InvalidInputError(f"a mapping was given, but the schema is {schema!r}; make it 'mapping'")
+        if schema not in (_AUTO, _MAPPING):
+            raise InvalidInputError(f"there is a mapping, but schema is {schema!r}; set schema to mapping")
         return MappedRecords(mapping)
-    if schema == "mapping":
-        raise InvalidInputError("schema 'mapping' needs a mapping; give one, or another schema")
-    return _adapt_recognised if schema == "auto" else SCHEMAS[schema]
+    if schema == _MAPPING:
+        raise InvalidInputError("schema is mapping, but there is no mapping; give one, or use another schema")
+    if schema == _AUTO:
+        return _adapt_recognised
+    if schema not in SCHEMAS:
+        raise InvalidInputError(f"schema {schema!r} is unknown; use one of {', '.join(schema_choices())}")
+    return SCHEMAS[schema].adapt
 
 
-def _adapt_recognised(row: dict[str, Any]) -> Record:
-    return SCHEMAS[recognise(row)](row)
+def _adapt_recognised(record: dict[str, Any]) -> Record:
+    return SCHEMAS[recognise(record)].adapt(record)

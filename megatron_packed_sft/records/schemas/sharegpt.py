@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_packed_sft.records.record import Conversation
-from megatron_packed_sft.records.record_error import RecordError, kind_of
+from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
 from megatron_packed_sft.records.schemas.messages import (
     TrainFlags,
     list_of,
@@ -14,6 +13,7 @@ from megatron_packed_sft.records.schemas.messages import (
     train_flag,
     with_system_and_tools,
 )
+from megatron_packed_sft.records.schemas.schema import Schema, has_keys
 
 _CALL = "function_call"
 SPEAKERS = {
@@ -32,8 +32,8 @@ SPEAKERS = {
 }
 
 
-def adapt_sharegpt(row: dict[str, Any]) -> Conversation:
-    """A row with `conversations`, and perhaps `tools` and `system`.
+def adapt_sharegpt(record: dict[str, Any]) -> Conversation:
+    """A record with `conversations`, and perhaps `tools` and `system`.
 
     A `function_call` is JSON text: `{"name", "arguments"}` or a list of these. Turns may say role/content, too.
 
@@ -41,7 +41,7 @@ def adapt_sharegpt(row: dict[str, Any]) -> Conversation:
         >>> adapt_sharegpt({"conversations": [{"from": "human", "value": "Hi"}]}).messages
         [{'role': 'user', 'content': 'Hi'}]
     """
-    turns = list_of(row.get("conversations"), "conversations")
+    turns = list_of(record.get("conversations"), "conversations")
     messages: list[dict[str, Any]] = []
     train: TrainFlags = None
     for index, turn in enumerate(turns):
@@ -53,7 +53,7 @@ def adapt_sharegpt(row: dict[str, Any]) -> Conversation:
             train = train or [None] * len(turns)
             train[index] = flag
         messages.append(_message(turn, place))
-    return with_system_and_tools(messages, train, row)
+    return with_system_and_tools(messages, train, record)
 
 
 def _message(turn: dict[str, Any], place: str) -> dict[str, Any]:
@@ -70,3 +70,6 @@ def _message(turn: dict[str, Any], place: str) -> dict[str, Any]:
     field = f"{place}.{text_key}"
     call = parse_json(text, field)
     return {"role": "assistant", "tool_calls": read_tool_calls(call if type(call) is list else [call], field)}
+
+
+SHAREGPT = Schema(has_keys("conversations"), adapt_sharegpt)

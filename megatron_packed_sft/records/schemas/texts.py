@@ -1,27 +1,27 @@
-"""Rows without a list of messages: Alpaca, prompt and completion, plain text, and ids that are there already."""
+"""Records without a list of messages: Alpaca, prompt and completion, plain text, and ids that are there already."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from megatron_packed_sft.records.record import Conversation, TextRecord, TokenizedRecord
-from megatron_packed_sft.records.record_error import RecordError, kind_of
+from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord, kind_of
 from megatron_packed_sft.records.schemas.messages import ROLES, read_messages, with_system_and_tools
+from megatron_packed_sft.records.schemas.schema import Schema, has_keys
 
 IGNORED_LABEL = -100  # what PyTorch's cross entropy leaves out, and so what `labels` columns hold
 _LARGEST_ID = 2**31 - 1
 
 
-def adapt_alpaca(row: dict[str, Any]) -> Conversation:
-    r"""A row with `instruction`, `output`, and perhaps `input`, `system` and `history` (pairs of earlier turns).
+def adapt_alpaca(record: dict[str, Any]) -> Conversation:
+    r"""A record with `instruction`, `output`, and perhaps `input`, `system` and `history` (pairs of earlier turns).
 
     Example:
         >>> adapt_alpaca({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]
         {'role': 'user', 'content': 'Add.\n\n1, 2'}
     """
-    question, more, answer = _text(row, "instruction"), _text(row, "input"), _text(row, "output")
-    history = row.get("history") or []
+    question, more, answer = _text(record, "instruction"), _text(record, "input"), _text(record, "output")
+    history = record.get("history") or []
     if type(history) is not list:
         raise RecordError("history", f"is {kind_of(history)}; give a list of [question, answer]")
     messages = []
@@ -31,46 +31,46 @@ def adapt_alpaca(row: dict[str, Any]) -> Conversation:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages.append({"role": "user", "content": f"{question}\n\n{more}" if more else question})
     messages.append({"role": "assistant", "content": answer})
-    return with_system_and_tools(messages, None, row)
+    return with_system_and_tools(messages, None, record)
 
 
-def adapt_prompt_completion(row: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation | TextRecord:
-    """A row with `prompt` and `completion`, both texts or both messages; only the completion is trained on.
+def adapt_prompt_completion(record: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation | TextRecord:
+    """A record with `prompt` and `completion`, both texts or both messages; only the completion is trained on.
 
     Example:
         >>> adapt_prompt_completion({"prompt": "2 + 2 = ", "completion": "4"})
         TextRecord(parts=(('2 + 2 = ', False), ('4', True)))
     """
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt, completion = record.get("prompt"), record.get("completion")
     if type(prompt) is list and type(completion) is list:
         before, _ = read_messages(prompt, "prompt", roles)
         after, train = read_messages(completion, "completion", roles)
         flags = [*[False] * len(before), *(train or [None] * len(after))]
-        return with_system_and_tools(before + after, flags, row)
+        return with_system_and_tools(before + after, flags, record)
     if type(prompt) is not str or type(completion) is not str:
         kinds = f"is {kind_of(prompt)}, and completion is {kind_of(completion)}"
         raise RecordError("prompt", f"{kinds}; give two strings or two lists of messages")
     for name in ("system", "tools"):
-        if row.get(name):
+        if record.get(name):
             raise RecordError(name, "goes with messages, but prompt is a string; make prompt and completion messages")
     return TextRecord(((prompt, False), (completion, True)))
 
 
-def adapt_text(row: dict[str, Any]) -> TextRecord:
-    """A row with `text`, all of it trained on.
+def adapt_text(record: dict[str, Any]) -> TextRecord:
+    """A record with `text`, all of it trained on.
 
     Example:
         >>> adapt_text({"text": "Once upon a time."}).parts
         (('Once upon a time.', True),)
     """
-    text = row.get("text")
+    text = record.get("text")
     if type(text) is not str:
         raise RecordError("text", f"is {kind_of(text)}; give a string")
     return TextRecord(((text, True),))
 
 
-def adapt_tokenized(row: dict[str, Any]) -> TokenizedRecord:
-    """A row with `input_ids`, and `loss_mask` (1 for a token to be produced) or `labels` (-100 for all others).
+def adapt_tokenized(record: dict[str, Any]) -> TokenizedRecord:
+    """A record with `input_ids`, and `loss_mask` (1 for a token to be produced) or `labels` (-100 for all others).
 
     Mask and labels stand at the token itself, as Hugging Face has it; a mask shifted to the token before is not this.
 
@@ -80,14 +80,14 @@ def adapt_tokenized(row: dict[str, Any]) -> TokenizedRecord:
     """
     import numpy as np
 
-    ids = _integers(row, "input_ids")
+    ids = _integers(record, "input_ids")
     if len(ids) == 0 or ids.min() < 0 or ids.max() > _LARGEST_ID:
         problem = "is empty" if len(ids) == 0 else f"has ids from {ids.min()} to {ids.max()}"
         raise RecordError("input_ids", f"{problem}; give at least one id, each in 0..{_LARGEST_ID}")
-    name = "labels" if row.get("loss_mask") is None else "loss_mask"
-    if row.get(name) is None:
+    name = "labels" if record.get("loss_mask") is None else "loss_mask"
+    if record.get(name) is None:
         raise RecordError("loss_mask", "is missing, and so is labels; give one of them, as long as input_ids")
-    given = _integers(row, name)
+    given = _integers(record, name)
     if len(given) != len(ids):
         raise RecordError(name, f"has {len(given)} values, but there are {len(ids)} input_ids; give one each")
     if name == "labels":
@@ -104,8 +104,8 @@ def adapt_tokenized(row: dict[str, Any]) -> TokenizedRecord:
     return TokenizedRecord(ids.tolist(), train.astype(np.uint8).tolist())
 
 
-def _text(row: dict[str, Any], name: str) -> str:
-    text = row.get(name)
+def _text(record: dict[str, Any], name: str) -> str:
+    text = record.get(name)
     if text is None and name == "input":
         return ""
     if type(text) is not str:
@@ -113,10 +113,10 @@ def _text(row: dict[str, Any], name: str) -> str:
     return text
 
 
-def _integers(row: dict[str, Any], name: str) -> Any:
+def _integers(record: dict[str, Any], name: str) -> Any:
     import numpy as np
 
-    value = row.get(name)
+    value = record.get(name)
     if type(value) is not list:
         raise RecordError(name, f"is {kind_of(value)}; give a list of integers")
     try:
@@ -126,3 +126,9 @@ def _integers(row: dict[str, Any], name: str) -> Any:
     if array.ndim != 1 or array.dtype.kind not in "ib":
         raise RecordError(name, "holds something that is no 64-bit integer; give a list of integers")
     return array.astype(np.int64)
+
+
+ALPACA = Schema(has_keys("instruction", "output"), adapt_alpaca)
+PROMPT_COMPLETION = Schema(has_keys("prompt", "completion"), adapt_prompt_completion)
+TEXT = Schema(has_keys("text"), adapt_text)
+TOKENIZED = Schema(has_keys("input_ids"), adapt_tokenized)

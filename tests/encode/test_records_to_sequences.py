@@ -1,4 +1,4 @@
-"""Rows of all kinds to sequences: ends, cuts, drops, order; the same whatever comes along."""
+"""Records of all kinds to sequences: ends, cuts, drops, order; the same whatever comes along."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
-from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
@@ -27,8 +27,8 @@ def encoder(**options: Any) -> RecordEncoder:
 def sequences(encoded: EncodedRecords) -> list[tuple[int, list[int], list[int]]]:
     ends = np.cumsum(encoded.sequences.lengths)
     return [
-        (int(row), encoded.sequences.input_ids[start:end].tolist(), encoded.sequences.train[start:end].tolist())
-        for row, start, end in zip(encoded.sequences.record, ends - encoded.sequences.lengths, ends, strict=True)
+        (int(record), encoded.sequences.input_ids[start:end].tolist(), encoded.sequences.train[start:end].tolist())
+        for record, start, end in zip(encoded.sequences.record, ends - encoded.sequences.lengths, ends, strict=True)
     ]
 
 
@@ -36,31 +36,31 @@ def chat(*words: str) -> Conversation:
     return Conversation([{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)])
 
 
-def test_text_rows_train_their_trained_pieces_and_end_with_a_trained_end_of_sequence() -> None:
+def test_text_records_train_their_trained_pieces_and_end_with_a_trained_end_of_sequence() -> None:
     [(_, ids, train)] = sequences(encoder().encode_records([TextRecord((("ab", False), ("c", True)))]))
     assert ids == [*b"abc", EOS]
     assert train == [0, 0, 1, 1]
 
 
-def test_the_end_of_a_text_row_that_ends_untrained_is_not_trained() -> None:
+def test_the_end_of_a_text_record_that_ends_untrained_is_not_trained() -> None:
     [(_, ids, train)] = sequences(encoder().encode_records([TextRecord((("a", True), ("bc", True), ("d", False)))]))
     assert (ids[-1], train) == (EOS, [1, 1, 1, 0, 0])
 
 
 def test_bos_and_eos_are_added_once_where_asked() -> None:
-    rows: list[Record] = [chat("q", "a"), TextRecord((("<s>xy</s>", True),)), TextRecord((("zz", True),))]
-    added = sequences(encoder(add_bos=True, add_eos=True).encode_records(rows))
+    records: list[Record] = [chat("q", "a"), TextRecord((("<s>xy</s>", True),)), TextRecord((("zz", True),))]
+    added = sequences(encoder(add_bos=True, add_eos=True).encode_records(records))
     assert [(ids.count(BOS), ids.count(EOS)) for _, ids, _ in added] == [(1, 1)] * 3
     assert [train[0] for _, _, train in added] == [0, 1, 0]
-    bare = sequences(encoder(add_eos=False).encode_records(rows))
+    bare = sequences(encoder(add_eos=False).encode_records(records))
     assert [(ids.count(BOS), ids.count(EOS)) for _, ids, _ in bare] == [(1, 1), (1, 1), (0, 0)]
     assert bare[0] == added[0]
 
 
-def test_control_tokens_in_text_rows_are_control_tokens_unless_escaped() -> None:
-    row = TextRecord((("a[INST]b", True),))
-    assert len(sequences(encoder(add_eos=False).encode_records([row]))[0][1]) == 3
-    escaped = encoder(add_eos=False, special_tokens_in_text="escape").encode_records([row])
+def test_control_tokens_in_text_records_are_control_tokens_unless_escaped() -> None:
+    record = TextRecord((("a[INST]b", True),))
+    assert len(sequences(encoder(add_eos=False).encode_records([record]))[0][1]) == 3
+    escaped = encoder(add_eos=False, special_tokens_in_text="escape").encode_records([record])
     assert bytes(escaped.sequences.input_ids.tolist()) == b"a[INST]b"
 
 
@@ -69,25 +69,25 @@ def test_asking_for_a_token_the_tokenizer_lacks_is_an_error() -> None:
         RecordEncoder(ByteTokenizer(), "chatml", EncodeOptions(add_bos=True))
 
 
-def test_tokenized_rows_are_taken_as_they_are_and_checked() -> None:
-    rows = [
+def test_tokenized_records_are_taken_as_they_are_and_checked() -> None:
+    records = [
         TokenizedRecord([5, 6, 7], [0, 1, 1]),
         TokenizedRecord([5, 300], [1, 1]),
         TokenizedRecord([-1, 6], [1, 1]),
         TokenizedRecord([5, 6], [1]),
         TokenizedRecord([], []),
     ]
-    encoded = encoder(add_bos=True, add_eos=True).encode_records(rows)
+    encoded = encoder(add_bos=True, add_eos=True).encode_records(records)
     assert sequences(encoded) == [(0, [5, 6, 7], [0, 1, 1])]
-    assert [(row, reason) for row, reason, _ in encoded.dropped] == [
-        *((row, "invalid_ids") for row in (1, 2, 3)),
+    assert [(record, reason) for record, reason, _ in encoded.dropped] == [
+        *((record, "invalid_ids") for record in (1, 2, 3)),
         (4, "empty"),
     ]
     assert encoded.dropped[0].detail == "id 300 is not in 0..263"
 
 
-def test_rows_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company() -> None:
-    rows: list[Record] = [
+def test_records_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company() -> None:
+    records: list[Record] = [
         TextRecord((("one", True),)),
         TokenizedRecord([1, 2, 3], [0, 0, 1]),
         chat("q", "a"),
@@ -95,18 +95,18 @@ def test_rows_of_all_kinds_keep_their_order_and_do_not_depend_on_their_company()
         TokenizedRecord([4, 5], [0, 1]),
         TextRecord((("six", True),)),
     ]
-    together = encoder(max_len=5).encode_records(rows)
-    alone = [encoder(max_len=5).encode_records([row]) for row in rows]
-    assert [row for row, _, _ in sequences(together)] == [0, 1, 2, 4, 5]
+    together = encoder(max_len=5).encode_records(records)
+    alone = [encoder(max_len=5).encode_records([record]) for record in records]
+    assert [record for record, _, _ in sequences(together)] == [0, 1, 2, 4, 5]
     assert [one[1:] for one in sequences(together)] == [one[1:] for each in alone for one in sequences(each)]
-    assert [(row, reason) for row, reason, _ in together.dropped] == [(3, "template_error")]
+    assert [(record, reason) for record, reason, _ in together.dropped] == [(3, "template_error")]
     assert together.num_cut_tokens == sum(each.num_cut_tokens for each in alone)
     assert together.sequences.input_ids.dtype == np.int32
     assert together.sequences.train.dtype == np.uint8
     assert together.sequences.lengths.dtype == together.sequences.record.dtype == np.int64
 
 
-def test_no_rows_give_no_sequences() -> None:
+def test_no_records_give_no_sequences() -> None:
     encoded = encoder(max_len=5).encode_records([])
     assert (
         len(encoded.sequences.input_ids),
@@ -117,21 +117,21 @@ def test_no_rows_give_no_sequences() -> None:
 
 
 def test_cutting_says_what_it_cut() -> None:
-    rows = [
+    records = [
         TextRecord((("abcd", False), ("efgh", True))),
         TextRecord((("ab", True),)),
         TextRecord((("x" * 9, False), ("y", True))),
     ]
-    right = encoder(max_len=6).encode_records(rows)
+    right = encoder(max_len=6).encode_records(records)
     assert [ids for _, ids, _ in sequences(right)] == [[*b"abcdef"], [*b"ab", EOS]]
     assert (right.num_cut_sequences, right.num_cut_tokens, right.num_cut_trained_tokens) == (1, 3 + 5, 3 + 2)
     [dropped] = right.dropped
     assert dropped == (2, "answer_cut_away", "encode.max_len 6 of 11 tokens leaves none of the 2 trained ones")
-    left = encoder(max_len=6, truncation="left").encode_records(rows)
+    left = encoder(max_len=6, truncation="left").encode_records(records)
     assert [ids for _, ids, _ in sequences(left)] == [[*b"defgh", EOS], [*b"ab", EOS], [*b"xxxxy", EOS]]
     assert (left.num_cut_sequences, left.num_cut_tokens, left.num_cut_trained_tokens) == (2, 3 + 5, 0)
-    whole = encoder(max_len=6, truncation="drop").encode_records(rows)
-    assert [(row, reason) for row, reason, _ in whole.dropped] == [(0, "too_long"), (2, "too_long")]
+    whole = encoder(max_len=6, truncation="drop").encode_records(records)
+    assert [(record, reason) for record, reason, _ in whole.dropped] == [(0, "too_long"), (2, "too_long")]
     assert (whole.num_cut_sequences, whole.num_cut_tokens) == (0, 0)
 
 
@@ -149,14 +149,14 @@ def test_on_empty_error_also_stops_at_an_answer_that_was_cut_away() -> None:
         )
 
 
-def test_rows_without_text_are_empty() -> None:
+def test_records_without_text_are_empty() -> None:
     encoded = encoder(add_bos=True).encode_records([TextRecord(()), TextRecord((("", True),)), Conversation([])])
     assert [reason for _, reason, _ in encoded.dropped] == ["empty", "empty", "nothing_to_train"]
 
 
-def test_half_a_surrogate_pair_refuses_its_row_only() -> None:
+def test_half_a_surrogate_pair_refuses_its_record_only() -> None:
     encoded = encoder().encode_records([TextRecord((("a\ud800b", True),)), chat("\ud800", "a"), chat("q", "a")])
-    assert [(row, reason) for row, reason, _ in encoded.dropped] == [(0, "invalid_text"), (1, "invalid_text")]
+    assert [(record, reason) for record, reason, _ in encoded.dropped] == [(0, "invalid_text"), (1, "invalid_text")]
     assert encoded.sequences.record.tolist() == [2]
 
 
@@ -169,7 +169,7 @@ def test_an_encoder_is_pickled_by_its_arguments() -> None:
     assert other.encode_records([chat("q", "a")]).sequences.input_ids.tolist() == first.sequences.input_ids.tolist()
 
 
-def test_text_rows_need_no_template_and_chats_say_that_they_do() -> None:
+def test_text_records_need_no_template_and_chats_say_that_they_do() -> None:
     bare = RecordEncoder(ByteTokenizer(MISTRAL, eos="</s>"))
     assert len(bare.encode_records([TextRecord((("ab", True),))]).sequences.lengths) == 1
     with pytest.raises(InvalidInputError, match="tokenizer bytes has no chat template; name a file, or one of chatml"):
@@ -193,7 +193,7 @@ def test_a_template_whose_ends_are_ordinary_text_works_and_says_so(caplog: pytes
 
 def test_a_missing_date_is_an_error_and_a_given_one_makes_reruns_equal() -> None:
     source = "{{ strftime_now('%d %b %Y') }}" + chat_templates.CHATML
-    with pytest.raises(InvalidInputError, match="set the option date"):
+    with pytest.raises(InvalidInputError, match=r"set template\.date"):
         RecordEncoder(ByteTokenizer(), source).encode_records([chat("q", "a")])
-    dated = RecordEncoder(ByteTokenizer(), source, EncodeOptions(date="2026-01-31"))
+    dated = RecordEncoder(ByteTokenizer(), TemplateOptions(source, date="2026-01-31"))
     assert dated.mark(chat("q", "a")).text.startswith("31 Jan 2026<|im_start|>")

@@ -1,4 +1,4 @@
-"""How files are cut into units, and how units are read."""
+"""How files are cut into slices, and how slices are read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.formats import cut_points as cutting
-from megatron_packed_sft.records.formats.cut_points import cut_stream
-from megatron_packed_sft.records.record_error import RecordError
+from megatron_packed_sft.records.formats import json_files as cutting
+from megatron_packed_sft.records.formats.json_files import cut_stream
+from megatron_packed_sft.records.record import RecordError
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
-from tests.records.chat_files import FORMATS, chats, lines_of, raw_rows, values, write_rows
+from tests.records.chat_files import FORMATS, chats, lines_of, raw_records, values, write_records
 
 TEXT = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"\r\n", b"defgh"]), max_size=60).map(b"".join)
 
@@ -41,7 +41,7 @@ def test_pieces_are_the_stream_cut_behind_line_breaks_whatever_the_blocks(
     assert pieces == list(cut_stream([text] * bool(text), b"\n", slice_bytes, carry=True, path="a.jsonl", noun="line"))
     for piece in pieces:
         assert piece.payload == text[piece.start : piece.stop]
-        assert piece.first_row == text[: piece.start].count(b"\n") + 1
+        assert piece.first_record == text[: piece.start].count(b"\n") + 1
     for piece in pieces[:-1]:
         assert piece.payload is not None
         assert piece.payload.endswith(b"\n")
@@ -52,50 +52,50 @@ def test_pieces_are_the_stream_cut_behind_line_breaks_whatever_the_blocks(
 
 @pytest.mark.parametrize("slice_bytes", [1, 100, 1000, 1 << 20])
 def test_plain_and_compressed_lines_are_cut_into_the_same_units(tmp_path: Path, slice_bytes: int) -> None:
-    rows = chats(40)
+    records = chats(40)
     cuts = []
     for suffix in ("jsonl", "jsonl.gz", "jsonl.zst"):
-        [file] = find_files(write_rows(tmp_path / f"a.{suffix}", rows))
-        units = list(scan_slices(file, slice_bytes))
-        assert all((unit.payload is None) == (suffix == "jsonl") for unit in units)
-        read = [[(raw.number, raw.value) for raw in read_slice(unit)] for unit in units]
-        cuts.append([(unit.number, unit.start, unit.stop, unit.first_row) for unit in units] + read)
+        [file] = find_files(write_records(tmp_path / f"a.{suffix}", records))
+        slices = list(scan_slices(file, slice_bytes))
+        assert all((part.payload is None) == (suffix == "jsonl") for part in slices)
+        read = [[(raw.number, raw.value) for raw in read_slice(part)] for part in slices]
+        cuts.append([(part.number, part.start, part.stop, part.first_record) for part in slices] + read)
     assert cuts[0] == cuts[1] == cuts[2]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_units_depend_on_the_content_of_the_file_and_on_nothing_else(tmp_path: Path, suffix: str) -> None:
-    write_rows(tmp_path / f"a.{suffix}", chats(50))
+    write_records(tmp_path / f"a.{suffix}", chats(50))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"a.{suffix}").rename(tmp_path / "elsewhere" / f"b.{suffix}")
-    write_rows(tmp_path / f"a.{suffix}", chats(50))
+    write_records(tmp_path / f"a.{suffix}", chats(50))
     [first] = find_files(tmp_path / f"a.{suffix}")
     [second] = find_files(tmp_path / "elsewhere" / f"b.{suffix}")
-    keys = [unit.key() for unit in scan_slices(first, 500)]
+    keys = [part.key() for part in scan_slices(first, 500)]
     assert len(set(keys)) == len(keys) >= 1
     if suffix != "hf_dataset":  # its files carry random fingerprints
-        assert keys == [unit.key() for unit in scan_slices(second, 500)]
-    assert keys == [unit.key() for unit in scan_slices(first, 500)]
+        assert keys == [part.key() for part in scan_slices(second, 500)]
+    assert keys == [part.key() for part in scan_slices(first, 500)]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_units_travel_to_other_processes_and_are_read_in_any_order(tmp_path: Path, suffix: str) -> None:
-    rows = chats(50)
-    [file] = find_files(write_rows(tmp_path / f"a.{suffix}", rows))
-    sent = [pickle.dumps(unit) for unit in scan_slices(file, 700)]
+    records = chats(50)
+    [file] = find_files(write_records(tmp_path / f"a.{suffix}", records))
+    sent = [pickle.dumps(part) for part in scan_slices(file, 700)]
     read = {}
     for data in reversed(sent):
         for raw in read_slice(pickle.loads(data)):
             assert isinstance(raw.value, dict)
             read[raw.where.number] = raw.value["id"]
-    assert read == {number + 1: row["id"] for number, row in enumerate(rows)}
+    assert read == {number + 1: record["id"] for number, record in enumerate(records)}
 
 
 def test_line_breaks_of_all_kinds_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n \t\n{"text": "two"}\n\n\n{"text": "three"}')
     for slice_bytes in (1, 20, 1000):
-        assert [(raw.number, raw.value) for raw in raw_rows(path, slice_bytes)] == [
+        assert [(raw.number, raw.value) for raw in raw_records(path, slice_bytes)] == [
             (1, {"text": "one"}),
             (4, {"text": "two"}),
             (7, {"text": "three"}),
@@ -103,9 +103,9 @@ def test_line_breaks_of_all_kinds_blank_lines_and_a_byte_order_mark_are_passed_o
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"  "])
-def test_a_file_without_rows_has_none(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_records_has_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    assert raw_rows(tmp_path / "a.jsonl") == []
+    assert raw_records(tmp_path / "a.jsonl") == []
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
@@ -116,41 +116,41 @@ def test_a_bad_line_is_told_with_file_and_line_and_the_rest_is_read(
     data = b'{"text": "one"}\n{"text": oops}\n\n[1]\n{"text": "\xff"}\n{"text": "two"}\nnull\n{"text": "three"}\n'
     path = tmp_path / f"a.{suffix}"
     path.write_bytes({"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}[suffix](data))
-    rows = raw_rows(path, slice_bytes)
-    assert [raw.value for raw in rows if isinstance(raw.value, dict)] == [
+    records = raw_records(path, slice_bytes)
+    assert [raw.value for raw in records if isinstance(raw.value, dict)] == [
         {"text": text} for text in ("one", "two", "three")
     ]
-    errors = [str(raw.value) for raw in rows if isinstance(raw.value, RecordError)]
-    assert errors[0].startswith(f"{path}, line 2: the row is not valid JSON (")
-    assert errors[0].endswith("at character 10); mend or remove it")
-    assert errors[1] == f"{path}, line 4: the row is a list, not an object; mend or remove it"
-    assert errors[2].startswith(f"{path}, line 5: the row is not UTF-8 (0xFF at byte 11); write the file in UTF-8")
-    assert errors[3] == f"{path}, line 7: the row is null, not an object; mend or remove it"
+    errors = [str(raw.value) for raw in records if isinstance(raw.value, RecordError)]
+    assert errors[0].startswith(f"{path}, line 2: the record is not valid JSON (")
+    assert errors[0].endswith("at character 10); fix or remove it")
+    assert errors[1] == f"{path}, line 4: the record is a list, not an object; fix or remove it"
+    assert errors[2].startswith(f"{path}, line 5: the record is not UTF-8 (0xFF at byte 11); write the file in UTF-8")
+    assert errors[3] == f"{path}, line 7: the record is null, not an object; fix or remove it"
     assert len(errors) == 4
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
 def test_a_compressed_file_cut_anywhere_or_damaged_is_our_error(tmp_path: Path, suffix: str) -> None:
-    path = write_rows(tmp_path / f"a.{suffix}", chats(30))
+    path = write_records(tmp_path / f"a.{suffix}", chats(30))
     whole = path.read_bytes()
     for length in [*range(1, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(InvalidInputError, match=rf"a\.{suffix} is cut or damaged.*get the file again"):
-            raw_rows(path)
+        with pytest.raises(InvalidInputError, match=rf"a\.{suffix} is truncated or damaged.*get the file again"):
+            raw_records(path)
     path.write_bytes(b"no compression at all")
-    with pytest.raises(InvalidInputError, match="is cut or damaged"):
-        raw_rows(path)
+    with pytest.raises(InvalidInputError, match="is truncated or damaged"):
+        raw_records(path)
     path.write_bytes(whole[:100] + b"\0\0\0\0\0\0\0\0" + whole[108:])
-    with pytest.raises(InvalidInputError, match="is cut or damaged"):
-        raw_rows(path)
+    with pytest.raises(InvalidInputError, match="is truncated or damaged"):
+        raw_records(path)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
 def test_compressed_files_laid_end_to_end_are_read_to_the_end(tmp_path: Path, suffix: str) -> None:
-    rows = chats(12)
-    parts = [write_rows(tmp_path / f"{half}.{suffix}", rows[half * 6 : half * 6 + 6]) for half in range(2)]
+    records = chats(12)
+    parts = [write_records(tmp_path / f"{half}.{suffix}", records[half * 6 : half * 6 + 6]) for half in range(2)]
     (tmp_path / f"both.{suffix}").write_bytes(b"".join(part.read_bytes() for part in parts))
-    assert values(tmp_path / f"both.{suffix}") == rows
+    assert values(tmp_path / f"both.{suffix}") == records
 
 
 def test_integers_beyond_64_bits_are_exact_or_an_error_and_never_another_number(tmp_path: Path) -> None:
@@ -175,39 +175,41 @@ def test_integers_beyond_64_bits_are_exact_or_an_error_and_never_another_number(
 )
 def test_numbers_that_cannot_be_read_are_told_with_their_line(tmp_path: Path, value: str, problem: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two", "id": {value}}}\n')
-    good, bad = raw_rows(tmp_path / "a.jsonl")
+    good, bad = raw_records(tmp_path / "a.jsonl")
     assert good.value == {"text": "one"}
-    assert f"a.jsonl, line 2: the row {problem}" in str(bad.value)
+    assert f"a.jsonl, line 2: the record {problem}" in str(bad.value)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_array_in_a_file_of_lines_asks_for_another_name(tmp_path: Path, indent: int | None) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(chats(3), indent=indent))
-    assert "line 1: the row is " in str(raw_rows(tmp_path / "a.jsonl")[0].value)
-    assert "a file that is one array has to be called .json; rename it" in str(raw_rows(tmp_path / "a.jsonl")[0].value)
+    assert "line 1: the record is " in str(raw_records(tmp_path / "a.jsonl")[0].value)
+    assert "a file that holds one array must be named .json; rename it" in str(
+        raw_records(tmp_path / "a.jsonl")[0].value
+    )
 
 
 def test_a_line_past_the_limit_is_refused_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "LONGEST_ROW_BYTES", 3 << 20)
+    monkeypatch.setattr(cutting, "LONGEST_RECORD_BYTES", 3 << 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "short"}\n{"text": "' + b"x" * (5 << 20) + b'"}\n')
     with pytest.raises(InvalidInputError, match=r"a\.jsonl, line 2 is longer than 3 MB"):
-        raw_rows(path)
+        raw_records(path)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "json.gz"])
 def test_scanning_a_compressed_file_holds_a_unit_and_not_the_file(tmp_path: Path, suffix: str) -> None:
     text = "far more than what is held at once " * 2000
     peaks = []
-    for num_rows in (50, 500):
-        rows = [{"number": number, "text": text} for number in range(num_rows)]
-        [file] = find_files(write_rows(tmp_path / f"{num_rows}.{suffix}", rows))
+    for num_records in (50, 500):
+        records = [{"number": number, "text": text} for number in range(num_records)]
+        [file] = find_files(write_records(tmp_path / f"{num_records}.{suffix}", records))
         list(scan_slices(file, 1 << 18))  # kernels and modules are loaded now
         tracemalloc.start()
-        num_bytes = sum(unit.stop - unit.start for unit in scan_slices(file, 1 << 18))
+        num_bytes = sum(part.stop - part.start for part in scan_slices(file, 1 << 18))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert num_bytes > num_rows * len(text)
+        assert num_bytes > num_records * len(text)
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[1] < 9 << 20 < num_bytes // 3
 
@@ -215,13 +217,13 @@ def test_scanning_a_compressed_file_holds_a_unit_and_not_the_file(tmp_path: Path
 def test_a_file_cut_while_it_is_read_is_our_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines_of(chats(10)))
-    [unit] = scan_slices(find_files(path)[0])
+    [part] = scan_slices(find_files(path)[0])
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InvalidInputError, match="it changed while it was read"):
-        list(read_slice(unit))
+        list(read_slice(part))
 
 
 def test_a_unit_has_at_least_one_byte(tmp_path: Path) -> None:
-    [file] = find_files(write_rows(tmp_path / "a.jsonl", chats(1)))
+    [file] = find_files(write_records(tmp_path / "a.jsonl", chats(1)))
     with pytest.raises(InvalidInputError, match="slice_bytes is 0"):
         list(scan_slices(file, 0))
