@@ -184,8 +184,8 @@ class StreamSampler:
         indices = np.full(positions.shape, PADDING, np.int64)
         indices[real] = self.order.at(positions[real])
         if not self.pad_samples_to_global_batch_size:
-            return [row[keep].tolist() for row, keep in zip(indices, real, strict=True)]
-        return [row.tolist() for row in indices]
+            return [batch[keep].tolist() for batch, keep in zip(indices, real, strict=True)]
+        return [batch.tolist() for batch in indices]
 
     def _take(self) -> Iterator[list[int]]:
         for step in self.steps(self.consumed_samples):

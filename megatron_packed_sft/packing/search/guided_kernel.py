@@ -166,13 +166,13 @@ def guided_fill(
     for turn in range(1, _ROUNDS + 1):
         for c in range(lengths.size):
             length = lengths[c]
-            units = 0
+            total_width = 0
             scanned = 1
             for k in range(length):
-                units += widths[columns[c, k]]
+                total_width += widths[columns[c, k]]
                 scanned += high[columns[c, k]] - low[columns[c, k]] + 1
             # A column that leaves no room to speak of is one whose bins must be full.
-            is_tight = RESOLUTION - units <= length
+            is_tight = RESOLUTION - total_width <= length
             while done[c] < (bins[c] * turn // _ROUNDS + 128) >> 8:
                 if work > work_limit or num_patterns == most_patterns:
                     break
