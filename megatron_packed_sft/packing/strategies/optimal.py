@@ -152,13 +152,13 @@ def _cut_into_lots(histogram: Int64, num_lots: int, seed: int) -> tuple[Int32, I
 
     different = np.flatnonzero(histogram)
     counts = histogram[different]
-    num_lots_of_size = np.minimum(counts, max(1, num_lots // different.size))
-    smaller, larger_ones = np.divmod(counts, num_lots_of_size)
-    number_in_size = np.arange(num_lots_of_size.sum()) - np.repeat(np.cumsum(num_lots_of_size) - num_lots_of_size, num_lots_of_size)
-    lot_counts = np.repeat(smaller, num_lots_of_size) + (number_in_size < np.repeat(larger_ones, num_lots_of_size))
+    num_lots_each = np.minimum(counts, max(1, num_lots // different.size))
+    smaller, larger_ones = np.divmod(counts, num_lots_each)
+    number_in_size = np.arange(num_lots_each.sum()) - np.repeat(np.cumsum(num_lots_each) - num_lots_each, num_lots_each)
+    lot_counts = np.repeat(smaller, num_lots_each) + (number_in_size < np.repeat(larger_ones, num_lots_each))
     order = np.arange(lot_counts.size, dtype=np.int32)
     shuffle_groups(order, np.array([0, order.size]), np.uint64(seed))
-    return np.repeat(different, num_lots_of_size).astype(np.int32)[order], lot_counts[order]
+    return np.repeat(different, num_lots_each).astype(np.int32)[order], lot_counts[order]
 
 
 def guided_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: int, fewest: int) -> Patterns | None:
