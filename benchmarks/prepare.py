@@ -91,30 +91,26 @@ def peer_case(tokenizer_path: str, jsonl: str, home: str) -> dict[str, float]:
 def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast: bool) -> dict[str, float]:
     """The whole of `packed-sft prepare`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-    from megatron_packed_sft.prepare.executor import LocalExecutor
-    from megatron_packed_sft.prepare.pipeline import Preparation
-    from megatron_packed_sft.prepare.plan_stage import PackingOptions
-    from megatron_packed_sft.prepare.sources import Source
-    from megatron_packed_sft.prepare.splits import SplitRule
+    from megatron_packed_sft import pack
+    from megatron_packed_sft.encode.options import TemplateOptions
+    from megatron_packed_sft.prepare.config import ExecutorConfig, PrepareConfig, SourceConfig, TokenizerConfig
+    from megatron_packed_sft.prepare.pipeline import Pipeline
 
-    PackingOptions(pack_size=8).pack("train", [4, 3, 2, 1])  # compiled once per machine, not once per run
+    pack([4, 3, 2, 1], pack_size=8)  # compiled once per machine, not once per run
+    config = PrepareConfig(
+        output=f"{home}/data",
+        work_dir=f"{home}/work",
+        sources={"chats": SourceConfig(path=jsonl)},
+        tokenizer=TokenizerConfig(path=tokenizer_path, fast=fast),
+        template=TemplateOptions(TEMPLATE),
+        executor=ExecutorConfig(num_workers=num_workers),
+        quiet=True,
+    )
+    config.packing.pack_size = PACK_SIZE
     shutil.rmtree(home, ignore_errors=True)
     start = time.perf_counter()
     with PeakOfOwnMemory() as own:
-        report = Preparation(
-            output=Path(home, "data"),
-            work_dir=Path(home, "work"),
-            sources=[Source("chats", (jsonl,))],
-            tokenizer_path=tokenizer_path,
-            tokenizer_fast=fast,
-            template=TemplateOptions(TEMPLATE),
-            options=EncodeOptions(),
-            packing=PackingOptions(pack_size=PACK_SIZE),
-            split_rule=SplitRule(0.0, 0.0, 0),
-            executor=LocalExecutor(num_workers),
-            quiet=True,
-        ).run()
+        report = Pipeline(config).run()
     seconds = time.perf_counter() - start
     tokens = sum(split.num_tokens for split in report.total.splits.values())
     return {"seconds": seconds, "tokens": tokens, "megabytes": peak_megabytes(), "own megabytes": own.megabytes}
@@ -155,15 +151,13 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
     from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder
-    from megatron_packed_sft.prepare.sources import Source, scan
-    from megatron_packed_sft.prepare.splits import SplitRule
+    from megatron_packed_sft.prepare.sources import Source, SplitRule, scan
 
     settings = EncodeSettings(
         tokenizer=load_tokenizer(tokenizer_path, fast=fast),
         template=TemplateOptions(TEMPLATE),
         options=EncodeOptions(),
-        split_rule=SplitRule(0.0, 0.0, 0),
-        skip_errors=False,
+        split_rule=SplitRule(),
         tokens=None,
     )
     encoder = SliceEncoder(settings)

@@ -69,7 +69,7 @@ def defaults(schema: type) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return dataclasses as dictionaries and tuples as lists, at every depth."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        return {field.path: plain(getattr(value, field.path)) for field in _fields(type(value))}
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -222,8 +222,8 @@ def _instance(kind: Any, value: Mapping[str, Any], path: str, problems: list[str
         return kind(**given)
     except WrongKeysError:
         raise
-    except InvalidInputError as error:  # the dataclass checks its values itself
-        problems.append(str(error))
+    except InvalidInputError as error:  # the dataclass checks its values itself, and knows its own names only
+        problems.append(f"{prefix if str(error).split()[0] in given else ''}{error}")
         return None
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.packing.options import PackOptions
+from megatron_packed_sft.prepare.sources import SplitRule
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
 
@@ -45,59 +47,6 @@ class TokenizerConfig:
 
 
 @dataclass
-class SplitConfig:
-    """Which records are held out.
-
-    Args:
-        validation_fraction: share of the records, drawn by the hash of their content: adding or sorting records moves
-            none to another split.
-        test_fraction: the same for the test split.
-        seed: of the draw.
-    """
-
-    validation_fraction: float = 0.0
-    test_fraction: float = 0.0
-    seed: int = 0
-
-
-@dataclass
-class PackingConfig:
-    """Arguments of `megatron_packed_sft.pack`.
-
-    Args:
-        pack_size: tokens of a bin.
-        strategy: set by choosing packing=NAME.
-        overflow: what to do with sequences longer than the pack size; drop, split or error.
-        stride: tokens that neighbouring chunks of a split sequence share.
-        min_len: shorter sequences are dropped.
-        max_len: longer sequences are dropped.
-        max_seqs_per_bin: the most sequences in a bin; null sets no limit.
-        pad_seq_to_mult: round every sequence up to this multiple; 2 * context_parallel_size for context parallelism.
-        order_window: mix the order of the data within so many sequences only.
-        shuffle_output: shuffle the bins.
-        global_batch: group training bins into steps of this size.
-        balance: what the bins of a step have alike; none, attention or trained_tokens.
-        whole_batches: hold back the emptiest bins, so that no step is short.
-        seed: of everything that is shuffled.
-    """
-
-    pack_size: int = 4096
-    strategy: str = "optimal"
-    overflow: str = "drop"
-    stride: int = 0
-    min_len: int = 1
-    max_len: int | None = None
-    max_seqs_per_bin: int | None = None
-    pad_seq_to_mult: int = 1
-    order_window: int | None = None
-    shuffle_output: bool = True
-    global_batch: int | None = None
-    balance: str = "none"
-    whole_batches: bool = False
-    seed: int = 0
-
-
-@dataclass
 class ExecutorConfig:
     """Who does the work.
 
@@ -124,9 +73,13 @@ class PrepareConfig:
         deduplicate: keep the first of records with equal content.
         on_error: what to do with a record that cannot be read or encoded; raise or skip.
         max_errors: with on_error=skip, the most such records.
+        max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); more
+            is an error before anything is published.
+        rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
         limit: prepare the first records of each source only, for a trial.
         dry_run: count and estimate, write nothing.
-        force: redo every stage and replace the output.
+        overwrite: replace an output that was made with other settings or from other files.
+        force: redo every stage, whatever earlier runs left.
         quiet: print errors only.
         log_interval: seconds between lines where no terminal shows a bar.
     """
@@ -138,16 +91,20 @@ class PrepareConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     template: TemplateOptions = field(default_factory=TemplateOptions)
     encode: EncodeOptions = field(default_factory=EncodeOptions)
-    split: SplitConfig = field(default_factory=SplitConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
+    split: SplitRule = field(default_factory=SplitRule)
+    # Long sequences are dropped and counted, within max_drop_share; `pack` itself refuses them.
+    packing: PackOptions = field(default_factory=lambda: PackOptions(overflow="drop", shuffle_output=True))
     packed_storage: str = "memmap_v1"
     shard_megabytes: int = 256
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     deduplicate: bool = False
     on_error: str = "raise"
     max_errors: int = 100
+    max_drop_share: float = 0.2
+    rejects: str | None = None
     limit: int | None = None
     dry_run: bool = False
+    overwrite: bool = False
     force: bool = False
     quiet: bool = False
     log_interval: float = 30.0

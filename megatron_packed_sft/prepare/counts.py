@@ -1,70 +1,69 @@
-"""What happened to the rows of a unit, a source or a whole run: each is packed, or dropped for a reason."""
+"""What became of the records of a slice, a source or a whole run: each gave sequences, or was dropped for a reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-BAD_ROW = "bad_row"
-DUPLICATE = "duplicate"
-SAMPLED_OUT = "sampled_out"
-# Faults of a row or of the template, unlike rows that were dropped because the options say so.
-ERRORS = (BAD_ROW, "template_error", "untraceable_template", "unescapable", "invalid_text", "invalid_ids")
-# Sound rows in which nothing is left to learn.
-NOTHING_LEFT = ("empty", "nothing_to_train", "answer_cut_away")
-MAX_EXAMPLES = 3  # of dropped rows, per reason
+from megatron_packed_sft.support.drop_reasons import DropReason, Severity
+
+MAX_EXAMPLES = 3  # of dropped records, per reason
 
 
 @dataclass
 class SplitCounts:
-    """Sequences and tokens that went to one split."""
+    """Sequences and tokens of one split."""
 
     num_sequences: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
 
+    def add(self, other: SplitCounts) -> None:
+        """Add other sequences to these."""
+        self.num_sequences += other.num_sequences
+        self.num_tokens += other.num_tokens
+        self.num_trained_tokens += other.num_trained_tokens
+
 
 @dataclass
 class Counts:
-    """Rows in + repeated == sequences + dropped, exactly.
+    """Records read + repeated == sequences + dropped, exactly.
 
     Example:
         >>> counts = Counts(num_rows=2)
-        >>> counts.drop("duplicate", "chats.jsonl, line 2")
-        >>> counts.dropped, counts.examples
-        ({'duplicate': 1}, {'duplicate': ['chats.jsonl, line 2']})
+        >>> counts.drop(DropReason.DUPLICATE, "chats.jsonl, line 2")
+        >>> {str(reason): count for reason, count in counts.dropped.items()}
+        {'duplicate': 1}
     """
 
-    num_rows: int = 0
-    num_repeated: int = 0  # further copies of rows, by their source's weight
+    num_rows: int = 0  # records read; dataset.json calls them so
+    num_repeated: int = 0  # further copies of records, by the weight of their source
     num_bytes: int = 0
     num_cut_rows: int = 0
     num_cut_tokens: int = 0
     num_straddling: int = 0  # tokens that hold a character of a trained turn and one that is not
     splits: dict[str, SplitCounts] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    dropped: dict[DropReason, int] = field(default_factory=dict)
+    examples: dict[DropReason, list[str]] = field(default_factory=dict)
 
-    def drop(self, reason: str, example: str) -> None:
-        """Count a row that is not packed."""
+    def drop(self, reason: DropReason, example: str) -> None:
+        """Count a record that is dropped."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < MAX_EXAMPLES:
             shown.append(example)
 
     def split(self, name: str) -> SplitCounts:
-        """The counts of one split, from zero on."""
+        """Return the counts of one split, zeros at first."""
         return self.splits.setdefault(name, SplitCounts())
 
     def add(self, other: Counts) -> None:
-        """Take in the counts of another unit; examples stay those that came first."""
+        """Add the counts of other records; the first examples stay."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for split, counts in other.splits.items():
-            mine = self.split(split)
-            for name in SplitCounts.__dataclass_fields__:
-                setattr(mine, name, getattr(mine, name) + getattr(counts, name))
+            self.split(split).add(counts)
         for reason, count in other.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
             shown = self.examples.setdefault(reason, [])
@@ -77,28 +76,40 @@ class Counts:
 
     @property
     def num_dropped(self) -> int:
-        """Rows dropped for any reason."""
+        """Records dropped for any reason."""
         return sum(self.dropped.values())
 
+    @property
+    def num_errors(self) -> int:
+        """Records that could not be read or encoded."""
+        return sum(count for reason, count in self.dropped.items() if reason.severity is Severity.ERROR)
+
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and dictionaries, in a stable order."""
+        """Return plain numbers and dictionaries, in a stable order."""
         return {
             **{name: getattr(self, name) for name in _SUMS},
             "splits": {name: vars(counts).copy() for name, counts in sorted(self.splits.items())},
-            "dropped": dict(sorted(self.dropped.items())),
-            "examples": dict(sorted(self.examples.items())),
+            "dropped": {str(reason): count for reason, count in sorted(self.dropped.items())},
+            "examples": {str(reason): shown for reason, shown in sorted(self.examples.items())},
         }
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Counts:
-        """The inverse of `to_json`."""
-        splits = {name: SplitCounts(**counts) for name, counts in document["splits"].items()}
+        """Return the inverse of `to_json`."""
         return Counts(
             **{name: document[name] for name in _SUMS},
-            splits=splits,
-            dropped=dict(document["dropped"]),
-            examples={reason: list(shown) for reason, shown in document["examples"].items()},
+            splits={name: SplitCounts(**counts) for name, counts in document["splits"].items()},
+            dropped={DropReason.named(reason): count for reason, count in document["dropped"].items()},
+            examples={DropReason.named(reason): list(shown) for reason, shown in document["examples"].items()},
         )
+
+
+def total_of(counts: Iterable[Counts]) -> Counts:
+    """Return the sum of several counts."""
+    total = Counts()
+    for one in counts:
+        total.add(one)
+    return total
 
 
 _SUMS = ("num_rows", "num_repeated", "num_bytes", "num_cut_rows", "num_cut_tokens", "num_straddling")

@@ -1,17 +1,18 @@
-"""Rows to token stores, one per split: units of work by any number of processes, reused where they are whole."""
+"""Records to token stores, one per split: slices by any number of processes, reused where they are whole."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, repeat
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.prepare.counts import ERRORS, Counts
-from megatron_packed_sft.prepare.duplicates import find_duplicates
+from megatron_packed_sft.prepare.counts import Counts, total_of
 from megatron_packed_sft.prepare.encode_worker import (
     EncodeSettings,
     SliceResult,
@@ -22,24 +23,136 @@ from megatron_packed_sft.prepare.encode_worker import (
 )
 from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
 from megatron_packed_sft.prepare.progress import Progress
-from megatron_packed_sft.prepare.sources import ScannedSource
-from megatron_packed_sft.prepare.token_stores import open_stores, publish_parts, remove_other_stores
-from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
+from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource
+from megatron_packed_sft.prepare.work_directory import (
+    WorkDirectory,
+    fingerprint_of,
+    open_stores,
+    part_number,
+    publish_parts,
+    record_numbers_path,
+    slice_receipt,
+)
 from megatron_packed_sft.records.files import InputFile
+from megatron_packed_sft.support.drop_reasons import Severity
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 from megatron_packed_sft.tokens.writer import part_path
 
+ENOUGH_BYTES = 64 << 20  # of the input, for a dry run; more is sampled
 
-@dataclass(frozen=True)
-class EncodeRequest:
-    """Everything that decides what the encode stage writes, and how it may go about it."""
 
-    sources: Sequence[ScannedSource]
-    settings: EncodeSettings
-    description: Mapping[str, Any]  # plain settings; with the sources they decide every byte
-    deduplicate: bool
-    limit: int | None  # rows of each source
-    max_errors: int  # 0 unless errors are skipped
+@dataclass
+class EncodedSources:
+    """What the stage left: a token store for each split that got a sequence, and the counts of each source."""
+
+    stores: dict[str, TokenStore]
+    counts: dict[str, Counts]  # in the order of the configuration
+    slice_sources: list[str]  # the source of each slice, by its number
+    num_reused: int
+
+    def sources_of(self, split: str) -> npt.NDArray[np.int64]:
+        """Return the index of the source of each sequence of a split."""
+        names = list(self.counts)
+        parts = [(names.index(self.slice_sources[part_number(part)]), len(part)) for part in self.stores[split].parts]
+        return np.repeat([index for index, _ in parts], [size for _, size in parts]).astype(np.int64)
+
+
+class EncodedSplit(NamedTuple):
+    """The sequences of a split, one entry each."""
+
+    lengths: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.int64]  # trained tokens
+    sources: npt.NDArray[np.int64]  # index of the source
+
+
+@dataclass
+class Estimate:
+    """What a dry run found."""
+
+    counts: dict[str, Counts]
+    splits: dict[str, EncodedSplit]
+    num_slices: int
+    looked_at: float  # share of the input's bytes
+
+
+def encode_sources(
+    sources: Sequence[ScannedSource],
+    settings: EncodeSettings,
+    work: WorkDirectory,
+    executor: Executor,
+    progress: Progress,
+) -> EncodedSources:
+    """Bring the token stores of a work directory in line with the sources and settings."""
+    run = SliceRun(sources, settings, work, progress)
+    fingerprint = run.fingerprint
+    whole = work.receipt("encode", fingerprint)
+    if whole is not None and (stores := open_stores(work.tokens, whole["stores"])) is not None:
+        counts = {one.source.name: Counts.from_json(whole["counts"][one.source.name]) for one in sources}
+        # If fewer errors are allowed than that run had, its slices are looked at again, to say which records they were.
+        if total_of(counts.values()).num_errors <= settings.max_errors:
+            names = list(chain.from_iterable(repeat(name, number) for name, number in whole["slices"]))
+            return EncodedSources(stores, counts, names, num_reused=len(names))
+    run.run(executor)
+    stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(run.parts.items())}
+    if not stores:
+        raise nothing_left(run.counts)
+    for split in SPLITS:
+        if split not in stores:
+            shutil.rmtree(work.tokens / split, ignore_errors=True)
+    names = run.slice_sources
+    noted = {
+        "stores": {split: store.fingerprint for split, store in stores.items()},
+        "counts": {name: counts.to_json() for name, counts in run.counts.items()},
+        "slices": [[one.source.name, names.count(one.source.name)] for one in sources],
+    }
+    work.write_receipt("encode", fingerprint, noted)
+    return EncodedSources(stores, run.counts, names, run.num_reused)
+
+
+def estimate(
+    sources: Sequence[ScannedSource], settings: EncodeSettings, executor: Executor, progress: Progress
+) -> Estimate:
+    """Count records, drops and tokens of the input, or of evenly spread slices of a large one; write nothing."""
+    total = sum(one.num_bytes for one in sources)
+    every = 1 if settings.limit is not None else max(1, -(-total // ENOUGH_BYTES))
+    progress.expect(total // every)
+    run = SliceRun(sources, settings, None, progress, every)
+    run.run(executor)
+    splits = run.splits()
+    if not splits:
+        raise nothing_left(run.counts)
+    num_bytes = sum(one.num_bytes for one in run.counts.values())
+    looked_at = 1.0 if every == 1 else num_bytes / total
+    return Estimate(run.counts, splits, len(run.slice_sources), looked_at)
+
+
+class SliceRun:
+    """The slices of one run: those that are whole are taken over, the others go to the executor.
+
+    Args:
+        sources: what to encode.
+        settings: how.
+        work: where receipts are; None for a dry run, which neither reads nor writes any.
+        progress: told of every slice.
+        every: take every n-th slice only.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ScannedSource],
+        settings: EncodeSettings,
+        work: WorkDirectory | None,
+        progress: Progress,
+        every: int = 1,
+    ) -> None:
+        self._sources, self._settings, self._work = sources, settings, work
+        self._progress, self._every = progress, every
+        self._description = settings.to_json()
+        self._records_left = self._limits()
+        self._files: dict[int, InputFile] = {}  # of the slices that the executor has
+        self._results: dict[int, SliceResult] = {}
+        self._seen = Counts()
+        self.num_reused = 0
 
     @property
     def fingerprint(self) -> str:
@@ -47,242 +160,219 @@ class EncodeRequest:
         return fingerprint_of(
             {
                 "stage": "encode",
-                "sources": [{"name": one.source.name, **one.to_json()} for one in self.sources],
-                "deduplicate": self.deduplicate,
-                "limit": self.limit,
-                **self.description,
+                "sources": [{"name": one.source.name, **one.to_json()} for one in self._sources],
+                "deduplicate": self._settings.deduplicate,
+                "limit": self._settings.limit,
+                **self._description,
             }
         )
 
-
-@dataclass
-class EncodedSources:
-    """What the stage left: a token store for each split that got a row, and the counts of each source."""
-
-    stores: dict[str, TokenStore]
-    counts: dict[str, Counts]
-    num_units: int
-    num_reused: int
-
-
-def encode_sources(
-    request: EncodeRequest, work: WorkDirectory, executor: Executor, progress: Progress
-) -> EncodedSources:
-    """Bring the token stores of a work directory in line with a request."""
-    whole = work.receipt("encode", request.fingerprint)
-    if whole is not None and (stores := open_stores(work.tokens, whole["stores"])) is not None:
-        counts = {name: Counts.from_json(document) for name, document in whole["counts"].items()}
-        # If fewer errors are allowed than that run had, its units are looked at again, to say which rows they were.
-        if _num_errors(*counts.values()) <= request.max_errors:
-            return EncodedSources(stores, counts, whole["num_units"], num_reused=whole["num_units"])
-    encoder = SliceRun(request, work, progress)
-    encoder.run(executor)
-    stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(encoder.parts.items())}
-    if not stores:
-        raise nothing_left(encoder.counts)
-    remove_other_stores(work.tokens, stores)
-    work.write_receipt(
-        "encode",
-        request.fingerprint,
-        {
-            "stores": {split: store.fingerprint for split, store in stores.items()},
-            "counts": {name: counts.to_json() for name, counts in encoder.counts.items()},
-            "num_units": encoder.num_units,
-        },
-    )
-    return EncodedSources(stores, encoder.counts, encoder.num_units, encoder.num_reused)
-
-
-class SliceRun:
-    """The units of one run: those that are whole are taken over, the others go to the executor.
-
-    Args:
-        request: what to encode.
-        work: where receipts are; None for a dry run, which neither reads nor writes any.
-        progress: told of every unit.
-        every: of the units, only each so-manieth.
-    """
-
-    def __init__(self, request: EncodeRequest, work: WorkDirectory | None, progress: Progress, every: int = 1) -> None:
-        self._request, self._work, self._progress, self._every = request, work, progress, every
-        self._rows_left = _rows_left(request)
-        self._files: dict[int, InputFile] = {}  # of the units that the executor has
-        self._results: dict[int, SliceResult] = {}
-        self._seen = Counts()
-        self.num_units = self.num_reused = 0
-
     def run(self, executor: Executor) -> None:
-        """Encode every unit that is not whole already."""
-        # With a limit a unit must know how many rows the ones before it had; a trial need not be parallel.
-        if self._request.limit is not None:
+        """Encode every slice that is not whole already."""
+        # With a limit a slice must know how many records the ones before it had; a trial need not be parallel.
+        if self._settings.limit is not None:
             executor = LocalExecutor(1)
-        executor = executor.fitting(sum(one.num_bytes for one in self._request.sources))
-        duplicates = self._duplicates(executor) if self._request.deduplicate else {}
-        for result in executor.run(encode_slice, self._tasks(duplicates), start_encoder, self._request.settings):
-            self._files.pop(result.number).refuse_changed()  # or its receipt would vouch for other rows
-            self._take(result)
+        executor = executor.fitting(sum(one.num_bytes for one in self._sources))
+        duplicates = self._duplicates(executor) if self._settings.deduplicate else {}
+        for result in executor.run(encode_slice, self._tasks(duplicates), start_encoder, self._settings):
+            file = self._files.pop(result.number)
+            file.refuse_changed()  # or its receipt would vouch for other records
             if self._work is not None:
-                noted = {"counts": result.counts.to_json(), "parts": result.parts}
-                self._work.write_receipt(_receipt_name(result.number), result.fingerprint, noted)
+                noted = {
+                    "counts": result.counts.to_json(),
+                    "parts": dict(result.parts),
+                    "record_numbers": dict(result.record_numbers),
+                    "file": file.path,
+                    "drops": [list(drop) for drop in result.drops],
+                }
+                self._work.write_receipt(slice_receipt(result.number), result.fingerprint, noted)
+            self._take(result._replace(drops=()))
 
     def _duplicates(self, executor: Executor) -> dict[int, frozenset[int]]:
-        """Slice -> positions of records that equal an earlier one, among those that this run looks at."""
-        rows_left = _rows_left(self._request)
-        tasks = (task for task in slice_tasks(self._request.sources, rows_left) if task.number % self._every == 0)
+        """Return slice -> positions of records that equal an earlier one, among those that this run looks at."""
+        left = self._limits()
+        tasks = (task for task in slice_tasks(self._sources, left) if task.number % self._every == 0)
         hashes = {}
         self._progress.begin("compare")
-        for unit in executor.run(hash_slice, tasks, _nothing):
-            hashes[unit.number] = unit.hashes
-            _take_off(rows_left, unit.source, len(unit.hashes))
-            self._progress.update(unit.num_bytes, rows=len(unit.hashes))
+        for one in executor.run(hash_slice, tasks, _nothing):
+            hashes[one.number] = one.hashes
+            _take_off(left, one.source, len(one.hashes))
+            self._progress.update(one.num_bytes, records=len(one.hashes))
         self._progress.begin("encode")
         return find_duplicates(hashes)
 
     def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[SliceTask]:
-        """The units that must be encoded; the whole ones are counted on the way."""
-        for task in slice_tasks(self._request.sources, self._rows_left):
+        """Yield the slices that must be encoded; the whole ones are counted on the way."""
+        for task in slice_tasks(self._sources, self._records_left):
             if task.number % self._every:
                 continue
-            self.num_units += 1
             described = task._replace(duplicates=duplicates.get(task.number, frozenset()))
-            described = described._replace(fingerprint=self._fingerprint(described))
+            described = described._replace(fingerprint=self._slice_fingerprint(described))
             reused = self._whole(described)
             if reused is None:
-                self._files[task.number] = task.unit.file
+                self._files[task.number] = task.slice.file
                 yield described
             else:
                 self.num_reused += 1
                 self._take(reused)
 
-    def _fingerprint(self, task: SliceTask) -> str:
+    def _slice_fingerprint(self, task: SliceTask) -> str:
         return fingerprint_of(
             {
-                "unit": task.unit.key(),
+                "slice": task.slice.key(),
                 "number": task.number,
-                "file": task.unit.file.path,  # the examples of dropped rows name it
+                "file": task.slice.file.path,  # the examples of dropped records name it
                 "source": [task.source.name, task.source.schema, task.source.weight, task.source.split],
                 "mapping": dict(task.source.mapping),
-                "max_rows": task.max_rows,
+                "max_records": task.max_records,
                 "duplicates": sorted(task.duplicates),
-                **self._request.description,
+                **self._description,
             }
         )
 
     def _whole(self, task: SliceTask) -> SliceResult | None:
+        """Return what an earlier run made of a slice, if all of it is still there."""
         if self._work is None:
             return None
-        noted = self._work.receipt(_receipt_name(task.number), task.fingerprint)
+        noted = self._work.receipt(slice_receipt(task.number), task.fingerprint)
         if noted is None:
             return None
+        tokens = self._work.tokens
         for split, fingerprint in noted["parts"].items():
             try:
-                if TokenPart.open(part_path(self._work.tokens / split, task.number)).fingerprint != fingerprint:
+                if TokenPart.open(part_path(tokens / split, task.number)).fingerprint != fingerprint:
                     return None
             except PackedSFTError:
                 return None
+            if not record_numbers_path(tokens, split, task.number).exists():
+                return None
         counts = Counts.from_json(noted["counts"])
-        if _num_errors(counts) and not self._request.settings.skip_errors:
+        if counts.num_errors and not self._settings.skip_errors:
             return None  # read again, to say what is wrong
-        return SliceResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"], {})
+        return SliceResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"])
 
     def _take(self, result: SliceResult) -> None:
         self._results[result.number] = result
-        _take_off(self._rows_left, result.source, result.counts.num_rows)
-        sequences = result.counts.splits.values()
-        self._progress.update(
-            result.counts.num_bytes, rows=result.counts.num_rows, tokens=sum(one.num_tokens for one in sequences)
-        )
+        _take_off(self._records_left, result.source, result.counts.num_rows)
+        num_tokens = sum(one.num_tokens for one in result.counts.splits.values())
+        self._progress.update(result.counts.num_bytes, records=result.counts.num_rows, tokens=num_tokens)
         self._seen.add(result.counts)
-        _check_errors(self._seen, self._request.max_errors)
+        _check_errors(self._seen, self._settings.max_errors)
+
+    def _limits(self) -> dict[str, int | None]:
+        return {one.source.name: self._settings.limit for one in self._sources}
+
+    def _in_order(self) -> list[SliceResult]:
+        return [result for _, result in sorted(self._results.items())]
 
     @property
     def counts(self) -> dict[str, Counts]:
-        """Per source, added up in the order of the units, whoever finished first."""
-        counts = {one.source.name: Counts() for one in self._request.sources}
-        for _, result in sorted(self._results.items()):
+        """Counts per source, added up in the order of the slices, whoever finished first."""
+        counts = {one.source.name: Counts() for one in self._sources}
+        for result in self._in_order():
             counts[result.source].add(result.counts)
         return counts
 
     @property
-    def lengths(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Split -> lengths of its sequences, in order; of dry runs only."""
-        lengths: dict[str, list[npt.NDArray[np.int32]]] = {}
-        for _, result in sorted(self._results.items()):
-            for split, found in result.lengths.items():
-                lengths.setdefault(split, []).append(found)
-        return {split: np.concatenate(found) for split, found in lengths.items()}
+    def slice_sources(self) -> list[str]:
+        """The source of each slice, in order."""
+        return [result.source for result in self._in_order()]
+
+    def splits(self) -> dict[str, EncodedSplit]:
+        """Return what a dry run keeps of each split."""
+        found: dict[str, list[tuple[str, SliceResult]]] = {}
+        for result in self._in_order():
+            for split in result.lengths:
+                found.setdefault(split, []).append((result.source, result))
+        names = [one.source.name for one in self._sources]
+        return {
+            split: EncodedSplit(
+                np.concatenate([result.lengths[split] for _, result in some]).astype(np.int64),
+                np.concatenate([result.trained[split] for _, result in some]).astype(np.int64),
+                np.concatenate([np.full(len(one.lengths[split]), names.index(name)) for name, one in some]),
+            )
+            for split, some in found.items()
+        }
 
     @property
     def parts(self) -> dict[str, list[int]]:
         """Split -> the numbers of the parts that this run vouches for."""
         parts: dict[str, list[int]] = {}
-        for number, result in sorted(self._results.items()):
+        for result in self._in_order():
             for split in result.parts:
-                parts.setdefault(split, []).append(number)
+                parts.setdefault(split, []).append(result.number)
         return parts
 
 
 def slice_tasks(
-    sources: Sequence[ScannedSource], rows_left: Mapping[str, int | None] | None = None
+    sources: Sequence[ScannedSource], records_left: Mapping[str, int | None] | None = None
 ) -> Iterator[SliceTask]:
-    """All units of all sources, numbered in the order of the configuration.
+    """Yield all slices of all sources, numbered in the order of the configuration.
 
     Args:
         sources: in that order.
-        rows_left: source -> rows still wanted of it; what a unit has is taken off before the next one is asked for.
+        records_left: source -> records still wanted; what a slice has is taken off before the next one is asked for.
     """
     number = 0
     for one in sources:
-        for unit, num_bytes in one.units():
-            max_rows = None if rows_left is None else rows_left[one.source.name]
-            if max_rows is not None and max_rows <= 0:
+        for file_slice, num_bytes in one.slices():
+            max_records = None if records_left is None else records_left[one.source.name]
+            if max_records is not None and max_records <= 0:
                 break
-            yield SliceTask(number, one.source, unit, num_bytes, max_rows=max_rows)
+            yield SliceTask(number, one.source, file_slice, num_bytes, max_records=max_records)
             number += 1
 
 
-def _rows_left(request: EncodeRequest) -> dict[str, int | None]:
-    return {one.source.name: request.limit for one in request.sources}
+def find_duplicates(hashes: Mapping[int, npt.NDArray[np.uint64]]) -> dict[int, frozenset[int]]:
+    """Return the positions of repeated records in each slice; the first one wins for any number of workers.
+
+    Args:
+        hashes: slice number -> content hashes [records, 2]. Costs 16 bytes of memory per record, and as much to sort.
+
+    Example:
+        >>> one, two = np.array([[1, 1], [2, 2]], np.uint64), np.array([[3, 3], [1, 1]], np.uint64)
+        >>> find_duplicates({0: one, 1: two})
+        {0: frozenset(), 1: frozenset({1})}
+    """
+    numbers = sorted(hashes)
+    records = np.concatenate([hashes[number] for number in numbers]) if numbers else np.empty((0, 2), np.uint64)
+    order = np.lexsort((records[:, 1], records[:, 0]))  # stable: equal records stay in their order
+    repeated = np.zeros(len(records), bool)
+    repeated[order[1:]] = np.all(records[order[1:]] == records[order[:-1]], axis=1)
+    ends = np.cumsum([len(hashes[number]) for number in numbers])
+    by_slice = np.split(repeated, ends[:-1]) if numbers else []
+    return {number: frozenset(np.flatnonzero(one).tolist()) for number, one in zip(numbers, by_slice, strict=True)}
 
 
-def _take_off(rows_left: dict[str, int | None], source: str, num_rows: int) -> None:
-    left = rows_left[source]
+def nothing_left(counts: Mapping[str, Counts]) -> InvalidInputError:
+    """Return the error for an input of which no record is left, with the reasons."""
+    total = total_of(counts.values())
+    if not total.num_rows:
+        return InvalidInputError("the input holds no record; check input or sources")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.dropped.items()))
+    example = next((shown[0] for _, shown in sorted(total.examples.items()) if shown), "")
+    return InvalidInputError(
+        f"all {total.num_rows:,} records were dropped ({reasons}), such as {example}; "
+        "check the schema, the template and the encode settings"
+    )
+
+
+def _take_off(records_left: dict[str, int | None], source: str, num_records: int) -> None:
+    left = records_left[source]
     if left is not None:
-        rows_left[source] = left - num_rows
-
-
-def _num_errors(*counts: Counts) -> int:
-    return sum(one.dropped.get(reason, 0) for one in counts for reason in ERRORS)
+        records_left[source] = left - num_records
 
 
 def _check_errors(counts: Counts, max_errors: int) -> None:
-    """Refuse to go on when more rows could not be used than the user allows."""
-    num_errors = _num_errors(counts)
-    if num_errors > max_errors:
-        shown = "; ".join(example for reason in ERRORS for example in counts.examples.get(reason, []))
+    """Stop when more records could not be used than the user allows."""
+    if counts.num_errors > max_errors:
+        errors = (reason for reason in counts.examples if reason.severity is Severity.ERROR)
+        shown = "; ".join(chain.from_iterable(counts.examples[reason] for reason in errors))
         raise InvalidInputError(
-            f"{num_errors:,} rows could not be used, more than max_errors={max_errors:,} allows; the first: {shown}"
+            f"{counts.num_errors:,} records could not be used, more than max_errors={max_errors:,} allows; "
+            f"the first: {shown}"
         )
 
 
 def _nothing() -> None:
     """Hashing needs no set-up."""
-
-
-def _receipt_name(number: int) -> str:
-    return f"tokens/receipts/unit_{number:06d}"
-
-
-def nothing_left(counts: Mapping[str, Counts]) -> InvalidInputError:
-    """The error for an input of which no row is left, with the reasons."""
-    total = Counts()
-    for one in counts.values():
-        total.add(one)
-    if not total.num_rows:
-        return InvalidInputError("the input holds no row; check input or sources")
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.dropped.items()))
-    example = next((shown[0] for _, shown in sorted(total.examples.items()) if shown), "")
-    return InvalidInputError(
-        f"all {total.num_rows:,} rows were dropped ({reasons}), such as {example}; "
-        "check the schema, the template and the encode settings"
-    )

@@ -1,72 +1,101 @@
-"""One unit of work of the encode stage: rows in, parts of the token store and a receipt out. Runs in any process."""
+"""One slice of the encode stage: records in, parts of the token store out. Runs in any process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.counts import BAD_ROW, DUPLICATE, ERRORS, NOTHING_LEFT, SAMPLED_OUT, Counts
-from megatron_packed_sft.prepare.sources import Source
-from megatron_packed_sft.prepare.splits import TRAIN, SplitRule
+from megatron_packed_sft.prepare.counts import Counts, SplitCounts
+from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
+from megatron_packed_sft.prepare.work_directory import record_numbers_path
 from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.record import Record, RecordError
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
+from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.tokens.store import TokenPart
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
-_ROWS_AT_ONCE = 256
+_RECORDS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What every process of the encode stage needs to know; sent once."""
+    """Everything that decides what the encode stage makes of its sources; sent once to every process."""
 
     tokenizer: Tokenizer
     template: TemplateOptions
     options: EncodeOptions
     split_rule: SplitRule
-    skip_errors: bool
     tokens: Path | None  # where parts are written; None: only count
+    skip_errors: bool = False
+    max_errors: int = 0
+    deduplicate: bool = False
+    limit: int | None = None  # records of each source
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what decides the tokens of a record, in plain values."""
+        template = load_template_if_any(self.template.name, self.tokenizer)
+        return {
+            "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
+            "chat_template": template and {"name": template.name, "fingerprint": template.fingerprint},
+            "encode": {**self.options.to_json(), **self.template.to_json()},
+            "split": {name: getattr(self.split_rule, name) for name in SplitRule.__dataclass_fields__},
+        }
 
 
 class SliceTask(NamedTuple):
-    """One unit, and what the parent knows about it."""
+    """One slice, and what the parent knows about it."""
 
     number: int
     source: Source
-    unit: FileSlice
+    slice: FileSlice
     num_bytes: int  # its share of the file, for progress
     fingerprint: str = ""
-    max_rows: int | None = None
-    duplicates: frozenset[int] = frozenset()  # positions of rows that an earlier unit or row had already
+    max_records: int | None = None
+    duplicates: frozenset[int] = frozenset()  # positions of records that equal an earlier one
+
+
+class Drop(NamedTuple):
+    """A dropped record: its line or row in the file, and why."""
+
+    number: int
+    reason: DropReason
+    detail: str
 
 
 class SliceResult(NamedTuple):
-    """What became of a unit."""
+    """What became of a slice."""
 
     number: int
     source: str
     fingerprint: str
     counts: Counts
-    parts: dict[str, str]  # split -> fingerprint of the part
-    lengths: dict[str, npt.NDArray[np.int32]]  # split -> lengths, when only counting
+    parts: Mapping[str, str] = {}  # split -> fingerprint of the part
+    record_numbers: Mapping[str, str] = {}  # split -> checksum of the file with the records' lines
+    drops: tuple[Drop, ...] = ()  # those that are no mere matter of options
+    lengths: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> tokens of each sequence, when only counting
+    trained: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> trained tokens of each sequence, likewise
 
 
 class HashedSlice(NamedTuple):
-    """The content hashes of a unit's rows, [rows, 2]."""
+    """The content hashes of a slice's records, [records, 2]."""
 
     number: int
     source: str
@@ -75,79 +104,55 @@ class HashedSlice(NamedTuple):
 
 
 class ReadRecord(NamedTuple):
-    """A row that could be read, with where it came from and the hash of its content."""
+    """A record that could be read, with where it came from and the hash of its content."""
 
     raw: RawRecord
-    row: Record
+    record: Record
     content: bytes
-
-    @property
-    def where(self) -> str:
-        """File and line, in words; made when asked for, since most rows are never asked."""
-        return str(self.raw.where)
 
 
 class SliceEncoder:
-    """Encodes units; keeps the tokenizer and the compiled template for the next one."""
+    """Encodes slices; keeps the tokenizer and the compiled template for the next one."""
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
-        self._tokenizer = settings.tokenizer
-        self._vocab_size = settings.tokenizer.vocab_size
-        self._template = load_template_if_any(settings.template.name, self._tokenizer)
-        # Rows with nothing to train on are refused here, where file and line are known.
-        self._encoder = RecordEncoder(self._tokenizer, settings.template, replace(settings.options, on_empty="drop"))
+        self._template = load_template_if_any(settings.template.name, settings.tokenizer)
+        # Records with nothing to train on are refused here, where file and line are known.
+        self._encoder = RecordEncoder(settings.tokenizer, settings.template, replace(settings.options, on_empty="drop"))
 
     def encode(self, task: SliceTask) -> SliceResult:
-        """Read, adapt, encode and store the rows of one unit."""
-        counts = Counts(num_bytes=task.num_bytes)
-        sink: _Sink = _LengthSink() if self.settings.tokens is None else self._part_sink(self.settings.tokens, task)
-        with sink:
-            rows = self._rows(task, counts)
-            while batch := list(islice(rows, _ROWS_AT_ONCE)):
-                encoded = self._encoder.encode_records([one.row for one in batch])
-                self._store(task.source, batch, encoded, counts, sink)
-            parts, lengths = sink.finish()
-        return SliceResult(task.number, task.source.name, task.fingerprint, counts, parts, lengths)
+        """Read, adapt, encode and store the records of one slice."""
+        with _Sink(self.settings, None if self._template is None else self._template.fingerprint, task) as sink:
+            records = self._records(task, sink)
+            while batch := list(islice(records, _RECORDS_AT_ONCE)):
+                encoded = self._encoder.encode_records([one.record for one in batch])
+                self._count_drops(batch, encoded, sink)
+                self._store(task.source, batch, encoded.sequences, sink)
+            return sink.finish()
 
-    def _part_sink(self, tokens: Path, task: SliceTask) -> _PartSink:
-        return _PartSink(
-            tokens,
-            task.number,
-            vocab_size=self._vocab_size,
-            tokenizer={"name": self._tokenizer.name, "fingerprint": self._tokenizer.fingerprint},
-            chat_template_fingerprint=self._template and self._template.fingerprint,
-            overwrite=True,
-        )
-
-    def _rows(self, task: SliceTask, counts: Counts) -> Iterator[ReadRecord]:
-        for position, read in enumerate(read_rows(task)):
-            counts.num_rows += 1
+    def _records(self, task: SliceTask, sink: _Sink) -> Iterator[ReadRecord]:
+        for position, (raw, read) in enumerate(read_records(task)):
+            sink.counts.num_rows += 1
             if isinstance(read, RecordError):
-                self._refuse(counts, BAD_ROW, str(read))
+                self._drop(sink, raw, DropReason.BAD_RECORD, f"{read.field or 'the record'} {read.problem}", str(read))
             elif position in task.duplicates:
-                counts.drop(DUPLICATE, read.where)
+                self._drop(sink, raw, DropReason.DUPLICATE, "")
             else:
                 yield read
 
-    def _store(
-        self, source: Source, batch: list[ReadRecord], encoded: EncodedRecords, counts: Counts, sink: _Sink
-    ) -> None:
+    def _count_drops(self, batch: list[ReadRecord], encoded: EncodedRecords, sink: _Sink) -> None:
         for index, reason, detail in encoded.dropped:
-            problem = f"{batch[index].where}: {detail}"
-            if reason in ERRORS:
-                self._refuse(counts, reason, problem)
-            elif reason in NOTHING_LEFT and self.settings.options.on_empty == "error":
-                raise InvalidInputError(f"{problem} (encode.on_empty=drop leaves such rows out and counts them)")
-            else:
-                counts.drop(reason, problem)
-        counts.num_cut_rows += encoded.num_cut_sequences
-        counts.num_cut_tokens += encoded.num_cut_tokens
-        sequences = encoded.sequences
-        counts.num_straddling += sequences.num_straddling
+            self._drop(sink, batch[index].raw, reason, detail)
+        sink.counts.num_cut_rows += encoded.num_cut_sequences
+        sink.counts.num_cut_tokens += encoded.num_cut_tokens
+        sink.counts.num_straddling += encoded.sequences.num_straddling
+
+    def _store(self, source: Source, batch: list[ReadRecord], sequences: Sequences, sink: _Sink) -> None:
+        """Give every sequence to its split, as often as the weight of its source says."""
+        numbers = np.array([one.raw.number for one in batch], np.int64)
         rule = self.settings.split_rule
         if source.weight == 1 and (source.split or not rule.holds_out) and len(sequences.record):
-            sink.append(source.split or TRAIN, sequences, counts)
+            sink.append(source.split or TRAIN, sequences, numbers[sequences.record])
             return
         chosen: dict[str, list[int]] = {}
         for sequence, index in enumerate(sequences.record.tolist()):
@@ -155,109 +160,118 @@ class SliceEncoder:
             split = source.split or rule.split_of(content)
             copies = rule.num_copies(content, source.weight) if split == TRAIN else 1
             if copies == 0:
-                counts.drop(SAMPLED_OUT, batch[index].where)
-            counts.num_repeated += max(copies - 1, 0)
+                self._drop(sink, batch[index].raw, DropReason.SAMPLED_OUT, "")
+            sink.counts.num_repeated += max(copies - 1, 0)
             chosen.setdefault(split, []).extend([sequence] * copies)
-        for split, numbers in chosen.items():
-            if numbers:
-                sink.append(split, sequences.take(np.array(numbers)), counts)
+        for split, some in chosen.items():
+            if some:
+                taken = sequences.take(np.array(some))
+                sink.append(split, taken, numbers[taken.record])
 
-    def _refuse(self, counts: Counts, reason: str, problem: str) -> None:
-        if not self.settings.skip_errors:
-            raise InvalidInputError(f"{problem} (on_error=skip leaves such rows out and counts them)")
-        counts.drop(reason, problem)
+    def _drop(self, sink: _Sink, raw: RawRecord, reason: DropReason, detail: str, problem: str | None = None) -> None:
+        """Count a record that is dropped; an error stops the run unless the user wants to skip errors."""
+        where = str(raw.where)
+        problem = problem or (f"{where}: {detail}" if detail else where)
+        if reason.severity is Severity.ERROR and not self.settings.skip_errors:
+            raise InvalidInputError(f"{problem} (on_error=skip drops such records and counts them)")
+        if reason in NOTHING_LEFT and self.settings.options.on_empty == "error":
+            raise InvalidInputError(f"{problem} (encode.on_empty=drop drops such records and counts them)")
+        sink.counts.drop(reason, problem)
+        if reason.severity is not Severity.HARMLESS:
+            sink.drops.append(Drop(raw.number, reason, detail))
 
 
-def read_rows(task: SliceTask) -> Iterator[ReadRecord | RecordError]:
-    """The rows of a unit in one form; the error in place of a row that has none."""
+def read_records(task: SliceTask) -> Iterator[tuple[RawRecord, ReadRecord | RecordError]]:
+    """Yield the records of a slice in one form; the error in place of a record that cannot be read."""
     adapt = adapter(task.source.schema, task.source.mapping or None)
-    for raw in islice(read_slice(task.unit), task.max_rows):
+    for raw in islice(read_slice(task.slice), task.max_records):
         if isinstance(raw.value, RecordError):
-            yield raw.value
+            yield raw, raw.value
             continue
         try:
-            row = adapt(raw.value)
-            yield ReadRecord(raw, row, content_hash(row))
+            record = adapt(raw.value)
+            yield raw, ReadRecord(raw, record, content_hash(record))
         except RecordError as error:
-            yield error.at(raw.where)
+            yield raw, error.at(raw.where)
 
 
 def hash_slice(task: SliceTask) -> HashedSlice:
-    """Hash the rows of a unit; those that cannot be read count as different from all others."""
+    """Hash the records of a slice; those that cannot be read count as different from all others."""
     digests = [
         (task.number << 32 | position).to_bytes(16, "big") if isinstance(read, RecordError) else read.content
-        for position, read in enumerate(read_rows(task))
+        for position, (_, read) in enumerate(read_records(task))
     ]
     hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
     return HashedSlice(task.number, task.source.name, task.num_bytes, hashes)
 
 
-class _Sink(Protocol):
-    """Where encoded sequences go."""
+class _Sink:
+    """What a slice gives: a part of the token store per split, or lengths only in a dry run; and its counts."""
 
-    def append(self, split: str, sequences: Sequences, counts: Counts) -> None: ...
-
-    def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]: ...
-
-    def __enter__(self) -> _Sink: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _count(counts: Counts, split: str, sequences: Sequences) -> None:
-    of_split = counts.split(split)
-    of_split.num_sequences += len(sequences.lengths)
-    of_split.num_tokens += len(sequences.input_ids)
-    of_split.num_trained_tokens += int(sequences.train.sum(dtype=np.int64))
-
-
-class _PartSink:
-    """Parts of the token store, one per split that gets a sequence."""
-
-    def __init__(self, tokens: Path, number: int, **arguments: Any) -> None:
-        self._tokens, self._number, self._arguments = tokens, number, arguments
+    def __init__(self, settings: EncodeSettings, template_fingerprint: str | None, task: SliceTask) -> None:
+        self.counts = Counts(num_bytes=task.num_bytes)
+        self.drops: list[Drop] = []
+        self._task = task
+        self._tokens = settings.tokens
+        self._arguments: dict[str, Any] = {
+            "vocab_size": settings.tokenizer.vocab_size,
+            "tokenizer": {"name": settings.tokenizer.name, "fingerprint": settings.tokenizer.fingerprint},
+            "chat_template_fingerprint": template_fingerprint,
+            "overwrite": True,
+        }
         self._writers: dict[str, TokenPartWriter] = {}
+        self._numbers: dict[str, list[npt.NDArray[np.int64]]] = {}
+        self._lengths: dict[str, list[npt.NDArray[np.int32]]] = {}
+        self._trained: dict[str, list[npt.NDArray[np.int32]]] = {}
         self._open = ExitStack()
 
-    def append(self, split: str, sequences: Sequences, counts: Counts) -> None:
+    def append(self, split: str, sequences: Sequences, numbers: npt.NDArray[np.int64]) -> None:
+        """Take sequences, with the line or row of the record that each came from."""
+        trained = int(sequences.train.sum(dtype=np.int64))
+        self.counts.split(split).add(SplitCounts(len(sequences.lengths), len(sequences.input_ids), trained))
+        if self._tokens is None:
+            self._lengths.setdefault(split, []).append(sequences.lengths.astype(np.int32))
+            starts = sequences.ends - sequences.lengths
+            self._trained.setdefault(split, []).append(np.add.reduceat(sequences.train, starts, dtype=np.int32))
+            return
         if split not in self._writers:
-            path = part_path(self._tokens / split, self._number)
+            path = part_path(self._tokens / split, self._task.number)
             self._writers[split] = self._open.enter_context(TokenPartWriter(path, **self._arguments))
         self._writers[split].append_many(sequences.input_ids, sequences.train, sequences.lengths)
-        _count(counts, split, sequences)
+        self._numbers.setdefault(split, []).append(numbers)
 
-    def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]:
-        from megatron_packed_sft.tokens.store import TokenPart
-
+    def finish(self) -> SliceResult:
+        """Publish the parts, and return what became of the slice."""
         for writer in self._writers.values():
             writer.finalize()
-        return {split: TokenPart.open(writer.target).fingerprint for split, writer in self._writers.items()}, {}
+        return SliceResult(
+            self._task.number,
+            self._task.source.name,
+            self._task.fingerprint,
+            self.counts,
+            parts={split: TokenPart.open(writer.target).fingerprint for split, writer in self._writers.items()},
+            record_numbers={split: self._write_numbers(split, numbers) for split, numbers in self._numbers.items()},
+            drops=tuple(self.drops),
+            lengths={split: np.concatenate(lengths) for split, lengths in self._lengths.items()},
+            trained={split: np.concatenate(trained) for split, trained in self._trained.items()},
+        )
 
-    def __enter__(self) -> _PartSink:
+    def _write_numbers(self, split: str, numbers: list[npt.NDArray[np.int64]]) -> str:
+        """Write from which line or row each sequence came; return the file's checksum."""
+        assert self._tokens is not None
+        path = record_numbers_path(self._tokens, split, self._task.number)
+        file = io.BytesIO()
+        np.save(file, np.concatenate(numbers))
+        with os_errors("create", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, file.getvalue())
+        return checksum(file.getvalue())
+
+    def __enter__(self) -> _Sink:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-
-class _LengthSink:
-    """Only the lengths, for a dry run."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[str, list[npt.NDArray[np.int32]]] = {}
-
-    def append(self, split: str, sequences: Sequences, counts: Counts) -> None:
-        self._lengths.setdefault(split, []).append(sequences.lengths.astype(np.int32))
-        _count(counts, split, sequences)
-
-    def finish(self) -> tuple[dict[str, str], dict[str, npt.NDArray[np.int32]]]:
-        return {}, {split: np.concatenate(lengths) for split, lengths in self._lengths.items()}
-
-    def __enter__(self) -> _LengthSink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 _encoder: list[SliceEncoder] = []  # in a worker process: made once
@@ -269,5 +283,5 @@ def start_encoder(settings: EncodeSettings) -> None:
 
 
 def encode_slice(task: SliceTask) -> SliceResult:
-    """Encode a unit in a process that `start_encoder` set up."""
+    """Encode a slice in a process that `start_encoder` set up."""
     return _encoder[0].encode(task)

@@ -24,7 +24,7 @@ class Executor(Protocol):
     num_workers: int
 
     def fitting(self, num_bytes: int) -> Executor:
-        """One that begins no more processes than so much input keeps busy, unless the user said how many."""
+        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
 
     def run(
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
@@ -50,7 +50,7 @@ class LocalExecutor:
         self._is_free = num_workers is None
 
     def fitting(self, num_bytes: int) -> LocalExecutor:
-        """One that begins no more processes than so much input keeps busy, unless the user said how many."""
+        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
         return LocalExecutor(max(1, min(self.num_workers, num_bytes // _BYTES_PER_WORKER))) if self._is_free else self
 
     def run(
@@ -80,15 +80,15 @@ class LocalExecutor:
 
 
 def worker_died() -> PackedSFTError:
-    """The error for a process that ended without a word."""
+    """Return the error for a process that ended without a word."""
     return PackedSFTError(
-        "a worker process died (killed, or out of memory); run the same command again to go on where it "
-        "stopped, with fewer executor.num_workers if memory was short"
+        "a worker process died (killed, or out of memory); run the same command again to resume, with "
+        "fewer executor.num_workers if memory was short"
     )
 
 
 def create_executor(kind: str, num_workers: int | None) -> Executor:
-    """The executor of a configuration.
+    """Return the executor of a configuration.
 
     Example:
         >>> create_executor("local", 2).num_workers

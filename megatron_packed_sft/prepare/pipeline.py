@@ -12,225 +12,303 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.templates.load import load_template_if_any
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.counts import Counts, SplitCounts
-from megatron_packed_sft.prepare.encode_stage import EncodedSources, EncodeRequest, encode_sources
+from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.config import PrepareConfig, SourceConfig
+from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
+from megatron_packed_sft.prepare.encode_stage import EncodedSources, encode_sources, estimate
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings
-from megatron_packed_sft.prepare.estimate import estimate
-from megatron_packed_sft.prepare.executor import Executor
-from megatron_packed_sft.prepare.plan_stage import PackingOptions, Planned, plan_splits
+from megatron_packed_sft.prepare.executor import create_executor
+from megatron_packed_sft.prepare.plan_stage import (
+    PackedSequences,
+    Planned,
+    check_packing,
+    estimated_trained_of_items,
+    pack_split,
+    packed_by_source,
+    plan_splits,
+    trained_of_items,
+)
 from megatron_packed_sft.prepare.progress import Progress
 from megatron_packed_sft.prepare.publish_stage import (
     MADE_BY,
     PublishRequest,
     is_published,
-    may_replace,
     num_shards,
     publish,
     stored_bytes,
 )
-from megatron_packed_sft.prepare.report import PrepareReport, SplitReport
-from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
-from megatron_packed_sft.prepare.splits import SPLITS, SplitRule
+from megatron_packed_sft.prepare.rejects import refuse_other_file, write_rejects
+from megatron_packed_sft.prepare.replacing import refuse_other_files, refuse_replacing
+from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, SplitReport
+from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, scan
 from megatron_packed_sft.prepare.summary import card
-from megatron_packed_sft.prepare.token_stores import remove_damaged_parts
-from megatron_packed_sft.prepare.work_directory import WorkDirectory
-from megatron_packed_sft.storage.writers import LEGACY, MEMMAP_V1
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
+from megatron_packed_sft.storage.writers import MEMMAP_V1, storage_name
 from megatron_packed_sft.support.wording import byte_count, counted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Everything a preparation needs to know, in plain values; the settings are described in conf/prepare.yaml.
+class Pipeline:
+    """A preparation: `run` does it, `estimate` counts what it would do.
 
-    Example:
-        >>> Preparation(output=Path("my_dataset"), ...).run()  # doctest: +SKIP
+    Mistakes in the configuration that would only be found after hours of work are refused here.
     """
 
-    output: Path
-    work_dir: Path
-    sources: Sequence[Source]
-    tokenizer_path: str
-    tokenizer_kind: str = "auto"
-    tokenizer_fast: bool = True
-    template: TemplateOptions = field(default_factory=TemplateOptions)
-    options: EncodeOptions
-    packing: PackingOptions
-    split_rule: SplitRule
-    executor: Executor
-    packed_storage: str = MEMMAP_V1
-    shard_bytes: int = 256 << 20
-    deduplicate: bool = False
-    skip_errors: bool = False
-    max_errors: int = 100
-    limit: int | None = None
-    force: bool = False
-    quiet: bool = False
-    log_interval: float = 30.0
+    def __init__(self, config: PrepareConfig) -> None:
+        _check(config)
+        self.config = config
+        self.output = local_path(config.output, "output")
+        if not self.output.name:
+            raise InvalidInputError(f"output is {config.output}; name a directory for prepare to create")
+        self.work_dir = self.output.with_name(f"{self.output.name}.work")
+        if config.work_dir:
+            self.work_dir = local_path(config.work_dir, "work_dir")
+        if self.work_dir == self.output:
+            raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
+        self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
+        self.packed_storage = storage_name(config.packed_storage)
+        self._sources = _sources(config)
+        self._executor = create_executor(config.executor.kind, config.executor.num_workers)
+        check_packing(config.packing)
+        if not config.dry_run:
+            refuse_other_files(self.output)
+            if self.rejects is not None:
+                refuse_other_file(self.rejects)
 
     def run(self) -> PrepareReport:
-        """Do what has to be done, and say what was."""
-        tokenizer = self._checked_tokenizer()
-        scanned = self._scan()
+        """Do what has to be done, and return what was."""
+        tokenizer = self._tokenizer()
+        sources = self._scan()
         with WorkDirectory(self.work_dir) as work:
-            if self.force:
+            settings = self._encode_settings(tokenizer, work.tokens)
+            made_from = self._made_from(sources, settings)
+            refuse_replacing(self.output, made_from, overwrite=self.config.overwrite)
+            if self.config.force:
                 work.forget()
-            request = self._encode_request(scanned, tokenizer, work.tokens)
-            encoded = self._encode(request, work)
-            planned = plan_splits(_in_order(encoded.stores), self.packing, work)
+            encoded = self._encode(sources, settings, work)
+            planned = plan_splits(_in_order(encoded.stores), self.config.packing, work)
             plans = {split: one.plan for split, one in planned.items()}
-            report = self._report(encoded.counts, plans, tokenizer)
-            report.check()
-            provenance = self._provenance(scanned, request, report)
-            publication = PublishRequest(
-                output=self.output,
-                packed_storage=self.packed_storage,
-                shard_bytes=self.shard_bytes,
-                pad_id=next((one for one in (tokenizer.pad_id, tokenizer.eos_id) if one is not None), 0),
-                provenance=provenance,
-                card=card(report, provenance),
-                num_workers=self.executor.num_workers,
-            )
+            report = self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
+            if self.rejects is not None:
+                write_rejects(self.rejects, sources, encoded, plans, self.config.packing, work)
+            report.refuse_large_loss(self.config.max_drop_share)
+            publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
             if not reused:
                 if encoded.num_reused and remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
-                    encoded = self._encode(request, work)  # the same tokens again, so that the plans still hold
+                    encoded = self._encode(sources, settings, work)  # the same tokens again, so the plans still hold
                 num_bins = sum(plan.num_bins for plan in plans.values())
-                with Progress("publish", num_bins, "bin", quiet=self.quiet, interval=self.log_interval) as progress:
+                with self._progress("publish", num_bins, "bin") as progress:
                     publish(publication, plans, encoded.stores, work, progress.update)
-        stages = [self._scan_line(scanned), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
+        stages = [_scan_line(sources), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
         return replace(report, stages=stages)
 
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""
-        tokenizer = self._checked_tokenizer()
-        scanned = self._scan()
-        with self._progress("dry run", scanned) as progress:
-            request = self._encode_request(scanned, tokenizer, None)
-            found = estimate(request, self.executor, progress)
-        plans = {split: self.packing.pack(split, lengths) for split, lengths in _in_order(found.lengths).items()}
-        dry_run = f"{counted(found.num_units, 'unit')} encoded; nothing was written"
-        stages = [self._scan_line(scanned), ("dry run", dry_run)]
-        report = self._report(found.counts, plans, tokenizer)
-        report.check()
-        return replace(report, stages=stages, looked_at=found.looked_at)
+        tokenizer = self._tokenizer()
+        sources = self._scan()
+        names = [one.source.name for one in sources]
+        with self._progress("dry run", sum(one.num_bytes for one in sources), "B") as progress:
+            found = estimate(sources, self._encode_settings(tokenizer, None), self._executor, progress)
+        options = self.config.packing
+        splits = _in_order(found.splits)
+        plans = {split: pack_split(split, options, one.lengths, one.trained) for split, one in splits.items()}
+        packed = {}
+        for split, one in splits.items():
+            trained = estimated_trained_of_items(plans[split], one.lengths, one.trained)
+            packed[split] = packed_by_source(plans[split], one.lengths, options, one.sources, names, trained)
+        report = self._report(found.counts, plans, packed, tokenizer)
+        dry_run = f"{counted(found.num_slices, 'slice')} encoded; nothing was written"
+        return replace(report, stages=[_scan_line(sources), ("dry run", dry_run)], looked_at=found.looked_at)
 
-    def _checked_tokenizer(self) -> Tokenizer:
-        """The tokenizer, and no mistake left that would only be found after hours of work."""
-        if not self.sources:
-            raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several")
-        if self.work_dir == self.output:
-            raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
-        may_replace(self.output)
-        self.packing.check()
-        return load_tokenizer(self.tokenizer_path, kind=self.tokenizer_kind, fast=self.tokenizer_fast)
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self.config.tokenizer
+        return load_tokenizer(tokenizer.path, kind=tokenizer.kind, fast=tokenizer.fast)
 
     def _scan(self) -> list[ScannedSource]:
-        with Progress("scan", None, "B", quiet=self.quiet, interval=self.log_interval) as progress:
-            return scan(self.sources, progress.update)
+        with self._progress("scan", None, "B") as progress:
+            return scan(self._sources, progress.update)
 
-    def _encode(self, request: EncodeRequest, work: WorkDirectory) -> EncodedSources:
-        with self._progress("encode", request.sources) as progress:
-            return encode_sources(request, work, self.executor, progress)
+    def _encode_settings(self, tokenizer: Tokenizer, tokens: Path | None) -> EncodeSettings:
+        config = self.config
+        skips = config.on_error == "skip"
+        return EncodeSettings(
+            tokenizer=tokenizer,
+            template=config.template,
+            options=config.encode,
+            split_rule=config.split,
+            tokens=tokens,
+            skip_errors=skips,
+            max_errors=config.max_errors if skips else 0,
+            deduplicate=config.deduplicate,
+            limit=config.limit,
+        )
+
+    def _encode(
+        self, sources: Sequence[ScannedSource], settings: EncodeSettings, work: WorkDirectory
+    ) -> EncodedSources:
+        with self._progress("encode", sum(one.num_bytes for one in sources), "B") as progress:
+            return encode_sources(sources, settings, work, self._executor, progress)
 
     @property
     def _shows_bars(self) -> bool:
-        return not self.quiet and sys.stderr.isatty()
+        return not self.config.quiet and sys.stderr.isatty()
 
-    def _encode_request(
-        self, scanned: Sequence[ScannedSource], tokenizer: Tokenizer, tokens: Path | None
-    ) -> EncodeRequest:
-        template = load_template_if_any(self.template.name, tokenizer)
-        return EncodeRequest(
-            sources=scanned,
-            settings=EncodeSettings(
-                tokenizer=tokenizer,
-                template=self.template,
-                options=self.options,
-                split_rule=self.split_rule,
-                skip_errors=self.skip_errors,
-                tokens=tokens,
-            ),
-            description={
-                "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-                "chat_template": template and {"name": template.name, "fingerprint": template.fingerprint},
-                "encode": {**self.options.to_json(), **self.template.to_json()},
-                "split": asdict(self.split_rule),
-            },
-            deduplicate=self.deduplicate,
-            limit=self.limit,
-            max_errors=self.max_errors if self.skip_errors else 0,
-        )
+    def _progress(self, stage: str, total: int | None, unit: str) -> Progress:
+        return Progress(stage, total, unit, quiet=self.config.quiet, interval=self.config.log_interval)
 
-    def _progress(self, stage: str, scanned: Sequence[ScannedSource]) -> Progress:
-        total = sum(one.num_bytes for one in scanned)
-        return Progress(stage, total, "B", quiet=self.quiet, interval=self.log_interval)
+    def _packed(self, encoded: EncodedSources, plans: Mapping[str, PackPlan]) -> dict[str, dict[str, PackedSequences]]:
+        """Return split -> source -> what is in the bins; the tokens are read only where a plan left some out."""
+        packed = {}
+        for split, plan in plans.items():
+            if plan.chunks is None and not plan.accounting.dropped_sequences:
+                packed[split] = {
+                    name: PackedSequences(replace(counts.split(split))) for name, counts in encoded.counts.items()
+                }
+                continue
+            store = encoded.stores[split]
+            trained, sources = trained_of_items(plan, store), encoded.sources_of(split)
+            lengths = store.lengths
+            packed[split] = packed_by_source(plan, lengths, self.config.packing, sources, list(encoded.counts), trained)
+        return packed
 
     def _report(
         self,
         counts: Mapping[str, Counts],
-        plans: Mapping[str, Any],
+        plans: Mapping[str, PackPlan],
+        packed: Mapping[str, Mapping[str, PackedSequences]],
         tokenizer: Tokenizer,
     ) -> PrepareReport:
-        encoded = Counts()
-        for one in counts.values():
-            encoded.add(one)
-        vocab_size = tokenizer.vocab_size
-        splits = {
-            split: SplitReport(
-                counts=encoded.splits.get(split, SplitCounts()),
+        encoded = total_of(counts.values())
+        splits = {}
+        for split, plan in plans.items():
+            in_bins = SplitCounts()
+            for one in packed[split].values():
+                in_bins.add(one.counts)
+            splits[split] = SplitReport(
+                encoded=encoded.split(split),
+                packed=in_bins,
                 plan=plan,
-                num_shards=num_shards(plan, self.shard_bytes, vocab_size) if self.packed_storage == MEMMAP_V1 else 1,
-                num_bytes=stored_bytes(plan, self.packed_storage, vocab_size),
+                num_shards=num_shards(plan, self._shard_bytes, tokenizer.vocab_size)
+                if self.packed_storage == MEMMAP_V1
+                else 1,
+                num_bytes=stored_bytes(plan, self.packed_storage, tokenizer.vocab_size),
             )
-            for split, plan in plans.items()
+        sources = {
+            name: SourceReport(one, {split: by_source[name] for split, by_source in packed.items()})
+            for name, one in counts.items()
         }
-        return PrepareReport(self.output, self.packed_storage, self.tokenizer_path, counts, splits, stages=[])
+        report = PrepareReport(self.output, self.packed_storage, self.config.tokenizer.path, sources, splits)
+        report.check()
+        return report
 
-    def _provenance(
-        self, scanned: Sequence[ScannedSource], request: EncodeRequest, report: PrepareReport
-    ) -> dict[str, Any]:
-        description = request.description
+    def _made_from(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Any]:
+        """Return what decides every byte of the output, in plain values."""
+        description = settings.to_json()
         return {
             "made_by": MADE_BY,
             "tokenizer": description["tokenizer"],
             "chat_template": description["chat_template"],
-            "sources": {
-                one.source.name: {**one.to_json(), **_without_examples(report.sources[one.source.name])}
-                for one in scanned
-            },
-            "splits": {split: one.to_json() for split, one in report.splits.items()},
+            "sources": {one.source.name: one.to_json() for one in sources},
             "settings": {
                 "encode": description["encode"],
                 "split": description["split"],
-                "packing": asdict(self.packing),
-                "deduplicate": self.deduplicate,
-                "limit": self.limit,
-                "on_error": "skip" if self.skip_errors else "raise",
+                "packing": asdict(self.config.packing),
+                "deduplicate": self.config.deduplicate,
+                "limit": self.config.limit,
+                "on_error": self.config.on_error,
+                "packed_storage": self.packed_storage,
+                "shard_megabytes": self.config.shard_megabytes,
             },
         }
 
-    def _scan_line(self, scanned: Sequence[ScannedSource]) -> tuple[str, str]:
-        num_files = sum(len(one.files) for one in scanned)
-        num_bytes = sum(one.num_bytes for one in scanned)
-        return "scan", f"{counted(num_files, 'file')}, {byte_count(num_bytes)}, in {counted(len(scanned), 'source')}"
+    def _publication(self, tokenizer: Tokenizer, report: PrepareReport, made_from: Mapping[str, Any]) -> PublishRequest:
+        provenance = {
+            **made_from,
+            "sources": {
+                name: {**source, **report.sources[name].to_json()} for name, source in made_from["sources"].items()
+            },
+            "splits": {split: one.to_json() for split, one in report.splits.items()},
+        }
+        return PublishRequest(
+            output=self.output,
+            packed_storage=self.packed_storage,
+            shard_bytes=self._shard_bytes,
+            pad_id=next((one for one in (tokenizer.pad_id, tokenizer.eos_id) if one is not None), 0),
+            provenance=provenance,
+            card=card(report, provenance),
+            num_workers=self._executor.num_workers,
+        )
+
+    @property
+    def _shard_bytes(self) -> int:
+        return self.config.shard_megabytes << 20
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
         what = "is up to date; left as it is" if reused else "published"
-        return "publish", f"{self.output} ({'legacy' if self.packed_storage == LEGACY else self.packed_storage}) {what}"
+        return "publish", f"{self.output} ({self.config.packed_storage}) {what}"
+
+
+def _check(config: PrepareConfig) -> None:
+    if config.on_error not in ("raise", "skip"):
+        raise InvalidInputError(f"on_error is {config.on_error!r}; choose raise or skip")
+    for name in ("shard_megabytes", "limit"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise InvalidInputError(f"{name} is {value}; it must be a positive integer")
+    if not 0 <= config.max_drop_share <= 1:
+        raise InvalidInputError(f"max_drop_share is {config.max_drop_share:g}; it must be from 0 to 1")
+    for key, path in (("output", config.output), ("tokenizer.path", config.tokenizer.path)):
+        if not path:
+            raise InvalidInputError(f"{key} is empty; give a path")
+    local_path(config.tokenizer.path, "tokenizer.path")
+
+
+def _sources(config: PrepareConfig) -> list[Source]:
+    given: dict[str, SourceConfig] = dict(config.sources)
+    if config.input is not None:
+        if given:
+            raise InvalidInputError("input and sources were both given; name all of the input in sources")
+        given = {"input": SourceConfig(path=config.input)}
+    if not given:
+        raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several sources")
+    return [
+        Source(
+            name=name,
+            paths=_paths("input" if config.input is not None else f"sources.{name}.path", source.path),
+            schema=source.schema,
+            mapping=source.mapping,
+            weight=source.weight,
+            split=source.split,
+        )
+        for name, source in given.items()
+    ]
+
+
+def _paths(key: str, given: Any) -> tuple[str, ...]:
+    paths = [given] if isinstance(given, str) else given
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise InvalidInputError(f"{key} is {given!r}; give a path, or a list of paths")
+    return tuple(paths)
+
+
+def _scan_line(sources: Sequence[ScannedSource]) -> tuple[str, str]:
+    num_files = sum(len(one.files) for one in sources)
+    num_bytes = sum(one.num_bytes for one in sources)
+    return "scan", f"{counted(num_files, 'file')}, {byte_count(num_bytes)}, in {counted(len(sources), 'source')}"
 
 
 def _encode_line(encoded: EncodedSources) -> tuple[str, str]:
-    made = encoded.num_units - encoded.num_reused
-    return "encode", f"{counted(encoded.num_units, 'unit')}: {encoded.num_reused:,} reused, {made:,} encoded"
+    num_slices = len(encoded.slice_sources)
+    made = num_slices - encoded.num_reused
+    return "encode", f"{counted(num_slices, 'slice')}: {encoded.num_reused:,} reused, {made:,} encoded"
 
 
 def _plan_line(planned: Mapping[str, Planned]) -> tuple[str, str]:
@@ -238,12 +316,5 @@ def _plan_line(planned: Mapping[str, Planned]) -> tuple[str, str]:
 
 
 def _in_order(by_split: Mapping[str, Any]) -> dict[str, Any]:
-    """Train first, then the held-out splits."""
+    """Return the splits, train first."""
     return {split: by_split[split] for split in SPLITS if split in by_split}
-
-
-def _without_examples(counts: Counts) -> dict[str, Any]:
-    """Examples of dropped rows name files by their path; what is published does not depend on where they lay."""
-    document = counts.to_json()
-    del document["examples"]
-    return document

@@ -1,73 +1,26 @@
-"""One plan per split, over all its sequences at once; kept as long as the sequences and the settings stay the same."""
+"""One plan per split, over all its sequences at once, and what it made of the sequences of each source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.options import STORABLE_OVERFLOWS, PackOptions
+from megatron_packed_sft.packing.packer import pack_with
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.prepare.splits import TRAIN
+from megatron_packed_sft.prepare.counts import SplitCounts
+from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
+from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.tokens.store import TokenStore
 
-OVERFLOWS = ("drop", "split", "error")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingOptions:
-    """Arguments of `pack`; steps and whole batches are for training rows only."""
-
-    pack_size: int
-    strategy: str = "optimal"
-    overflow: str = "drop"
-    stride: int = 0
-    min_len: int = 1
-    max_len: int | None = None
-    max_seqs_per_bin: int | None = None
-    pad_seq_to_mult: int = 1
-    order_window: int | None = None
-    shuffle_output: bool = True
-    global_batch: int | None = None
-    balance: str = "none"
-    whole_batches: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.overflow not in OVERFLOWS:
-            raise InvalidInputError(
-                f"packing.overflow is {self.overflow!r}; choose one of {', '.join(OVERFLOWS)}; to cut rows, set "
-                "encode.max_len, which also drops and counts the rows whose answer is cut away"
-            )
-
-    def check(self) -> None:
-        """Refuse settings that no plan can be made with, before any work is done."""
-        length = max(1, min(self.min_len, self.pack_size))
-        replace(self, whole_batches=False).pack(TRAIN, [length], [1])
-
-    def pack(
-        self,
-        split: str,
-        lengths: npt.ArrayLike,
-        trained_tokens: npt.ArrayLike | None = None,
-        copies_of: npt.ArrayLike | None = None,
-    ) -> PackPlan:
-        """Pack sequences of these lengths."""
-        arguments: dict[str, Any] = asdict(self)
-        steps = {"global_batch": arguments.pop("global_batch"), "balance": arguments.pop("balance")}
-        if split != TRAIN:
-            arguments["whole_batches"] = False
-        elif steps["global_batch"] is not None:
-            arguments |= {"steps": steps, "trained_tokens": trained_tokens}
-        try:
-            return pack(lengths, copies_of=copies_of, **arguments)
-        except InvalidInputError as error:
-            raise error if split == TRAIN else InvalidInputError(f"split {split}: {error}") from error
+_PREFIX = "packing."
+# The order in which the packer drops sequences; one that fits and is in no bin was held back.
+_REASONS = (DropReason.BELOW_MIN_LEN, DropReason.ABOVE_MAX_LEN, DropReason.LONGER_THAN_PACK, DropReason.HELD_BACK)
 
 
 @dataclass(frozen=True)
@@ -78,12 +31,136 @@ class Planned:
     reused: bool
 
 
-def plan_splits(stores: Mapping[str, TokenStore], options: PackingOptions, work: WorkDirectory) -> dict[str, Planned]:
-    """Plan every split."""
+@dataclass
+class PackedSequences:
+    """What a plan made of the sequences of one source."""
+
+    counts: SplitCounts = field(default_factory=SplitCounts)  # what is in the bins
+    dropped: dict[DropReason, int] = field(default_factory=dict)  # sequences
+
+
+def check_packing(options: PackOptions) -> None:
+    """Refuse settings that no plan can be made with, before any work is done."""
+    options.check(_PREFIX, STORABLE_OVERFLOWS)
+
+
+def pack_split(
+    split: str,
+    options: PackOptions,
+    lengths: npt.ArrayLike,
+    trained_tokens: npt.ArrayLike | None = None,
+    copies_of: npt.ArrayLike | None = None,
+) -> PackPlan:
+    """Pack the sequences of a split; steps and whole batches are for training only."""
+    if split != TRAIN:
+        options = replace(options, whole_batches=False, global_batch=None, balance="none")
+    if trained_tokens is None and options.balance == "trained_tokens":
+        options = replace(options, balance="none")  # a dry run: the same bins in another order
+    try:
+        return pack_with(
+            options,
+            lengths,
+            trained_tokens=trained_tokens,
+            copies_of=copies_of,
+            prefix=_PREFIX,
+            overflows=STORABLE_OVERFLOWS,
+        )
+    except InvalidInputError as error:
+        raise error if split == TRAIN else InvalidInputError(f"split {split}: {error}") from error
+
+
+def plan_splits(stores: Mapping[str, TokenStore], options: PackOptions, work: WorkDirectory) -> dict[str, Planned]:
+    """Plan every split; a plan is kept as long as the sequences and the options stay the same."""
     return {split: _plan_split(split, store, options, work) for split, store in stores.items()}
 
 
-def _plan_split(split: str, store: TokenStore, options: PackingOptions, work: WorkDirectory) -> Planned:
+def drop_reasons(plan: PackPlan, lengths: npt.NDArray[np.int64], options: PackOptions) -> npt.NDArray[np.int8]:
+    """Return why none of a sequence is in a bin, for each one: a number for `reason_of`, or -1 if it is packed.
+
+    Example:
+        >>> from megatron_packed_sft.packing.packer import pack
+        >>> lengths = np.array([2, 9])
+        >>> options = PackOptions(pack_size=4, overflow="drop")
+        >>> reasons = drop_reasons(pack(lengths, pack_size=4, overflow="drop"), lengths, options)
+        >>> reasons.tolist(), str(reason_of(reasons[1]))
+        ([-1, 2], 'longer_than_pack')
+    """
+    is_packed = np.zeros(len(lengths), bool)
+    is_packed[_sequence_of_item(plan)[plan.indices]] = True
+    is_below = lengths < options.min_len
+    is_above = lengths > (options.max_len or np.iinfo(np.int64).max)
+    is_long = lengths > options.longest_item
+    reasons: npt.NDArray[np.int8] = np.select([is_packed, is_below, is_above, is_long], [-1, 0, 1, 2], 3).astype(
+        np.int8
+    )
+    return reasons
+
+
+def reason_of(index: int) -> DropReason:
+    """Return the reason that an entry of `drop_reasons` stands for."""
+    return _REASONS[index]
+
+
+def packed_by_source(
+    plan: PackPlan,
+    lengths: npt.NDArray[np.int64],
+    options: PackOptions,
+    source_of_sequence: npt.NDArray[np.int64],
+    names: Sequence[str],
+    trained_of_item: npt.NDArray[np.int64],
+) -> dict[str, PackedSequences]:
+    """Return what is in the bins and what is not, for each source.
+
+    Args:
+        plan: of one split.
+        lengths: of all its sequences.
+        options: that the plan was made with.
+        source_of_sequence: an index into `names` for each sequence.
+        names: of the sources.
+        trained_of_item: trained tokens of each item of the plan.
+    """
+    reasons = drop_reasons(plan, lengths, options)
+    source_of_item = source_of_sequence[_sequence_of_item(plan)[plan.indices]]
+    num_sources = len(names)
+    sequences = np.bincount(source_of_sequence[reasons < 0], minlength=num_sources)
+    tokens = np.bincount(source_of_item, weights=plan.item_lengths[plan.indices], minlength=num_sources)
+    trained = np.bincount(source_of_item, weights=trained_of_item[plan.indices], minlength=num_sources)
+    result = {
+        name: PackedSequences(SplitCounts(int(sequences[number]), int(tokens[number]), int(trained[number])))
+        for number, name in enumerate(names)
+    }
+    for index in np.unique(reasons[reasons >= 0]).tolist():
+        dropped = np.bincount(source_of_sequence[reasons == index], minlength=num_sources)
+        for number in np.flatnonzero(dropped).tolist():
+            result[names[number]].dropped[reason_of(index)] = int(dropped[number])
+    return result
+
+
+def trained_of_items(plan: PackPlan, store: TokenStore) -> npt.NDArray[np.int64]:
+    """Count the trained tokens of every item of a plan; tokens that two chunks share count once."""
+    sequence = _sequence_of_item(plan)
+    zeros = np.zeros(len(sequence), np.int64)
+    start, masked = (zeros, zeros) if plan.chunks is None else (plan.chunks.start, plan.chunks.masked_prefix)
+    trained = np.empty(len(sequence), np.int64)
+    first = 0
+    for part in store.parts:
+        some = slice(*np.searchsorted(sequence, [first, first + len(part)]))  # items are in the order of sequences
+        begin = part.arrays.offsets.astype(np.int64)[sequence[some] - first] + start[some]
+        counted = np.concatenate(([0], np.cumsum(part.arrays.train, dtype=np.int64)))
+        trained[some] = counted[begin + plan.item_lengths[some]] - counted[begin + masked[some]]
+        first += len(part)
+    return trained
+
+
+def estimated_trained_of_items(
+    plan: PackPlan, lengths: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Share the trained tokens of each sequence among its items by their length, where the tokens were not kept."""
+    sequence = _sequence_of_item(plan)
+    return np.rint(trained[sequence] * plan.item_lengths / lengths[sequence]).astype(np.int64)
+
+
+def _plan_split(split: str, store: TokenStore, options: PackOptions, work: WorkDirectory) -> Planned:
     inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
     fingerprint = fingerprint_of({**inputs, **asdict(options)})
     name = f"plans/{split}"
@@ -96,7 +173,7 @@ def _plan_split(split: str, store: TokenStore, options: PackingOptions, work: Wo
         except PackedSFTError:
             pass  # damaged or gone: made again
     needs_trained = split == TRAIN and options.balance == "trained_tokens"
-    plan = options.pack(split, store.lengths, _trained_tokens(store) if needs_trained else None, store.copies())
+    plan = pack_split(split, options, store.lengths, _trained_tokens(store) if needs_trained else None, store.copies())
     work.plan(split).parent.mkdir(exist_ok=True)
     plan.save(work.plan(split))
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})
@@ -104,10 +181,15 @@ def _plan_split(split: str, store: TokenStore, options: PackingOptions, work: Wo
 
 
 def _trained_tokens(store: TokenStore) -> npt.NDArray[np.int64]:
-    """How many tokens of each sequence are trained."""
+    """Count the trained tokens of each sequence."""
     return np.concatenate(
         [
             np.add.reduceat(part.arrays.train, part.arrays.offsets[:-1].astype(np.int64), dtype=np.int64)
             for part in store.parts
         ]
     )
+
+
+def _sequence_of_item(plan: PackPlan) -> npt.NDArray[np.int64]:
+    items = np.arange(len(plan.item_lengths)) if plan.chunks is None else plan.chunks.sequence
+    return items.astype(np.int64)

@@ -74,7 +74,7 @@ def publish(
 
     What an earlier preparation published there is replaced in one step; anything else is left alone, with an error.
     """
-    replace = may_replace(request.output)
+    replace = published_provenance(request.output) is not None  # anything else was refused at the start
     write = _write_shards if request.packed_storage == MEMMAP_V1 else _write_legacy
     try:
         write(request, plans, stores, replace, on_bins)
@@ -205,10 +205,8 @@ def _published(request: PublishRequest) -> str | None:
         return None
 
 
-def may_replace(output: Path) -> bool:
-    """Whether an earlier preparation published there; anything else must not be touched."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return False
+def published_provenance(output: Path) -> Mapping[str, Any] | None:
+    """Return the provenance of what an earlier preparation published; None when there is no such thing."""
     for name in (DATASET, LEGACY_NOTE):
         try:
             document = json.loads((output / name).read_bytes())
@@ -216,5 +214,5 @@ def may_replace(output: Path) -> bool:
             continue
         provenance = document.get("provenance") if isinstance(document, dict) else None
         if isinstance(provenance, dict) and provenance.get("made_by") == MADE_BY:
-            return True
-    raise TargetExistsError(f"{output} exists and was not made by {MADE_BY}; remove it or choose another output")
+            return provenance
+    return None

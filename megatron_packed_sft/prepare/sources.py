@@ -1,4 +1,4 @@
-"""The inputs of a preparation: named sources, their files found and fingerprinted."""
+"""The inputs of a preparation: named sources with their files, and which split each record goes to."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from dataclasses import dataclass, field
 from posixpath import basename
 from typing import Any
 
+import xxhash
+
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.splits import SPLITS
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.slices import FileSlice, scan_slices
 
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+SPLITS = (TRAIN, VALIDATION, TEST)
+_RANGE = 1 << 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_SMALLEST_UNIT, _LARGEST_UNIT, _UNITS_PER_FILE = 256 << 10, 32 << 20, 64
+_SMALLEST_SLICE, _LARGEST_SLICE, _SLICES_PER_FILE = 256 << 10, 32 << 20, 64
 
 
 @dataclass(frozen=True)
 class Source:
-    """One named source of rows.
+    """One named source of records.
 
     Args:
         name: in statistics and provenance.
         paths: files, globs, URLs, or directories saved by Hugging Face `datasets`.
         schema: a name that `records.schemas` knows, or auto.
         mapping: dotted keys, for schema `mapping`.
-        weight: how often its training rows are packed.
-        split: where all of its rows go, or None to go by content.
+        weight: how often its training records are packed.
+        split: the split of all its records, or None to go by content.
     """
 
     name: str
@@ -39,7 +43,9 @@ class Source:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise InvalidInputError(f"sources.{self.name}: a source's name is letters, digits, '_', '.' and '-'")
+            raise InvalidInputError(
+                f"sources.{self.name}: the name of a source may have letters, digits, '_', '.' and '-'"
+            )
         if not self.paths:
             raise InvalidInputError(f"sources.{self.name}.path names no file; give a path, a glob or a list")
         if not 0 < self.weight <= 1000:
@@ -55,8 +61,8 @@ class ScannedSource:
     source: Source
     files: tuple[InputFile, ...]
 
-    def units(self) -> Iterator[tuple[FileSlice, int]]:
-        """Its work, cut independently of how many processes there are; with each unit's share of its file's bytes."""
+    def slices(self) -> Iterator[tuple[FileSlice, int]]:
+        """Yield its slices, each with its share of the file's bytes; the cuts depend on the files alone."""
         for file in self.files:
             yield from _with_shares(file)
 
@@ -66,7 +72,7 @@ class ScannedSource:
         return sum(file.size for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """What decides its rows; files by name and content, so that the result does not depend on where they lie."""
+        """Return what decides its records; files by name and content, so that their directory does not matter."""
         return {
             "schema": self.source.schema,
             "mapping": dict(self.source.mapping),
@@ -78,26 +84,76 @@ class ScannedSource:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """Held-out shares, drawn by a keyed hash of a record's content: adding or reordering records moves no other one.
+
+    Args:
+        validation_fraction: share of the records that go to the validation split.
+        test_fraction: share of the records that go to the test split.
+        seed: of the draw; another seed holds out other records.
+
+    Example:
+        >>> rule = SplitRule(validation_fraction=0.5)
+        >>> rule.split_of(b"one record") == rule.split_of(b"one record")
+        True
+    """
+
+    validation_fraction: float = 0.0
+    test_fraction: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("validation_fraction", "test_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInputError(f"split.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise InvalidInputError("split.validation_fraction and split.test_fraction leave nothing to train on")
+        if not 0 <= self.seed < _RANGE:
+            raise InvalidInputError(f"split.seed is {self.seed}; it must be from 0 to 2**64 - 1")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether any record is held out by this rule."""
+        return self.validation_fraction + self.test_fraction > 0
+
+    def split_of(self, content: bytes) -> str:
+        """Return the split of the record with this content hash."""
+        draw = self._draw(content, 0)
+        if draw < self.validation_fraction:
+            return VALIDATION
+        return TEST if draw < self.validation_fraction + self.test_fraction else TRAIN
+
+    def num_copies(self, content: bytes, weight: float) -> int:
+        """Return how often a training record of a source with this weight is packed."""
+        whole = int(weight)
+        return whole + (self._draw(content, 1) < weight - whole)
+
+    def _draw(self, content: bytes, purpose: int) -> float:
+        """Return a number from 0 to 1 that depends on the content, the seed and what it is for."""
+        return xxhash.xxh3_64_intdigest(content + bytes([purpose]), self.seed) / _RANGE
+
+
 def slice_bytes(file: InputFile) -> int:
-    """How much of a file is one unit: small enough to share among many processes, large enough to be worth a part."""
-    return min(max(file.size // _UNITS_PER_FILE, _SMALLEST_UNIT), _LARGEST_UNIT)
+    """Return the size of a file's slices: small enough to share among processes, large enough to be worth a part."""
+    return min(max(file.size // _SLICES_PER_FILE, _SMALLEST_SLICE), _LARGEST_SLICE)
 
 
 def _with_shares(file: InputFile) -> Iterator[tuple[FileSlice, int]]:
-    """Share a file's stored bytes among its units, for progress: nearly right for each, exact for all together."""
+    """Share a file's stored bytes among its slices, for progress: nearly right for each, exact for all together."""
     num_read = num_given = 0
 
     def read(num_bytes: int) -> None:
         nonlocal num_read
         num_read += num_bytes
 
-    units = ((unit, num_read) for unit in scan_slices(file, slice_bytes(file), read))
-    current = next(units, None)
+    slices = ((one, num_read) for one in scan_slices(file, slice_bytes(file), read))
+    current = next(slices, None)
     while current is not None:
-        following = next(units, None)
-        unit, num_read_for_it = current
+        following = next(slices, None)
+        file_slice, num_read_for_it = current
         num_now = file.size if following is None else min(num_read_for_it, file.size)
-        yield unit, num_now - num_given
+        yield file_slice, num_now - num_given
         num_given = num_now
         current = following
 
@@ -112,6 +168,6 @@ def scan(sources: Sequence[Source], on_read: Callable[[int], None] | None = None
             if other != one.source.name:
                 raise InvalidInputError(
                     f"{file.path} belongs to the sources {other} and {one.source.name}; name it in one of them "
-                    "(weight repeats its rows)"
+                    "(weight repeats its records)"
                 )
     return scanned

@@ -9,7 +9,7 @@ import shlex
 from typing import Any
 
 from megatron_packed_sft.packing.accounting import REASONS
-from megatron_packed_sft.prepare.report import PrepareReport
+from megatron_packed_sft.prepare.report import PrepareReport, added_up
 from megatron_packed_sft.storage.writers import MEMMAP_V1
 from megatron_packed_sft.support.wording import byte_count, table
 
@@ -17,7 +17,7 @@ _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML s
 
 
 def summary(report: PrepareReport) -> str:
-    """What was done, what became of every row, and how to use the result."""
+    """Return what was done, what became of every record, and how to use the result."""
     total = report.total
     lines = [f"{stage:<8} {what}" for stage, what in report.stages]
     lines += ["", *_accounting(report), "", *_source_table(report), "", *_split_table(report)]
@@ -36,7 +36,7 @@ def summary(report: PrepareReport) -> str:
 
 
 def how_to_use(report: PrepareReport) -> list[str]:
-    """The lines for a recipe, and the call that opens the data."""
+    """Return the lines for a recipe, and the call that opens the data."""
     split, first = next(iter(report.splits.items()))
     path = str(report.output if report.packed_storage == MEMMAP_V1 else report.output / f"{split}.npy")
     plain = _PLAIN_PATH.fullmatch(path) is not None
@@ -57,7 +57,7 @@ def how_to_use(report: PrepareReport) -> list[str]:
 
 
 def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
-    """The README.md of the published directory. Depends on the data and the settings alone, not on where they lie."""
+    """Return the README.md of the published directory. It depends on the data and the settings, not on their paths."""
     settings = provenance["settings"]
     tokenizer, template = provenance["tokenizer"], provenance["chat_template"]
     facts = "dataset.json" if report.packed_storage == MEMMAP_V1 else "prepare.json"
@@ -106,46 +106,47 @@ def _short(report: PrepareReport) -> str:
 def _accounting(report: PrepareReport) -> list[str]:
     total = report.total
     plans = [split.plan.accounting for split in report.splits.values()]
-    rows: list[tuple[str, int | str, int | str]] = [("rows read", total.num_rows, "")]
+    rows: list[tuple[str, int | str, int | str]] = [("records read", total.num_rows, "")]
     if total.num_repeated:
         rows.append(("repeated by weight", total.num_repeated, ""))
     rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(total.dropped.items())]
     rows.append(("encoded", total.num_sequences, sum(plan.num_tokens for plan in plans)))
     if overlap := sum(plan.num_overlap_tokens for plan in plans):
         rows.append(("repeated by packing.stride", "", overlap))
-    for reason in REASONS:
-        num_rows = sum(plan.dropped_sequences.get(reason, 0) for plan in plans)
-        num_tokens = sum(plan.dropped_tokens.get(reason, 0) for plan in plans)
-        if num_rows or num_tokens:
-            rows.append((f"dropped: {reason}", num_rows, num_tokens))
+    by_plan = added_up(source.dropped_by_plan for source in report.sources.values())
+    tokens = report.dropped_tokens
+    rows += [
+        (f"dropped: {why}", by_plan.get(why, 0), tokens.get(why, 0)) for why in REASONS if why in {**by_plan, **tokens}
+    ]
     rows.append(("packed", report.num_packed, sum(plan.num_tokens_packed for plan in plans)))
-    return table(["", "rows", "tokens"], rows)
+    return table(["", "records", "tokens"], rows)
 
 
 def _source_table(report: PrepareReport) -> list[str]:
+    """What was read of each source, and what of it is in the bins."""
     rows = []
-    for name, counts in report.sources.items():
-        tokens = sum(split.num_tokens for split in counts.splits.values())
-        trained = sum(split.num_trained_tokens for split in counts.splits.values())
-        rows.append(
-            [name, counts.num_rows, counts.num_dropped, counts.num_sequences, tokens, _percent(trained, tokens)]
-        )
-    return table(["source", "rows", "dropped", "sequences", "tokens", "trained"], rows)
+    for name, source in report.sources.items():
+        packed = source.in_bins
+        share = _percent(packed.num_trained_tokens, packed.num_tokens)
+        num_dropped = sum(source.dropped.values())
+        rows.append([name, source.counts.num_rows, num_dropped, packed.num_sequences, packed.num_tokens, share])
+    return table(["source", "records", "dropped", "sequences", "tokens", "trained"], rows)
 
 
 def _split_table(report: PrepareReport) -> list[str]:
+    """What is in the bins of each split."""
     rows = []
     for name, split in report.splits.items():
-        stats, counts = split.plan.stats(), split.counts
+        packed = split.packed
         rows.append(
             [
                 name,
-                counts.num_sequences,
-                counts.num_tokens,
-                _percent(counts.num_trained_tokens, counts.num_tokens),
+                packed.num_sequences,
+                packed.num_tokens,
+                _percent(packed.num_trained_tokens, packed.num_tokens),
                 split.plan.num_bins,
                 split.plan.pack_size,
-                f"{100 * stats.utilization:.2f} %",
+                f"{100 * split.plan.stats().utilization:.2f} %",
                 split.num_shards,
                 byte_count(split.num_bytes),
             ]
@@ -159,7 +160,7 @@ def _notes(report: PrepareReport) -> list[str]:
     for reason, shown in sorted(total.examples.items()):
         notes.append(f"dropped as {reason}, such as: {shown[0]}")
     if total.num_cut_rows:
-        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} rows, {total.num_cut_tokens:,} tokens")
+        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} records, {total.num_cut_tokens:,} tokens")
     if total.num_straddling:
         notes.append(
             f"{total.num_straddling:,} tokens hold characters of a trained turn and of its header; they are trained "
@@ -175,7 +176,7 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """A setting as one would write it in a configuration, not as Python would."""
+    """Return a setting as a configuration writes it, not as Python does."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,12 +1,13 @@
-"""The directory a preparation works in: one at a time, and a receipt for each stage that is whole.
+"""The directory that a preparation works in: one run at a time, and a receipt for each finished piece of work.
 
 OUTPUT.work/
-  lock                             held while a preparation runs
-  tokens/train/part_000000 ...     the token store of a split
-  tokens/receipts/unit_000000.json what became of each unit of work; its parts have the same number
-  encode.json                      the receipt for all of them
-  plans/train.npz, train.json      the plan of a split, and its receipt
-  published/OUTPUT-1a2b3c4d.json   the receipt of each output that was made from here
+  lock                                    held while a preparation runs
+  tokens/train/part_000000 ...            the token store of a split, one part per slice of the input
+  tokens/receipts/slice_000000.json       what became of each slice; its parts have the same number
+  tokens/receipts/slice_000000.train.npy  line of each of its sequences in the input file
+  encode.json                             the receipt of all slices
+  plans/train.npz, train.json             the plan of a split, and its receipt
+  published/OUTPUT-1a2b3c4d.json          the receipt of each output that was made from here
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,17 +24,22 @@ from megatron_packed_sft._version import __version__
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.errors import InvalidInputError, ManifestError
+from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError
+from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
+from megatron_packed_sft.tokens.validate import validate_token_store
+from megatron_packed_sft.tokens.writer import part_path
+
+_LAYOUT = 2  # of this directory; work that was done in another layout is done again
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> str:
-    """A checksum of plain settings, equal for equal settings; every fingerprint depends on our version, too.
+    """Return a checksum of plain settings; it also depends on our version and on the layout of the work directory.
 
     Example:
         >>> fingerprint_of({"pack_size": 8}) == fingerprint_of({"pack_size": 9})
         False
     """
-    return checksum(json_document.render({**document, "version_of_prepare": __version__}))
+    return checksum(json_document.render({**document, "version_of_prepare": __version__, "layout": _LAYOUT}))
 
 
 class WorkDirectory:
@@ -52,7 +59,7 @@ class WorkDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "lock").exists() and any(self.path.iterdir()):
                 raise InvalidInputError(
-                    f"{self.path} holds files that no preparation made; choose a new or an empty directory as work_dir"
+                    f"work_dir {self.path} holds other files; choose a new or an empty directory as work_dir"
                 )
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -67,32 +74,38 @@ class WorkDirectory:
 
     @property
     def tokens(self) -> Path:
-        """Where the token stores lie, one per split."""
+        """The directory of the token stores, one per split."""
         return self.path / "tokens"
 
     def plan(self, split: str) -> Path:
-        """Where the plan of a split lies."""
+        """Return the file of a split's plan."""
         return self.path / "plans" / f"{split}.npz"
 
-    def receipt(self, name: str, fingerprint: str) -> dict[str, Any] | None:
-        """What a stage noted when it was done with these inputs; None when it was not, or the note is damaged."""
+    def receipt(self, name: str, fingerprint: str | None) -> dict[str, Any] | None:
+        """Return what a stage noted when it had done this work; None when it has not, or the receipt is damaged.
+
+        Args:
+            name: of the receipt.
+            fingerprint: of everything that decides the result; None takes whatever is noted.
+        """
         file = self.path / f"{name}.json"
         try:
             document = json_document.parse(file.read_bytes(), str(file))
         except (OSError, ManifestError):
             return None
         result = document.get("result")
-        return result if document.get("fingerprint") == fingerprint and isinstance(result, dict) else None
+        matches = fingerprint is None or document.get("fingerprint") == fingerprint
+        return result if matches and isinstance(result, dict) else None
 
     def write_receipt(self, name: str, fingerprint: str, result: Mapping[str, Any]) -> None:
-        """Note that a stage is whole. Comes last: what it vouches for must be durable."""
+        """Note that work is done. Call it last: what the receipt vouches for must be durable."""
         file = self.path / f"{name}.json"
         with os_errors("create", file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json_document.render({"fingerprint": fingerprint, "result": dict(result)}))
 
     def forget(self) -> None:
-        """Remove everything that earlier runs left, and nothing else: somebody may keep other things here."""
+        """Remove what earlier runs left, and nothing else: the user may keep other things here."""
         with os_errors("clear", self.path):
             (self.path / "encode.json").unlink(missing_ok=True)
             for name in ("tokens", "plans", "published"):
@@ -103,3 +116,61 @@ class WorkDirectory:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
+
+
+def slice_receipt(number: int) -> str:
+    """Return the name of a slice's receipt.
+
+    Example:
+        >>> slice_receipt(3)
+        'tokens/receipts/slice_000003'
+    """
+    return f"tokens/receipts/slice_{number:06d}"
+
+
+def record_numbers_path(tokens: Path, split: str, number: int) -> Path:
+    """Return the file that says from which line of the input each sequence of a part came."""
+    return tokens / "receipts" / f"slice_{number:06d}.{split}.npy"
+
+
+def part_number(part: TokenPart) -> int:
+    """Return the number of the slice that a part was made from."""
+    return int(part.path.name.removeprefix("part_"))
+
+
+def open_stores(tokens: Path, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
+    """Return the token stores of some splits, if all are there with these fingerprints."""
+    stores = {}
+    for split, fingerprint in fingerprints.items():
+        with suppress(PackedSFTError):
+            store = open_token_store(tokens / split)
+            if store.fingerprint == fingerprint:
+                stores[split] = store
+    return stores if len(stores) == len(fingerprints) else None
+
+
+def publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
+    """List the parts of this run in store.json, and remove those that other runs left."""
+    wanted = {part_path(store, number).name for number in numbers}
+    with os_errors("clear", store):
+        for entry in os.scandir(store):
+            if entry.name.lstrip(".").startswith("part_") and entry.name not in wanted:  # with a dot: unfinished
+                shutil.rmtree(entry.path)
+    return publish_store(store)
+
+
+def remove_damaged_parts(stores: Iterable[TokenStore], *, progress: bool) -> int:
+    """Check every byte of every part, remove the damaged ones and return how many there were.
+
+    Opening a store checks sizes only. Without this, a flipped bit would get a new, matching checksum in a shard.
+    """
+    num_removed = 0
+    for store in stores:
+        if validate_token_store(store.path, progress=progress).ok:
+            continue
+        for part in store.parts:
+            if not validate_token_store(part.path).ok:
+                num_removed += 1
+                with os_errors("remove", part.path):
+                    shutil.rmtree(part.path)
+    return num_removed

@@ -20,7 +20,7 @@ class DropReason(enum.StrEnum):
     """Each reason with its severity.
 
     Example:
-        >>> DropReason("duplicate").severity.value, str(DropReason.TOO_LONG)
+        >>> DropReason.named("duplicate").severity.value, str(DropReason.TOO_LONG)
         ('harmless', 'too_long')
     """
 
@@ -32,6 +32,11 @@ class DropReason(enum.StrEnum):
         reason._value_ = name
         reason.severity = severity
         return reason
+
+    @classmethod
+    def named(cls, name: str) -> DropReason:
+        """Return the reason with a name; there are no others."""
+        return next(reason for reason in cls if reason == name)
 
     # Records that cannot be read or encoded.
     BAD_RECORD = "bad_row", Severity.ERROR

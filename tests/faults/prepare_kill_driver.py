@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from megatron_packed_sft import validate
-from megatron_packed_sft.prepare.app import preparation_of
 from megatron_packed_sft.prepare.config import PrepareConfig
+from megatron_packed_sft.prepare.pipeline import Pipeline
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of
 
@@ -28,7 +28,7 @@ def run(rows: Path, model: str, output: Path) -> int:
     config.packing.pack_size = 64
     config.split.validation_fraction = 0.3
     config.executor.num_workers = 1
-    stages = dict(preparation_of(config).run().stages)
+    stages = dict(Pipeline(config).run().stages)
     return int(stages["encode"].split(": ")[1].split()[0])
 
 

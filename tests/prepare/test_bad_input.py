@@ -51,7 +51,7 @@ def test_skipping_has_a_limit(tmp_path: Path, tokenizer_path: str) -> None:
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path), "on_error=skip"]
     failed = prepare(*given, "max_errors=2")
     assert failed.code == 2
-    assert "3 rows could not be used, more than max_errors=2 allows; the first: " in failed.err
+    assert "3 records could not be used, more than max_errors=2 allows; the first: " in failed.err
     assert prepare(*given, "max_errors=3").code == 0
 
 
@@ -59,9 +59,9 @@ def test_rows_without_anything_to_train_are_counted_or_an_error(tmp_path: Path, 
     silent = {"messages": [{"role": "user", "content": "Hello?"}]}
     rows = write_rows(tmp_path / "rows.jsonl", [GOOD, silent])
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path)]
-    assert prepare(*given).code == 0
+    assert prepare(*given, "max_drop_share=0.5").code == 0
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"nothing_to_train": 1}
-    failed = prepare(*given, "encode.on_empty=error")
+    failed = prepare(*given, "encode.on_empty=error", "--overwrite")
     assert failed.code == 2
     assert "line 2" in failed.err
 
@@ -70,24 +70,16 @@ def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path, tokenizer_pat
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "Hello?"}]}])
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path))
     assert failed.code == 2
-    assert "all 1 rows were dropped (nothing_to_train 1)" in failed.err
+    assert "all 1 records were dropped (nothing_to_train 1)" in failed.err
     empty = write_rows(tmp_path / "empty.jsonl", [])
-    assert "the input holds no row" in prepare(f"input={empty}", *arguments(tmp_path, tokenizer_path)).err
+    assert "the input holds no record" in prepare(f"input={empty}", *arguments(tmp_path, tokenizer_path)).err
 
 
 def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [GOOD, chat("Why? " * 100, "Because.")])
-    done = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "encode.max_len=64")
+    done = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "encode.max_len=64", "max_drop_share=1")
     assert done.code == 0, done.err
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"answer_cut_away": 1}
-
-
-def test_rows_longer_than_the_pack_are_counted(tmp_path: Path, tokenizer_path: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD, chat("Why?", "Because. " * 400)])
-    done = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path))
-    assert "dropped: longer_than_pack" in done.out
-    failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "packing.overflow=truncate")
-    assert "to cut rows, set encode.max_len" in failed.err
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,12 @@ def test_rows_longer_than_the_pack_are_counted(tmp_path: Path, tokenizer_path: s
         ("packing.strategy=best", "strategy 'best' is unknown"),
         ("+sources={other: {path: x.jsonl}}", "input and sources were both given"),
         ("split.validation_fraction=2", "split.validation_fraction is 2"),
-        ("encode.truncation=middle", "truncation is 'middle'"),
+        ("encode.truncation=middle", "encode.truncation is 'middle'"),
+        ("packing.overflow=single", "choose from error, drop, truncate, split"),
+        ("max_drop_share=2", "max_drop_share is 2; it must be from 0 to 1"),
+        ("output=s3://bucket/x", "output s3://bucket/x is a URL"),
+        ("work_dir=gs://bucket/x", "work_dir gs://bucket/x is a URL"),
+        ("rejects=s3://bucket/x", "rejects s3://bucket/x is a URL"),
     ],
 )
 def test_wrong_settings_are_one_sentence(tmp_path: Path, tokenizer_path: str, override: str, sentence: str) -> None:
@@ -129,7 +126,8 @@ def test_what_prepare_did_not_make_is_never_replaced(tmp_path: Path, tokenizer_p
     (tmp_path / "data" / "thesis.txt").write_text("years of work")
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "--force")
     assert failed.code == 1
-    assert "was not made by packed-sft prepare" in failed.err
+    assert "holds other files (" in failed.err
+    assert "remove" not in failed.err
     assert os.listdir(tmp_path / "data") == ["thesis.txt"]
 
 

@@ -62,7 +62,7 @@ def test_killed_with_its_workers_running_a_rerun_gives_the_same_bytes(
         f"input={folder}/*.jsonl", f"tokenizer.path={tokenizer_path}", "template=chatml", "packing.pack_size=1024",
         "executor.num_workers=2", "shard_megabytes=1",
     ]  # fmt: skip
-    sign = {"encode": "data.work/tokens/receipts/unit_000000.json", "shards": ".data.staging-*/train/shard_000000"}
+    sign = {"encode": "data.work/tokens/receipts/slice_000000.json", "shards": ".data.staging-*/train/shard_000000"}
     with subprocess.Popen(
         [*COMMAND, *arguments, f"output={tmp_path}/data"], cwd=ROOT, stdout=subprocess.DEVNULL
     ) as run:

@@ -81,11 +81,14 @@ def test_any_number_of_workers_gives_the_same_bytes(
         done = prepare(
             f"input=[{chats}/*,{','.join(map(str, files))}]", f"output={output}", f"tokenizer.path={tokenizer_path}",
             TEMPLATE, f"storage={storage}", "packing.pack_size=1024", f"executor.num_workers={num_workers}",
-            "split.validation_fraction=0.1", "shard_megabytes=1", "deduplicate=true",
+            "split.validation_fraction=0.1", "shard_megabytes=1", "deduplicate=true", "max_drop_share=1",
+            f"rejects={tmp_path}/rejects_{num_workers}.jsonl",
         )  # fmt: skip
         assert done.code == 0, done.err
         assert int(done.out.partition("encode ")[2].split()[0]) > len(files) + 8  # long files are cut into units
-        contents.append(files_of(output))
+        rejects = (tmp_path / f"rejects_{num_workers}.jsonl").read_bytes()
+        assert rejects.count(b"longer_than_pack") > 1000
+        contents.append({**files_of(output), "rejects": rejects})
     assert all(content == contents[0] for content in contents)
     assert len(contents[0]) > 4
 
@@ -135,7 +138,9 @@ def test_texts_need_no_template_and_chats_say_that_they_do(tokenizer_path: str, 
     assert done.code == 0, done.err
     assert "No chat template" in (tmp_path / "data" / "README.md").read_text()
     write_rows(rows, [chat("Yes?", "Yes.")])
-    assert "has no chat template; name a file, or one of chatml" in prepare(f"input={rows}", *arguments).err
+    assert (
+        "has no chat template; name a file, or one of chatml" in prepare(f"input={rows}", *arguments, "--overwrite").err
+    )
 
 
 def test_what_is_stored_is_the_rendered_chat(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
@@ -171,8 +176,8 @@ def test_a_rerun_redoes_nothing_and_says_so(few: Path, tokenizer_path: str, tmp_
     again = prepare(*arguments)
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
     assert before == after
-    assert "1 unit: 0 reused, 1 encoded" in first.out
-    assert "1 unit: 1 reused, 0 encoded" in again.out
+    assert "1 slice: 0 reused, 1 encoded" in first.out
+    assert "1 slice: 1 reused, 0 encoded" in again.out
     assert "train: reused" in again.out
     assert "left as it is" in again.out
 
@@ -180,7 +185,7 @@ def test_a_rerun_redoes_nothing_and_says_so(few: Path, tokenizer_path: str, tmp_
 def test_another_pack_size_tokenizes_nothing_again(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE)
     assert prepare(*arguments, *SMALL).code == 0
-    again = prepare(*arguments, "packing.pack_size=512", "executor.num_workers=1")
+    again = prepare(*arguments, "packing.pack_size=512", "executor.num_workers=1", "--overwrite")
     assert "1 reused, 0 encoded" in again.out
     assert "train: made" in again.out
     assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 512
@@ -193,7 +198,7 @@ def test_another_pack_size_tokenizes_nothing_again(few: Path, tokenizer_path: st
 def test_other_settings_encode_again(few: Path, tokenizer_path: str, tmp_path: Path, changed: str) -> None:
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     assert prepare(*arguments).code == 0
-    assert "0 reused, 1 encoded" in prepare(*arguments, changed).out
+    assert "0 reused, 1 encoded" in prepare(*arguments, changed, "--overwrite", "max_drop_share=1").out
 
 
 def test_changed_input_encodes_again_and_force_redoes_everything(
@@ -203,7 +208,7 @@ def test_changed_input_encodes_again_and_force_redoes_everything(
     prepare(*arguments)
     assert "0 reused, 1 encoded" in prepare(*arguments, "--force").out
     few.write_text(few.read_text().replace("It is 7.", "It was 7."))
-    assert "0 reused, 1 encoded" in prepare(*arguments).out
+    assert "0 reused, 1 encoded" in prepare(*arguments, "--overwrite").out
 
 
 def test_damaged_parts_and_shards_are_made_again(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
@@ -228,7 +233,7 @@ def test_a_dry_run_counts_and_writes_nothing(few: Path, tokenizer_path: str, tmp
     assert sorted(tmp_path.rglob("*")) == before
     assert "nothing was written" in dry.out
     real = prepare(*arguments)
-    tables = [text[text.index("rows read") :].strip().split("\n\n")[:3] for text in (dry.out, real.out)]
+    tables = [text[text.index("records read") :].strip().split("\n\n")[:3] for text in (dry.out, real.out)]
     assert tables[0] == tables[1]
 
 
@@ -237,14 +242,14 @@ def test_a_dry_run_knows_limits_and_duplicates(few: Path, tokenizer_path: str, t
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     dry = prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true")
     assert dry.out == prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true", "--force").out
-    lines = [line.split() for line in dry.out.splitlines() if line.startswith(("rows r", "dropped:", "packed "))]
-    assert lines == [["rows", "read", "7"], ["dropped:", "duplicate", "5"], ["packed", "2", "40"]]
+    lines = [line.split() for line in dry.out.splitlines() if line.startswith(("records r", "dropped:", "packed "))]
+    assert lines == [["records", "read", "7"], ["dropped:", "duplicate", "5"], ["packed", "2", "40"]]
 
 
 def test_a_large_dry_run_looks_at_some_units(
     tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_packed_sft.prepare.estimate.ENOUGH_BYTES", 300_000)
+    monkeypatch.setattr("megatron_packed_sft.prepare.encode_stage.ENOUGH_BYTES", 300_000)
     rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}? " * 40, f"{n}. " * 40) for n in range(3000)])
     dry = prepare(
         f"input={rows}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "--dry-run"
@@ -326,7 +331,7 @@ def test_a_multirun_packs_several_sizes_from_one_token_store(few: Path, tokenize
     done = prepare(
         f"input={few}", f"output={tmp_path}/data_${{packing.pack_size}}", f"work_dir={tmp_path}/work", TEMPLATE,
         f"tokenizer.path={tokenizer_path}", "executor.num_workers=1", "packing.pack_size=256,512",
-        f"hydra.sweep.dir={tmp_path}/sweep", "--multirun",
+        "--multirun",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert [open_dataset(tmp_path / f"data_{size}").figures["train"]["pack_size"] for size in (256, 512)] == [256, 512]

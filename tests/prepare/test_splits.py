@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.splits import SplitRule
+from megatron_packed_sft.prepare.sources import SplitRule
 
 ROWS = [str(number).encode() for number in range(20_000)]
 
