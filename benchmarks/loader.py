@@ -141,14 +141,14 @@ def wait_case(name: str, step: str, path: str, num_steps: int) -> dict[str, floa
         start = time.perf_counter()
         following = next(batches)
         waits[number] = time.perf_counter() - start
-        batch = following  # the one before is freed here, as in any training loop, and nobody waits for it above
+        batch = following  # the one before is freed here, as in any training loop, and nothing waits for it above
         run_step()
     del batch
     return {"mean": waits.mean() * 1e3, "median": float(np.median(waits)) * 1e3, "p99": np.quantile(waits, 0.99) * 1e3}
 
 
 def rate_case(name: str, path: str, num_batches: int) -> dict[str, float]:
-    """Batches per second when nobody computes."""
+    """Batches per second when nothing else runs."""
     batches = LOADERS[name](PackedRows(path))
     for _ in range(5):
         next(batches)

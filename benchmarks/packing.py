@@ -288,7 +288,7 @@ def compilation() -> None:
     )
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for name, stages in (("uniform", "best fit only"), ("bimodal", "all but the linear program")):
+        for name, stages in (("uniform", "best fit only"), ("bimodal", "all except the linear program")):
             seconds = [
                 float(
                     subprocess.run(
@@ -311,7 +311,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of sequences")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
-    parser.add_argument("--skip-compilation", action="store_true", help="do not measure compiling from nothing")
+    parser.add_argument("--skip-compilation", action="store_true", help="do not measure compiling from scratch")
     arguments = parser.parse_args(argv)
     logging.getLogger("megatron_packed_sft").setLevel(logging.ERROR)
     print(f"# Packing (default strategy: {'optimal'})")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.packing.packer import pack
     from megatron_packed_sft.packing.plan import PackPlan
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
-    from megatron_packed_sft.records.record import Conversation, TextRecord, TokenizedRecord
+    from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import register_schema
     from megatron_packed_sft.records.schemas.schema import Schema
@@ -96,6 +96,7 @@ _HOMES = {
     "PackedShard": "storage.readers",
     "PackedShardWriter": "storage.writers",
     "RecordEncoder": "encode.encoder",
+    "RecordError": "records.record",
     "SampleOrder": "data.order.sample_order",
     "SamplePackDataset": "data.sample_packs",
     "Schema": "records.schemas.schema",
@@ -164,6 +165,7 @@ __all__ = [
     "PackedShard",
     "PackedShardWriter",
     "RecordEncoder",
+    "RecordError",
     "SampleOrder",
     "SamplePackDataset",
     "Schema",

@@ -71,8 +71,8 @@ def run_application(
         return max(codes, default=0)
     except PackedSFTError as error:
         return _refused(name, error)
-    except BrokenPipeError:  # the reader of a pipe, such as head, had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would complain
+    except BrokenPipeError:  # the other end of the pipe, such as head, has closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails, too
         return 1
     except KeyboardInterrupt:
         _say(f"packed-sft {name}: interrupted; run the same command again to resume")

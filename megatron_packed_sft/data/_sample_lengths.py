@@ -107,7 +107,7 @@ def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.N
 
 @contextlib.contextmanager
 def _only_one_process(path: Path) -> Iterator[None]:
-    """Hold a lock file beside `path`; where the file system has no locks, go on without."""
+    """Hold a lock file beside `path`; where the file system has no locks, continue without."""
     lock = path.with_name(f".{path.name}.lock")
     with os_errors("create", lock):
         path.parent.mkdir(parents=True, exist_ok=True)

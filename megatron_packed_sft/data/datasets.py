@@ -43,7 +43,7 @@ class PackedDataset:
         source: where the rows come from.
         tokenizer: gives the EOS id that pads tokens and labels; an int will do.
         max_seq_length: positions of a batch's rows; no row may need more.
-        max_num_samples: length of the dataset; the rows are shuffled, epoch after epoch, until there are so many. None
+        max_num_samples: length of the dataset; the rows are shuffled, epoch after epoch, up to this number. None
             gives every row once, in stored order.
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.

@@ -75,7 +75,7 @@ class RecordEncoder:
                 )
         self._marker: ChatMarker | None = None
         escapes_text = self.options.special_tokens_in_text == "escape"
-        # Some tokenizers list whitespace as tokens of their own; escaping those would help nobody.
+        # Some tokenizers list whitespace as tokens of their own; there is no point in escaping those.
         escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
         self._escaped_in_text = control_pattern(escaped)
 

@@ -23,7 +23,7 @@ class EncodeOptions:
     Args:
         roles_to_train: roles whose messages are trained; `train` flags in a record win over them.
         last_turn_only: train the last of these messages only.
-        train_on_eot: train the end-of-turn token of a trained message, too.
+        train_on_eot: also train the end-of-turn token of a trained message.
         special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
         special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
         add_bos: begin every sequence with the beginning-of-sequence token, unless it is there already.

@@ -105,7 +105,7 @@ class RecordError(InvalidInputError):
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words.
+    """Return the kind of a JSON value, for messages.
 
     Example:
         >>> kind_of(None), kind_of(2.5), kind_of({})

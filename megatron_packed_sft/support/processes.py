@@ -15,7 +15,7 @@ def process_pool(num_workers: int, initializer: Callable[..., None], *arguments:
     """A pool of spawned processes; each runs `initializer(*arguments)` once.
 
     Spawned, because the caller may have threads (a progress bar has one), which a fork would cut off. A worker of
-    Python's own pool waits for ever when its parent is killed: it holds both ends of the queue that it reads from.
+    Python's own pool waits forever when its parent is killed: it holds both ends of the queue that it reads from.
 
     Example:
         >>> with process_pool(2, int) as pool:  # doctest: +SKIP

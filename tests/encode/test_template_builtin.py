@@ -107,7 +107,7 @@ def test_what_is_no_template_is_refused_with_the_names_there_are(tmp_path: Path)
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     for name, message in [
-        ("alpaca", "alpaca is no file; name a file, or one of chatml, llama3, mistral, plain"),
+        ("alpaca", "alpaca is not a file; name a file, or one of chatml, llama3, mistral, plain"),
         (str(tmp_path / "empty.json"), "holds no text under 'chat_template'"),
         (str(tmp_path / "latin.jinja"), "is not UTF-8 text"),
     ]:

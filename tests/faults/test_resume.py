@@ -1,4 +1,4 @@
-"""reliability.md rows 16 and 17: stop anywhere, go on with other ranks and workers, refuse another run's state."""
+"""reliability.md rows 16 and 17: stop anywhere, resume with other ranks and workers, refuse another run's state."""
 
 from __future__ import annotations
 

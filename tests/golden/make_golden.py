@@ -2,7 +2,7 @@
 
     python tests/golden/make_golden.py
 
-The files are committed and must be read the same for ever (reliability.md row 23). A new format version gets a folder
+The files are committed and must be read the same forever (reliability.md row 23). A new format version gets a folder
 of its own here; existing folders are never made again.
 """
 

@@ -1,4 +1,4 @@
-"""Chats in OpenAI's and ShareGPT's form: what they become, and how each fault is told."""
+"""Chats in OpenAI's and ShareGPT's form: what they become, and how each error is reported."""
 
 from __future__ import annotations
 

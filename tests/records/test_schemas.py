@@ -127,7 +127,11 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
         ("alpaca", {"instruction": 5, "output": "4"}, "instruction is a number; give a string"),
         ("alpaca", {"instruction": "Add.", "input": {}, "output": "4"}, "input is an object; give a string"),
         ("alpaca", {**EXAMPLES["alpaca"], "history": "Hi"}, "history is a string; give a list"),
-        ("alpaca", {**EXAMPLES["alpaca"], "history": [["Hi", "Hello."], ["Hi"]]}, "history[1] is no pair of strings"),
+        (
+            "alpaca",
+            {**EXAMPLES["alpaca"], "history": [["Hi", "Hello."], ["Hi"]]},
+            "history[1] is not a pair of strings",
+        ),
         ("prompt_completion", {"prompt": "Hi", "completion": [ASSISTANT]}, "prompt is a string, and completion is a"),
         ("prompt_completion", {"prompt": "Hi"}, "prompt is a string, and completion is null; give two strings or"),
         ("prompt_completion", {"prompt": [USER], "completion": [{}]}, "completion[0].role is missing"),

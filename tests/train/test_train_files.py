@@ -37,7 +37,7 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) 
     assert directory.newest() is None
     for name in ("step_000020", "step_1000000", "step_000100", ".step_9000000.staging-host-1-ab", "notes"):
         (tmp_path / name).mkdir()
-    (tmp_path / "step_8000000").touch()  # a file is no checkpoint
+    (tmp_path / "step_8000000").touch()  # a file is not a checkpoint
     assert directory.newest() == tmp_path / "step_1000000"
     assert find_checkpoint("auto", directory) == tmp_path / "step_1000000"
     assert find_checkpoint(str(tmp_path / "step_1000000"), directory) == tmp_path / "step_1000000"

@@ -19,8 +19,8 @@ def tokens_to_escape(
 ) -> list[str]:
     """Return the control tokens that the text of a message must not turn into.
 
-    These are all but markup tags such as `<think>`, `<tool_call>` and `<h1>`; and of the tags, those that the tokenizer
-    names as special (`<s>`) and those by which the template holds turns apart (`<end_of_turn>`).
+    These are all except markup tags such as `<think>`, `<tool_call>` and `<h1>`; and of the tags, those that the
+    tokenizer names as special (`<s>`) and those by which the template holds turns apart (`<end_of_turn>`).
 
     Args:
         control_tokens: of the tokenizer.

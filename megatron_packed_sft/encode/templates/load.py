@@ -84,7 +84,7 @@ def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> Chat
 
 def _read(path: Path, names: list[str]) -> ChatTemplate:
     if not path.is_file():
-        raise InvalidInputError(f"chat template {path} is no file; name a file, or one of {', '.join(names)}")
+        raise InvalidInputError(f"chat template {path} is not a file; name a file, or one of {', '.join(names)}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -53,7 +53,7 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (_BEGIN, _END))
-        return nodes.Scope([begin, *body, end], lineno=line)  # what it sets, nobody outside sees
+        return nodes.Scope([begin, *body, end], lineno=line)  # what it sets is not visible outside
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -122,7 +122,7 @@ class Renderer:
                 f"{name}, line {error.lineno}: {error.message}; correct the template or choose another"
             ) from None
         self.name = name
-        # Jinja would put its globals together anew for every render, which takes a fifth of a short chat's time.
+        # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
         self._variables = {**self._template.globals, "documents": None, **(variables or {})}
         self._template.globals = {}
         blocks = _generation_blocks(self.tree)

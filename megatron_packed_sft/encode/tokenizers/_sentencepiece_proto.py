@@ -22,7 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class Field(NamedTuple):
-    """One field of a message: its number, and where its value lies in the file. A varint has its value, too."""
+    """One field of a message: its number, and where its value is in the file. A varint also has its value."""
 
     number: int
     begin: int

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # tiktoken 0.14 overflows its stack on a million spaces and is sound at 100,000; older ones are quadratic in long words.
 MAX_RUN = 10_000
 _LONG_RUN = re.compile(rf"\s{{{MAX_RUN}}}|\S{{{MAX_RUN}}}")
-# System prompts and tool lists come again and again; this many characters of them are remembered.
+# System prompts and tool lists recur; this many characters of them are remembered.
 _CACHE_CHARACTERS = 4_000_000
 _ID_BYTES = 4
 

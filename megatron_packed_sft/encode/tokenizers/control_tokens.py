@@ -60,7 +60,7 @@ class ControlTokens:
         return Pieces(parts, has_lookalike=False)
 
     def _split_around(self, text: str, literal: Sequence[tuple[int, int]]) -> Pieces:
-        """The same, one match after the other: behind a look-alike the search goes on one character further."""
+        """The same, one match after the other: after a look-alike the search continues one character later."""
         parts: list[str] = []
         has_lookalike = False
         begins = [begin for begin, _ in literal]
@@ -125,5 +125,5 @@ def _pattern_of(node: dict[str, Any]) -> str:
         return ""
     if len(branches) == 1 and "" not in node:
         return branches[0]
-    # A word that ends here is taken only when no longer one goes on.
+    # A word that ends here is taken only when no longer one continues.
     return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")

@@ -1,4 +1,4 @@
-"""`load_tokenizer`: one call for whatever tokenizer lies there, never over the network."""
+"""`load_tokenizer`: one call for whatever tokenizer is at the path, never over the network."""
 
 from __future__ import annotations
 

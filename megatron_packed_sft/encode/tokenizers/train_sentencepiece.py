@@ -27,7 +27,7 @@ def train_sentencepiece(
     Args:
         texts: what to learn from; a few megabytes are plenty.
         path: where the .model file goes.
-        vocab_size: ids, all told: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, the symbols, 256 bytes, and what is learned.
+        vocab_size: ids in total: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, the symbols, 256 bytes, and what is learned.
         user_defined_symbols: texts that become one token each, wherever they stand.
         seed: chooses among the texts when there are more than a million of them.
 

@@ -141,7 +141,7 @@ def _place_sizes(
     used: Scalar,
     size: Scalar,
 ) -> tuple[Scalar, Scalar]:
-    """Place sizes from `size` downwards until the table is full; return the size to go on with, and its length."""
+    """Place sizes from `size` downwards until the table is full; return the size to continue with, and its length."""
     while size > 0:
         while left[size] > 0:
             if used + 2 > groups.shape[0]:

@@ -139,7 +139,7 @@ def _take_closing(
 
 
 @kernel
-def _mend_end(
+def _repair_end(
     taken: Uint32,
     num_taken: Scalar,
     room: Scalar,
@@ -179,7 +179,7 @@ def _best_fit(
     words: Bits,
     summary: Bits,
 ) -> Scalar:
-    """Add the largest waiting lot that fits, again and again; return the number of lots."""
+    """Add the largest waiting lot that fits, until none does; return the number of lots."""
     while room > 0 and num_taken < max_per_bin:
         size = highest_at_most(words, summary, room)
         # Sizes are put into the set when they arrive, and only here taken out when none waits any more.
@@ -296,11 +296,11 @@ def window_fill(
         if lot == end and room > 0 and num_taken < max_per_bin:
             return num_bins  # nothing is left to fill this bin with: its lots belong to the rest
         if room > 0:
-            mended = -1
+            repaired = -1
             if num_misses < most_misses:
-                mended = _mend_end(taken, num_taken, room, max_per_bin, tries, lots, by_size)
-            if mended > 0:
-                num_taken = mended
+                repaired = _repair_end(taken, num_taken, room, max_per_bin, tries, lots, by_size)
+            if repaired > 0:
+                num_taken = repaired
             else:
                 num_misses += 1
                 num_taken = _best_fit(taken, num_taken, room, max_per_bin, lots, by_size, words, summary)

@@ -98,7 +98,7 @@ def simple_fill(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
 def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: int, fewest: int) -> Patterns | None:
     """Cut the histogram into lots, shuffle them, and send them through the window packer.
 
-    The packer stops when too few lots wait to choose from; these are cut into smaller ones, and it goes on. None when
+    The packer stops when too few lots wait to choose from; these are cut into smaller ones, and it continues. None when
     it wastes so much room on the way that it cannot get below the `fewest` bins known.
     """
     from megatron_packed_sft.packing.search.window_kernel import window_fill

@@ -16,7 +16,7 @@ from megatron_packed_sft.plugins import Registry
 CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]
 
 _HERE = "megatron_packed_sft.packing.strategies"
-# Ours take a PackingProblem and return Bins, which nobody needs to check.
+# Ours take a PackingProblem and return Bins, which need no check.
 _BUILT_IN = {
     "best_fit": f"{_HERE}.fit:pack_best_fit",
     "first_fit": f"{_HERE}.fit:pack_first_fit",

@@ -28,7 +28,7 @@ _LONG_RUN = b"0" * 20  # an integer beyond 64 bits has at least this many digits
 
 
 class Cut(NamedTuple):
-    """Where a slice lies: [start, stop) in bytes or records, its first record counted from 1, its bytes if carried."""
+    """Where a slice is: [start, stop) in bytes or records, its first record counted from 1, its bytes if carried."""
 
     start: int
     stop: int

@@ -5,7 +5,7 @@ What is made equal, so that chat templates and hashes see one form:
 - content in text parts is joined; parts of another type are refused;
 - tool calls are `{"type": "function", "function": {"name", "arguments"}}`, with arguments as an object. Templates
   differ in what they do with a string: some print it as it is, some quote it twice, some fail. So text is parsed,
-  empty text is `{}`, and text that is no JSON object is an error;
+  empty text is `{}`, and text that is not a JSON object is an error;
 - tools are `{"type": "function", "function": {...}}`;
 - `train` true or false, or else `weight`: 0 is false and any other number is true. All other weights count as 1.
 """

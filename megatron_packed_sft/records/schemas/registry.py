@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import Registry
 from megatron_packed_sft.records.record import Record, RecordError
 from megatron_packed_sft.records.schemas.field_mapping import MappedRecords
@@ -56,8 +57,9 @@ def recognise(record: dict[str, Any]) -> str:
         'alpaca'
     """
     for name in SCHEMAS.names():
-        if SCHEMAS[name].recognise(record):
-            return name
+        with contextlib.suppress(MissingDependencyError):  # a broken plugin recognises nothing
+            if SCHEMAS[name].recognise(record):
+                return name
     keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
     said = f"the keys {', '.join(keys)}" if keys else "no keys"
     raise RecordError("", f"has {said}, which match no known schema; set schema, or give a mapping")

@@ -35,7 +35,7 @@ SPEAKERS = {
 def adapt_sharegpt(record: dict[str, Any]) -> Conversation:
     """A record with `conversations`, and perhaps `tools` and `system`.
 
-    A `function_call` is JSON text: `{"name", "arguments"}` or a list of these. Turns may say role/content, too.
+    A `function_call` is JSON text: `{"name", "arguments"}` or a list of these. Turns may also use role/content.
 
     Example:
         >>> adapt_sharegpt({"conversations": [{"from": "human", "value": "Hi"}]}).messages

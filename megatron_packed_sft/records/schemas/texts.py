@@ -27,7 +27,7 @@ def adapt_alpaca(record: dict[str, Any]) -> Conversation:
     messages = []
     for index, pair in enumerate(history):
         if type(pair) is not list or len(pair) != 2 or not all(type(text) is str for text in pair):
-            raise RecordError(f"history[{index}]", "is no pair of strings; give [question, answer]")
+            raise RecordError(f"history[{index}]", "is not a pair of strings; give [question, answer]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     messages.append({"role": "user", "content": f"{question}\n\n{more}" if more else question})
     messages.append({"role": "assistant", "content": answer})
