@@ -23,10 +23,10 @@ def arguments(tmp_path: Path, tokenizer_path: str) -> list[str]:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("{not json", "rows.jsonl, line 2: the row is not valid JSON"),
+        ("{not json", "rows.jsonl, line 2: the record is not valid JSON"),
         ('{"messages": [{"role": "user", "content": 5}]}', "rows.jsonl, line 2: messages[0].content"),
         ('{"weather": "fine"}', "rows.jsonl, line 2: "),
-        ("[1, 2]", "rows.jsonl, line 2: the row is "),
+        ("[1, 2]", "rows.jsonl, line 2: the record is "),
     ],
 )
 def test_a_bad_row_is_an_error_with_file_and_line_or_counted(
