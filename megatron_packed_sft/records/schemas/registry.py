@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,9 +56,11 @@ def recognise(record: dict[str, Any]) -> str:
         'alpaca'
     """
     for name in SCHEMAS.names():
-        with contextlib.suppress(MissingDependencyError):  # a broken plugin recognises nothing
+        try:
             if SCHEMAS[name].recognise(record):
                 return name
+        except MissingDependencyError:  # a broken plugin recognises nothing
+            continue
     keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
     said = f"the keys {', '.join(keys)}" if keys else "no keys"
     raise RecordError("", f"has {said}, which match no known schema; set schema, or give a mapping")
