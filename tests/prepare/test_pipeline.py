@@ -15,7 +15,7 @@ from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_rows
 from tests.records.chat_files import FORMATS
-from tests.records.chat_files import write_rows as write_file
+from tests.records.chat_files import write_records as write_file
 
 TEMPLATE = "template=chatml"
 SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
