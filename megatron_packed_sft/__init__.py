@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         GPTSFTPlannedDataset,
         PackedDataset,
     )
-    from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
+    from megatron_packed_sft.data.factory import create_sft_dataset
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
     from megatron_packed_sft.data.order.sample_order import SampleOrder
@@ -49,18 +49,20 @@ if TYPE_CHECKING:
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import register_schema
     from megatron_packed_sft.records.schemas.schema import Schema
-    from megatron_packed_sft.storage.bins import BinBlock, PackedBin
-    from megatron_packed_sft.storage.convert import ConversionReport, convert
+    from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+    from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
+    from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
     from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
     from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-    from megatron_packed_sft.storage.readers import PackedShard, open_shard
+    from megatron_packed_sft.storage.parquet.reader import ParquetShard
+    from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
+    from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
-    from megatron_packed_sft.storage.writers import PackedShardWriter, create_shard_writer
     from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
     from megatron_packed_sft.tokens.writer import TokenPartWriter
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _HOMES = {
     "BinBlock": "storage.bins",
+    "BinFigures": "storage.bins",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
@@ -93,8 +96,10 @@ _HOMES = {
     "PackedDataset": "data.datasets",
     "PackedLoader": "data.loading.loader",
     "PackedSFTError": "errors",
-    "PackedShard": "storage.readers",
-    "PackedShardWriter": "storage.writers",
+    "PackedShard": "storage.interface",
+    "PackedShardWriter": "storage.interface",
+    "ParquetShard": "storage.parquet.reader",
+    "ParquetShardWriter": "storage.parquet.writer",
     "RecordEncoder": "encode.encoder",
     "RecordError": "records.record",
     "SampleOrder": "data.order.sample_order",
@@ -102,6 +107,7 @@ _HOMES = {
     "Schema": "records.schemas.schema",
     "ShardManifest": "storage.memmap_v1.manifest",
     "Steps": "packing.options",
+    "Storage": "storage.interface",
     "TemplateOptions": "encode.options",
     "TextRecord": "records.record",
     "TokenPartWriter": "tokens.writer",
@@ -109,8 +115,9 @@ _HOMES = {
     "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
     "convert": "storage.convert",
+    "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
-    "create_shard_writer": "storage.writers",
+    "create_shard_writer": "storage.registry",
     "doc_ids_from_boundaries": "data.batch.attention_masks",
     "document_mask_mod": "data.batch.attention_masks",
     "effective_batch": "packing.effective_batch",
@@ -120,14 +127,15 @@ _HOMES = {
     "materialize": "tokens.materialize",
     "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
-    "open_shard": "storage.readers",
+    "open_shard": "storage.registry",
     "open_token_store": "tokens.store",
     "pack": "packing.packer",
     "publish_store": "tokens.store",
     "register_schema": "records.schemas.registry",
-    "register_storage": "data.factory",
+    "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
     "sample_conversations": "records.samples.sample_chats",
+    "storage_names": "storage.registry",
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.attention_masks",
@@ -137,6 +145,7 @@ _HOMES = {
 
 __all__ = [
     "BinBlock",
+    "BinFigures",
     "Blend",
     "ChatTemplate",
     "Conversation",
@@ -164,6 +173,8 @@ __all__ = [
     "PackedSFTError",
     "PackedShard",
     "PackedShardWriter",
+    "ParquetShard",
+    "ParquetShardWriter",
     "RecordEncoder",
     "RecordError",
     "SampleOrder",
@@ -171,6 +182,7 @@ __all__ = [
     "Schema",
     "ShardManifest",
     "Steps",
+    "Storage",
     "TemplateOptions",
     "TextRecord",
     "TokenPartWriter",
@@ -179,6 +191,7 @@ __all__ = [
     "ValidationReport",
     "__version__",
     "convert",
+    "convert_legacy_to_memmap",
     "create_sft_dataset",
     "create_shard_writer",
     "doc_ids_from_boundaries",
@@ -198,6 +211,7 @@ __all__ = [
     "register_storage",
     "register_strategy",
     "sample_conversations",
+    "storage_names",
     "train_sentencepiece",
     "validate",
     "visible_mask",

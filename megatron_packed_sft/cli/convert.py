@@ -8,18 +8,20 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_packed_sft.cli._common import add_quiet, wants_progress
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
 
 
 def add_parser(commands: Any) -> None:
     """Add the verb to the command line."""
     parser = commands.add_parser(
         "convert",
-        help="legacy .npy or Parquet to memmap_v1, and memmap_v1 to legacy .npy",
-        description="Convert packed data between storages. Rows stay equal, token by token. One file becomes one "
-        "shard; several become a dataset directory, published together or not at all.",
+        help=f"packed data from one storage to another: {', '.join(storage_names())}",
+        description="Convert packed data from one storage to another. Bins stay equal, token by token. One file "
+        "becomes one shard; several become a dataset directory, published together or not at all.",
         epilog="examples:\n  packed-sft convert training_4096.npy shards/shard_000000\n"
         "  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096\n"
-        "  packed-sft convert my_dataset legacy_files --to legacy",
+        "  packed-sft convert my_dataset legacy_files --to legacy\n"
+        "  packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -27,17 +29,20 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="the shard, file or directory to publish")
     parser.add_argument(
-        "--to", choices=("memmap_v1", "legacy", "legacy_npy_pickle"), default="memmap_v1", help="default: memmap_v1"
+        "--to",
+        metavar="STORAGE",
+        default=DEFAULT_STORAGE,
+        help=f"one of {', '.join(storage_names())} (default: {DEFAULT_STORAGE})",
     )
-    parser.add_argument("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest row)")
+    parser.add_argument("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest bin)")
     parser.add_argument(
         "--overlong",
         choices=("grow", "error"),
         default="grow",
-        help="rows longer than --pack-size widen the shards, or are an error (default: grow)",
+        help="bins longer than --pack-size widen the shards, or are an error (default: grow)",
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
-    parser.add_argument("--pad-id", type=int, default=0, metavar="ID", help="fills the rows (default: 0)")
+    parser.add_argument("--pad-id", type=int, metavar="ID", help="fills the bins up (default: the source's, or 0)")
     parser.add_argument("--split", default="train", help="split for the shards of several files (default: train)")
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -70,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
             print(
-                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest row"
+                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin"
             )
         if report.num_cleared_masks:
             print(

@@ -133,11 +133,10 @@ def _registered() -> dict[str, list[dict[str, str | None]]]:
     """Return each group's names with where they come from; plugins are imported here, so that broken ones are named."""
     from megatron_packed_sft.packing.strategies.registry import STRATEGIES
     from megatron_packed_sft.records.schemas.registry import SCHEMAS
-    from megatron_packed_sft.storage.writers import PACKED_STORAGE
+    from megatron_packed_sft.storage.registry import STORAGES
 
-    storages: Registry[str] = Registry("storages", "storage", PACKED_STORAGE)
     found: dict[str, list[dict[str, str | None]]] = {}
-    registries: tuple[Registry[Any], ...] = (storages, STRATEGIES, SCHEMAS)
+    registries: tuple[Registry[Any], ...] = (STORAGES, STRATEGIES, SCHEMAS)
     for registry in registries:
         broken = registry.broken()
         found[registry.group] = [

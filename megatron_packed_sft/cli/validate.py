@@ -13,17 +13,19 @@ def add_parser(commands: Any) -> None:
     """Add the verb to the command line."""
     parser = commands.add_parser(
         "validate",
-        help="check a shard or a dataset: checksums, structure, every row",
-        description="Check a shard, a dataset directory or a directory of shards. Exit code 0: sound, 1: not.",
+        help="check a shard or a dataset: checksums, structure, every bin",
+        description="Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all.",
         epilog="example:\n  packed-sft validate my_dataset --level full --json > report.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", help="a shard, a dataset directory, a directory of shards, or a token store")
+    parser.add_argument(
+        "path", help="a shard or packed file, a dataset directory, a directory of shards, or a token store"
+    )
     parser.add_argument(
         "--level",
         choices=("structure", "full"),
         default="full",
-        help="structure: manifests, sizes and headers; full: also every byte and every row (default: full)",
+        help="structure: manifests, sizes and headers; full: also every byte and every bin (default: full)",
     )
     parser.add_argument("--max-findings", type=int, default=100, metavar="N", help="print that many (default: 100)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -26,8 +26,7 @@ from megatron_packed_sft.disk.array_file import ArrayFileWriter
 from megatron_packed_sft.disk.atomic import Staging, os_errors, write_file
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.disk.file_record import parse_file_records
-from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.json_document import MANIFEST, parse_file_records
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
 from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, TargetExistsError

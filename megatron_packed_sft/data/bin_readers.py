@@ -1,55 +1,49 @@
-"""Where rows come from, behind one interface: shards, legacy files, or a token store with a plan.
+"""Where bins come from, behind one interface: shards of any storage, or a token store with a plan.
 
-ShardBinReader    memmap_v1 shards, one or thousands, opened when their rows are first needed
-LegacyBinReader   one legacy .npy
-PlanBinReader     token store + plan: rows are put together when they are asked for, no shards needed
+ShardBinReader    shards of one storage, one or thousands, opened when their bins are first needed
+PlanBinReader     token store + plan: bins are put together when they are asked for, no shards needed
 JoinedBinReader   several of these end to end
 """
 
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.batch.located_bins import LocatedBins, locate_in_arrays, locate_in_shard
-from megatron_packed_sft.disk.checksum import checksum, new_hasher
-from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.data.batch.located_bins import (
+    LocatedBins,
+    locate_in_arrays,
+    locate_in_samples,
+    locate_in_shard,
+)
+from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.dataset_directory import EXTREMES, DatasetDirectory, summarize
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
+from megatron_packed_sft.storage.bins import BinFigures, PackedBin
+from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
+from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.interface import PackedShard, Storage
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
-Rows = npt.NDArray[np.int64]
+logger = logging.getLogger(__name__)
+
+Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BinFigures:
-    """What is known of all rows of a source before any is read; None where nobody recorded it."""
-
-    pack_size: int
-    max_seqs_per_bin: int | None = None
-    max_seq_len: int | None = None
-    min_packed_len: int | None = None
-    pad_seq_to_mult: int | None = None
-    num_tokens: int | None = None
-    num_sequences: int | None = None
-    tokenizer: Mapping[str, Any] | None = None
-    chat_template_fingerprint: str | None = None
-
-
 class BinReader(Protocol):
-    """Packed rows by number. Every storage that datasets can read offers this."""
+    """Packed bins by number. Everything that datasets can read offers this."""
 
     @property
     def fingerprint(self) -> str:
@@ -57,206 +51,199 @@ class BinReader(Protocol):
 
     @property
     def figures(self) -> BinFigures:
-        """What is known of all rows."""
+        """What is known of all bins without opening a shard."""
 
     @property
     def description(self) -> str:
         """For logs and messages: what it is and where."""
 
+    @property
+    def vocab_size(self) -> int | None:
+        """All ids are below it, as far as anybody recorded."""
+
+    @property
+    def pad_id(self) -> int | None:
+        """What the data was padded with, as far as anybody recorded."""
+
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of bins."""
 
-    def row(self, index: int) -> PackedBin:
-        """One row; 0 <= index < len."""
+    def bin(self, index: int) -> PackedBin:
+        """Return one bin, 0 <= index < len; its arrays must not be written to."""
 
-    def pieces(self, rows: Rows, positions: Rows, is_padding: Flags) -> list[LocatedBins]:
-        """Rows for the collate kernel, with their places in the batch."""
+    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
+        """Return bins for the collate kernel, with their places in the batch."""
 
-    def advise(self, rows: Rows) -> None:
-        """These rows are needed soon."""
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch. May read all indices."""
 
-
-class ShardReference(NamedTuple):
-    """A shard that may not be open yet; what is known of it must hold when it is opened."""
-
-    path: Path
-    num_bins: int
-    fingerprint: str
+    def advise(self, bins: Numbers) -> None:
+        """Announce bins that are needed soon."""
 
 
 @dataclass(eq=False)
 class ShardBinReader:
-    """Rows of memmap_v1 shards, end to end. A shard is opened when one of its rows is needed.
+    """Bins of shards of one storage, end to end. A shard is opened when one of its bins is needed."""
 
-    Example:
-        >>> ShardBinReader.of_shards([open_memmap_shard("shard_000000")])  # doctest: +SKIP
-    """
-
-    references: Sequence[ShardReference]
+    storage: Storage
+    paths: Sequence[Path]
+    entries: Sequence[ShardEntry]  # what must hold when a shard is opened
     figures: BinFigures
     description: str
-    _open: dict[int, MemmapShard] = field(default_factory=dict, repr=False)
+    of_directory: bool = False  # opened by the name of a directory that holds the shards
+    _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._first_row = np.cumsum([0, *(reference.num_bins for reference in self.references)])
-        self._first_row_list: list[int] = self._first_row.tolist()
+        self.shard_offsets = np.cumsum([0, *(entry.num_bins for entry in self.entries)])
+        self._offsets_list: list[int] = self.shard_offsets.tolist()
 
     @classmethod
-    def of_shards(cls, shards: Sequence[MemmapShard]) -> ShardBinReader:
-        """Over shards that are open already; they must be made with the same tokenizer and template."""
-        manifests = [shard.manifest for shard in shards]
+    def of_shards(cls, storage: Storage, paths: Sequence[Path], *, of_directory: bool = False) -> ShardBinReader:
+        """Open shards now; they must be made with the same tokenizer and template."""
+        _announce(storage, paths)
+        shards = [storage.open(path) for path in paths]
+        figures = [storage.figures(shard) for shard in shards]
         for name in ("tokenizer", "chat_template_fingerprint"):
-            for shard, manifest in zip(shards, manifests, strict=True):
-                if getattr(manifest, name) != getattr(manifests[0], name):
+            for path, one in zip(paths, figures, strict=True):
+                if one[name] != figures[0][name]:
                     raise InvalidInputError(
-                        f"{shard.path} was made with another {name} than {shards[0].path}; open them as separate "
-                        "datasets, or prepare them again with one"
+                        f"{path} was made with another {name} than {paths[0]}; open them as separate datasets, or "
+                        "prepare them again with one"
                     )
-        figures = summarize(manifests)
         return cls(
-            [ShardReference(shard.path, len(shard), shard.fingerprint) for shard in shards],
-            BinFigures(
-                **{name: figures[name] for name in (*EXTREMES, "num_tokens", "num_sequences") if name in figures},
-                tokenizer=manifests[0].tokenizer,
-                chat_template_fingerprint=manifests[0].chat_template_fingerprint,
-            ),
-            f"{_shards(len(shards))}, {shards[0].path}{' ...' if len(shards) > 1 else ''}",
+            storage,
+            paths,
+            [
+                ShardEntry(path.name, len(shard), getattr(shard, "fingerprint", None) or storage.checksum(path))
+                for path, shard in zip(paths, shards, strict=True)
+            ],
+            BinFigures.over(figures),
+            f"{_count(storage, len(shards))}, {paths[0]}{' ...' if len(shards) > 1 else ''}",
+            of_directory,
             dict(enumerate(shards)),
         )
 
     @classmethod
     def of_dataset(cls, dataset: DatasetDirectory, split: str) -> ShardBinReader:
-        """Over a split of a dataset directory; only dataset.json is read now."""
-        entries, figures = dataset.entries(split), dataset.figures[split]
-        names = (*EXTREMES, "num_tokens", "num_sequences", "tokenizer", "chat_template_fingerprint")
-        if "pack_size" not in figures:
-            return cls.of_shards(dataset.open_shards(split))
-        return cls(
-            [
-                ShardReference(dataset.shard_path(split, entry), entry.num_bins, entry.manifest_checksum)
-                for entry in entries
-            ],
-            BinFigures(**{name: figures[name] for name in names if name in figures}),
-            f"split {split!r} of {dataset.path}, {_shards(len(entries))}",
-        )
+        """Read a split of a dataset directory; shards stay closed until their bins are needed."""
+        entries = dataset.entries(split)
+        paths = [dataset.shard_path(split, entry) for entry in entries]
+        _announce(dataset.storage, paths)
+        description = f"split {split!r} of {dataset.path}, {_count(dataset.storage, len(entries))}"
+        return cls(dataset.storage, paths, entries, dataset.figures[split], description, True)
 
     @property
     def fingerprint(self) -> str:
-        """Of all shards, in order."""
-        return checksum("".join(reference.fingerprint for reference in self.references).encode())
+        """Identifies all shards, in order."""
+        if len(self.entries) == 1 and not self.storage.has_manifest:
+            return self.entries[0].checksum
+        return checksum("".join(entry.checksum for entry in self.entries).encode())
+
+    @functools.cached_property
+    def vocab_size(self) -> int | None:
+        """All ids are below it. Without a tokenizer every shard recorded only the ids that it has seen."""
+        if self.figures.vocab_size is not None:
+            return self.figures.vocab_size
+        num_needed = 1 if self.figures.tokenizer else len(self.entries)
+        return BinFigures.over([self.storage.figures(self.shard(number)) for number in range(num_needed)]).vocab_size
+
+    @functools.cached_property
+    def pad_id(self) -> int | None:
+        """What the first shard was padded with; memmap_v1 shards that do not say so were padded with 0."""
+        if self.figures.pad_id is not None or not self.storage.has_manifest:
+            return self.figures.pad_id
+        return self.storage.figures(self.shard(0)).pad_id or 0
 
     def __len__(self) -> int:
-        return int(self._first_row[-1])
+        return self._offsets_list[-1]
 
-    def shard(self, number: int) -> MemmapShard:
-        """Shard `number`, opened now if it was not."""
+    def shard(self, number: int) -> PackedShard:
+        """Return shard `number`, opened now if it was not."""
         shard = self._open.get(number)
         if shard is None:
-            reference = self.references[number]
-            shard = open_memmap_shard(reference.path)
-            if shard.fingerprint != reference.fingerprint or len(shard) != reference.num_bins:
-                raise ShardError(
-                    f"{reference.path} is not the shard that its dataset.json lists; it was swapped or written again, "
-                    "so restore it or publish the dataset again"
-                )
+            shard = open_listed_shard(self.storage, self.paths[number], self.entries[number])
             self._open[number] = shard
         return shard
 
-    def row(self, index: int) -> PackedBin:
-        """One row, as read-only views."""
-        number = int(np.searchsorted(self._first_row, index, side="right")) - 1
-        return self.shard(number).bin(index - int(self._first_row[number]))
+    def bin(self, index: int) -> PackedBin:
+        """Return one bin, as read-only views where the storage has some."""
+        number = bisect.bisect_right(self._offsets_list, index) - 1
+        return self.shard(number)[index - self._offsets_list[number]]
 
-    def pieces(self, rows: Rows, positions: Rows, is_padding: Flags) -> list[LocatedBins]:
-        """One piece per shard that holds some of the rows."""
+    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
+        """Return the bins of each shard that holds some of them."""
         return [
-            locate_in_shard(self.shard(number), inside, positions[chosen], is_padding[chosen])
-            for number, chosen, inside in self._by_shard(rows)
+            _locate_in(self.shard(number), str(self.paths[number]), inside, positions[chosen], is_padding[chosen])
+            for number, chosen, inside in self._by_shard(bins)
         ]
 
-    def advise(self, rows: Rows) -> None:
-        """Have the kernel read the rows ahead."""
-        for number, _, inside in self._by_shard(rows):
-            self.shard(number).advise(inside.tolist())
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch."""
+        return max(_longest_input(self.shard(number)) for number in range(len(self.entries)))
 
-    def _by_shard(self, rows: Rows) -> list[tuple[int, list[int], Rows]]:
-        # In Python: for the few rows of a batch that takes a tenth of the time of np.unique and masks.
+    def advise(self, bins: Numbers) -> None:
+        """Have the kernel read the bins ahead, where the storage is memory-mapped."""
+        if self.storage.in_memory:
+            return
+        for number, _, inside in self._by_shard(bins):
+            shard = self.shard(number)
+            if isinstance(shard, MemmapShard):
+                shard.advise(inside.tolist())
+
+    def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
+        # In Python: for the few bins of a batch that takes a tenth of the time of np.unique and masks.
         places: dict[int, list[int]] = {}
-        for place, row in enumerate(rows.tolist()):
-            places.setdefault(bisect.bisect_right(self._first_row_list, row) - 1, []).append(place)
-        return [(number, chosen, rows[chosen] - self._first_row[number]) for number, chosen in places.items()]
+        for place, index in enumerate(bins.tolist()):
+            places.setdefault(bisect.bisect_right(self._offsets_list, index) - 1, []).append(place)
+        return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
 
 
-class LegacyBinReader:
-    """Rows of one legacy .npy, which is held in memory whole.
+def _locate_in(shard: Any, source: str, bins: Numbers, positions: Numbers, is_padding: Flags) -> LocatedBins:
+    """Find bins in a shard the fastest way that it offers: its maps, its flat arrays, or bin by bin."""
+    if isinstance(shard, MemmapShard):
+        return locate_in_shard(shard, bins, positions, is_padding)
+    if isinstance(shard, FlatShard):
+        return locate_in_arrays(*shard.flat, bins, positions, is_padding, source)
+    samples = [
+        sample_of(shard[index], padding) for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
+    ]
+    return locate_in_samples(samples, positions, source)
 
-    Example:
-        >>> LegacyBinReader("training_4096.npy").figures.pack_size  # doctest: +SKIP
-    """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._shard = LegacyShard(path)
-        flat = self._shard.flat
-        lengths = np.diff(flat.bin_offsets)
-        ends = np.append(flat.seq_starts[1:].astype(np.int64), 0)
-        ends[flat.seq_offsets[1:] - 1] = lengths  # a row's last sequence ends with the row
-        self.figures = BinFigures(
-            pack_size=self._shard.pack_size,
-            max_seqs_per_bin=int(np.diff(flat.seq_offsets).max()),
-            max_seq_len=int((ends - flat.seq_starts).max()),
-            min_packed_len=int(lengths.min()),
-            num_tokens=self._shard.num_tokens,
-            num_sequences=self._shard.num_sequences,
-        )
-        self.description = f"legacy {self._shard.path}"
-        hasher = new_hasher("xxh3_128")
-        for array in flat[:5]:
-            hasher.update(np.ascontiguousarray(array).view(np.uint8).data)
-        self.fingerprint = hasher.hexdigest()
+def _longest_input(shard: Any) -> int:
+    if isinstance(shard, MemmapShard):
+        arrays = shard.arrays
+        return int((arrays.packed_len.astype(np.int64) - np.diff(arrays.seq_offsets.astype(np.int64))).max())
+    if isinstance(shard, FlatShard):
+        return int((shard.packed_len.astype(np.int64) - np.diff(shard.flat.seq_offsets)).max())
+    return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
 
-    def __len__(self) -> int:
-        return len(self._shard)
 
-    def row(self, index: int) -> PackedBin:
-        """One row, as read-only views."""
-        return self._shard[index]
-
-    def pieces(self, rows: Rows, positions: Rows, is_padding: Flags) -> list[LocatedBins]:
-        """All rows as one piece."""
-        flat = self._shard.flat
-        return [
-            locate_in_arrays(
-                flat.input_ids,
-                flat.loss_mask,
-                flat.bin_offsets,
-                flat.seq_starts,
-                flat.seq_offsets,
-                rows,
-                positions,
-                is_padding,
-                str(self._shard.path),
-            )
-        ]
-
-    def advise(self, rows: Rows) -> None:
-        """Nothing to do: everything is in memory."""
+def sample_of(packed: PackedBin, is_padding: bool) -> dict[str, Any]:
+    """Return a bin as a sample, in arrays of its own: torch must not get read-only memory."""
+    sample = {
+        "input_ids": packed.input_ids.copy(),
+        "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
+        "loss_mask": np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy(),
+    }
+    if is_padding:
+        sample["is_padding"] = True  # without it, answer_only_loss=False would count the padding sample's loss
+    return sample
 
 
 class PlanBinReader:
-    """Rows of a plan, put together from the token store when they are asked for; any pack size, no shards.
-
-    Example:
-        >>> PlanBinReader(open_token_store("store"), PackPlan.load("plan.npz"))  # doctest: +SKIP
-    """
+    """Bins of a plan, put together from the token store when they are asked for; any pack size, no shards."""
 
     def __init__(self, store: TokenStore, plan: PackPlan, pad_id: int = 0) -> None:
         self._store = store
         self._plan = plan
-        self._pad_id = pad_id
         self._bins = plan.bin_order.astype(np.int64)
         self._width = stored_width(plan)
         counts = np.diff(plan.bin_offsets)
+        self.pad_id: int | None = pad_id
+        self.vocab_size = store.manifest.vocab_size
         self.figures = BinFigures(
+            num_bins=plan.num_bins,
             pack_size=self._width,
             max_seqs_per_bin=int(counts.max()),
             max_seq_len=int(plan.item_lengths[plan.indices].max()),
@@ -264,6 +251,8 @@ class PlanBinReader:
             pad_seq_to_mult=plan.pad_seq_to_mult,
             num_tokens=int(plan.bin_tokens.sum()),
             num_sequences=len(plan.indices),
+            vocab_size=store.manifest.vocab_size,
+            pad_id=pad_id,
             tokenizer=store.manifest.tokenizer,
             chat_template_fingerprint=store.manifest.chat_template_fingerprint,
         )
@@ -273,84 +262,91 @@ class PlanBinReader:
     def __len__(self) -> int:
         return len(self._bins)
 
-    def row(self, index: int) -> PackedBin:
-        """One row, in arrays of its own."""
-        return plan_block(self._plan, self._store, self._bins[[index]], self._width, self._pad_id)[0]
+    def bin(self, index: int) -> PackedBin:
+        """Return one bin, in arrays of its own."""
+        return plan_block(self._plan, self._store, self._bins[[index]], self._width, self.pad_id or 0)[0]
 
-    def pieces(self, rows: Rows, positions: Rows, is_padding: Flags) -> list[LocatedBins]:
-        """The rows as one piece, put together now."""
-        block = plan_block(self._plan, self._store, self._bins[rows], self._width, self._pad_id)
-        starts = np.arange(len(rows) + 1) * self._width
-        piece = locate_in_arrays(
+    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
+        """Put the bins together now."""
+        block = plan_block(self._plan, self._store, self._bins[bins], self._width, self.pad_id or 0)
+        located = locate_in_arrays(
             block.input_ids.reshape(-1),
             block.loss_mask.reshape(-1),
-            starts,
+            np.arange(len(bins) + 1) * self._width,
             block.seq_starts,
             block.seq_offsets.astype(np.int64),
-            np.arange(len(rows)),
+            np.arange(len(bins)),
             positions,
             is_padding,
             self.description,
         )
-        piece.lengths[:] = block.packed_len
-        return [piece]
+        located.lengths[:] = block.packed_len
+        return [located]
 
-    def advise(self, rows: Rows) -> None:
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch."""
+        plan = self._plan
+        inputs = sizes_of(plan.item_lengths, "tokens", plan.pad_seq_to_mult)[plan.indices].astype(np.int64) - 1
+        return int(np.add.reduceat(inputs, plan.bin_offsets[:-1]).max())
+
+    def advise(self, bins: Numbers) -> None:
         """Nothing is announced: sequences lie all over the store."""
 
 
 class JoinedBinReader:
-    """Several sources end to end.
-
-    Example:
-        >>> JoinedBinReader([LegacyBinReader("a.npy"), LegacyBinReader("b.npy")])  # doctest: +SKIP
-    """
+    """Several sources end to end."""
 
     def __init__(self, sources: Sequence[BinReader]) -> None:
         self.sources = tuple(sources)
-        self._first_row = np.cumsum([0, *(len(source) for source in sources)])
+        self._offsets = np.cumsum([0, *(len(source) for source in sources)])
         self.fingerprint = checksum("".join(source.fingerprint for source in sources).encode())
         self.description = "; ".join(source.description for source in sources)
-        figures = [source.figures for source in sources]
+        self.figures = BinFigures.over([source.figures for source in sources])
 
-        def over(name: str, reduce: Any) -> Any:
-            values = [getattr(figure, name) for figure in figures]
-            return None if None in values else reduce(values)
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest vocabulary that a source recorded."""
+        return max((size for source in self.sources if (size := source.vocab_size) is not None), default=None)
 
-        self.figures = BinFigures(
-            **{name: over(name, reduce) for name, reduce in EXTREMES.items()},
-            num_tokens=over("num_tokens", sum),
-            num_sequences=over("num_sequences", sum),
-            tokenizer=over("tokenizer", lambda found: found[0] if all(one == found[0] for one in found) else None),
-            chat_template_fingerprint=over(
-                "chat_template_fingerprint", lambda found: found[0] if len(set(found)) == 1 else None
-            ),
-        )
+    @property
+    def pad_id(self) -> int | None:
+        """What the first source that says so was padded with."""
+        return next((pad_id for source in self.sources if (pad_id := source.pad_id) is not None), None)
 
     def __len__(self) -> int:
-        return int(self._first_row[-1])
+        return int(self._offsets[-1])
 
-    def row(self, index: int) -> PackedBin:
-        """One row of the source it lies in."""
-        number = int(np.searchsorted(self._first_row, index, side="right")) - 1
-        return self.sources[number].row(index - int(self._first_row[number]))
+    def bin(self, index: int) -> PackedBin:
+        """Return one bin of the source it lies in."""
+        number = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return self.sources[number].bin(index - int(self._offsets[number]))
 
-    def pieces(self, rows: Rows, positions: Rows, is_padding: Flags) -> list[LocatedBins]:
-        """The pieces of all sources that hold some of the rows."""
-        numbers = np.searchsorted(self._first_row, rows, side="right") - 1
+    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
+        """Return the bins of all sources that hold some of them."""
+        numbers = np.searchsorted(self._offsets, bins, side="right") - 1
         found: list[LocatedBins] = []
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            inside = rows[chosen] - self._first_row[number]
-            found += self.sources[number].pieces(inside, positions[chosen], is_padding[chosen])
+            inside = bins[chosen] - self._offsets[number]
+            found += self.sources[number].locate(inside, positions[chosen], is_padding[chosen])
         return found
 
-    def advise(self, rows: Rows) -> None:
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch."""
+        return max(source.longest_input() for source in self.sources)
+
+    def advise(self, bins: Numbers) -> None:
         """Pass it on to the sources."""
-        numbers = np.searchsorted(self._first_row, rows, side="right") - 1
+        numbers = np.searchsorted(self._offsets, bins, side="right") - 1
         for number in np.unique(numbers).tolist():
-            self.sources[number].advise(rows[numbers == number] - self._first_row[number])
+            self.sources[number].advise(bins[numbers == number] - self._offsets[number])
 
 
-def _shards(count: int) -> str:
-    return f"{count:,} memmap_v1 shard{'' if count == 1 else 's'}"
+def _announce(storage: Storage, paths: Sequence[Path]) -> None:
+    if storage.in_memory:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        logger.info("%s%s: %s is read into memory", paths[0], more, storage.name)
+
+
+def _count(storage: Storage, count: int) -> str:
+    return f"{count:,} {storage.name} shard{'' if count == 1 else 's'}"

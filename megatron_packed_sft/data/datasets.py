@@ -1,19 +1,17 @@
-"""The packed datasets: one class does the work, four names say where the rows come from.
+"""The packed datasets: one class does the work, four names say where the bins come from.
 
-    index ─ order ─▶ row of the source ─▶ {"input_ids", "seq_boundaries", "loss_mask"} ─ collate_fn ─▶ batch
-                     └──────────── fetch_batch: many rows straight into one batch, nothing in between ───▶
+    index ─ order ─▶ bin of the source ─▶ {"input_ids", "seq_boundaries", "loss_mask"} ─ collate_fn ─▶ batch
+                     └──────────── fetch_batch: many bins straight into one batch, nothing in between ───▶
 
 Index semantics, as Megatron's samplers use them: 0 <= i < len is the i-th sample of the (shuffled) order; a negative
-index is a padding sample, the row counted from the end with its loss mask all zero; i >= len is an IndexError.
+index is a padding sample, the bin counted from the end with its loss mask all zero; i >= len is an IndexError.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,30 +19,36 @@ import numpy.typing as npt
 
 from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data._tokenizer_ids import check_tokenizer, eos_id_of
-from megatron_packed_sft.data.bin_readers import BinReader, LegacyBinReader, PlanBinReader, ShardBinReader
+from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, ShardBinReader, sample_of
 from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
-from megatron_packed_sft.data.pack_metadata import PackMetadata
 from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.memmap_v1.reader import open_memmap_shard
+from megatron_packed_sft.storage.interface import PackedShard
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.pack_metadata import PackMetadata
+from megatron_packed_sft.storage.registry import not_a_shard, storage_named
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 
 if TYPE_CHECKING:
     from megatron_packed_sft.data.batch.contracts import CollateOptions
 
 
+_DEFAULT_LENGTH = 1024  # Megatron-Bridge's
+
+
 class PackedDataset:
-    """Packed rows as samples and batches. Argument names are those of Megatron-Bridge's packed dataset.
+    """Packed bins as samples and batches. Argument names are those of Megatron-Bridge's packed dataset.
 
     Args:
-        source: where the rows come from.
-        tokenizer: gives the EOS id that pads tokens and labels; an int will do.
-        max_seq_length: positions of a batch's rows; no row may need more.
-        max_num_samples: length of the dataset; the rows are shuffled, epoch after epoch, up to this number. None
-            gives every row once, in stored order.
+        source: where the bins come from.
+        tokenizer: gives the EOS id that pads tokens and labels; an int will do. None takes the data's own padding id.
+        max_seq_length: positions of a batch's bins; no bin may need more. None takes 1,024, or what the data needs.
+        max_num_samples: length of the dataset; the bins are shuffled, epoch after epoch, until there are so many. None
+            gives every bin once, in stored order.
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.
         contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_5`, `bridge_0_6`, `bridge_main` or `hf`.
@@ -55,19 +59,14 @@ class PackedDataset:
         allow_tokenizer_mismatch: accept a tokenizer with another fingerprint than the data's.
         bridge_arguments: further arguments of Megatron-Bridge's dataset classes; those that mean nothing for packed
             data are refused unless they have Bridge's default.
-
-    Example:
-        >>> dataset = PackedDataset(source, tokenizer=2, max_seq_length=4096)  # doctest: +SKIP
-        >>> dataset.fetch_batch([0, 1, -1])["tokens"].shape  # doctest: +SKIP
-        torch.Size([3, 4096])
     """
 
     def __init__(
         self,
         source: BinReader,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *,
-        max_seq_length: int = 1024,
+        max_seq_length: int | None = None,
         max_num_samples: int | None = None,
         seed: int = 1234,
         order: Order | None = None,
@@ -88,13 +87,13 @@ class PackedDataset:
         refuse_meaningless(bridge_arguments)
         if max_num_samples is not None and max_num_samples < 1:
             raise InvalidInputError(
-                f"max_num_samples is {max_num_samples}; give at least 1, or None for every row once"
+                f"max_num_samples is {max_num_samples}; give at least 1, or None for every bin once"
             )
         if not allow_tokenizer_mismatch:
             check_tokenizer(tokenizer, source.figures.tokenizer, source.description)
         self.source = source
         self.tokenizer = tokenizer
-        self.max_seq_length = max_seq_length
+        self.max_seq_length = checked_length(source, max_seq_length, _DEFAULT_LENGTH, "max_seq_length")
         if order is None and max_num_samples is not None:
             order = SampleOrder(len(source), seed=seed, fingerprint=source.fingerprint)
         self._order = order
@@ -102,14 +101,14 @@ class PackedDataset:
         metadata = None
         if pad_cu_seqlens:
             metadata = (
-                PackMetadata.of(source)
+                PackMetadata.of(source.figures, source.description)
                 if pack_metadata_file_path is None
                 else PackMetadata.load(pack_metadata_file_path)
             )
         self._collate_arguments: dict[str, Any] = {
             "contract": contract,
-            "eos_id": eos_id_of(tokenizer),
-            "max_seq_length": max_seq_length,
+            "eos_id": self._padding_id(),
+            "max_seq_length": self.max_seq_length,
             "pad_to_max_length": pad_to_max_length,
             "pad_seq_length_to_mult": pad_seq_length_to_mult,
             "ceil_to_power_2": ceil_to_power_2,
@@ -122,6 +121,16 @@ class PackedDataset:
             **({} if metadata is None else metadata.collate_arguments()),
         }
         self._options: CollateOptions | None = None
+
+    def _padding_id(self) -> int:
+        if self.tokenizer is not None:
+            return eos_id_of(self.tokenizer)
+        pad_id = self.source.pad_id
+        if pad_id is None:
+            raise InvalidInputError(
+                f"{self.source.description} does not record a padding id; pass a tokenizer, or its EOS id as an integer"
+            )
+        return pad_id
 
     def __len__(self) -> int:
         return self._num_samples
@@ -137,14 +146,14 @@ class PackedDataset:
 
     @property
     def sampling_order(self) -> BlendOrder | None:
-        """Of a blend: the order that a sampler should draw rows in, so that its state tells the realised mixture."""
+        """Of a blend: the order that a sampler should draw bins in, so that its state tells the realised mixture."""
         return self._order if isinstance(self._order, BlendOrder) else None
 
     def in_stored_order(self) -> PackedDataset:
-        """The same rows, numbered as they lie in the source; for samplers that bring an order of their own."""
-        rows = copy.copy(self)
-        rows._order, rows._num_samples = None, len(self.source)
-        return rows
+        """Return the same bins, numbered as they lie in the source; for samplers that bring their own order."""
+        stored = copy.copy(self)
+        stored._order, stored._num_samples = None, len(self.source)
+        return stored
 
     @property
     def tokenizer_fingerprint(self) -> str:
@@ -158,7 +167,7 @@ class PackedDataset:
 
     @property
     def options(self) -> CollateOptions:
-        """How rows become batches."""
+        """How bins become batches."""
         if self._options is None:  # the first use imports torch, which opening a dataset should not wait for
             from megatron_packed_sft.data.batch.contracts import CollateOptions
 
@@ -166,36 +175,32 @@ class PackedDataset:
         return self._options
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One packed row: input_ids, seq_boundaries (starts and length) and loss_mask."""
-        rows, is_padding = self._locate([index])
-        return _row_dict(self.source.row(int(rows[0])), bool(is_padding[0]))
+        """Return one packed bin: input_ids, seq_boundaries (starts and length) and loss_mask."""
+        bins, is_padding = self._locate([index])
+        return sample_of(self.source.bin(int(bins[0])), bool(is_padding[0]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Many packed rows."""
-        rows, is_padding = self._locate(indices)
+        """Return many packed bins."""
+        bins, is_padding = self._locate(indices)
         return [
-            _row_dict(self.source.row(row), padding)
-            for row, padding in zip(rows.tolist(), is_padding.tolist(), strict=True)
+            sample_of(self.source.bin(index), padding)
+            for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
         ]
 
-    def collate_fn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make a batch of rows that `__getitem__` returned."""
+    def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make a batch of samples that `__getitem__` returned."""
         from megatron_packed_sft.data.batch.collate import collate
         from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 
-        return collate([locate_in_samples(rows)], len(rows), self.options)
+        return collate([locate_in_samples(samples)], len(samples), self.options)
 
     def fetch_batch(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Make a batch of samples in one go: the compiled kernel reads the rows where they lie.
-
-        Example:
-            >>> dataset.fetch_batch([0, 1, 2])  # doctest: +SKIP
-        """
+        """Make a batch of samples in one go: the compiled kernel reads the bins where they lie."""
         from megatron_packed_sft.data.batch.collate import collate
 
-        rows, is_padding = self._locate(indices)
-        pieces = self.source.pieces(rows, np.arange(len(rows)), is_padding)
-        return collate(pieces, len(rows), self.options)
+        bins, is_padding = self._locate(indices)
+        located = self.source.locate(bins, np.arange(len(bins)), is_padding)
+        return collate(located, len(bins), self.options)
 
     def advise(self, indices: Sequence[int]) -> None:
         """Announce samples that are needed soon, so that the kernel reads them ahead."""
@@ -203,10 +208,11 @@ class PackedDataset:
 
     def write_pack_metadata(self, path: str | os.PathLike[str]) -> None:
         """Write the figures that Megatron-Bridge keeps in its metadata JSON, for tools that want the file."""
-        Path(path).write_text(json.dumps([PackMetadata.of(self.source).to_json()], indent=2))
+        metadata = PackMetadata.of(self.source.figures, self.source.description)
+        local_path(path).write_bytes(metadata.to_bytes())
 
     def _locate(self, indices: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Rows of the source, and which of them are padding samples; that is decided before any mapping."""
+        """Return bins of the source, and which of them are padding samples; that is decided before any mapping."""
         wanted = np.asarray(indices, np.int64)
         is_padding = wanted < 0
         positions = np.where(is_padding, wanted + len(self), wanted)
@@ -220,67 +226,97 @@ class PackedDataset:
 
 
 class GPTSFTPackedMemmapDataset(PackedDataset):
-    """Packed rows of one memmap_v1 shard; see `PackedDataset` for the arguments.
+    """Bins of one memmap_v1 shard; see `PackedDataset` for the arguments."""
 
-    Example:
-        >>> GPTSFTPackedMemmapDataset("train/shard_000000", tokenizer, max_seq_length=4096)  # doctest: +SKIP
-    """
+    def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any = None, **arguments: Any) -> None:
+        super().__init__(_shards_of("memmap_v1", [file_path]), tokenizer, **arguments)
 
-    def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any, **arguments: Any) -> None:
-        super().__init__(ShardBinReader.of_shards([open_memmap_shard(file_path)]), tokenizer, **arguments)
+    @property
+    def manifest(self) -> ShardManifest:
+        """The shard's manifest; its fields can be read like those of manifest.json."""
+        assert isinstance(self.source, ShardBinReader)
+        shard = self.source.shard(0)
+        assert isinstance(shard, MemmapShard)
+        return shard.manifest
 
 
 class GPTSFTPackedMultiShardDataset(PackedDataset):
-    """Packed rows of several memmap_v1 shards, end to end; see `PackedDataset` for the arguments.
+    """Bins of several shards of one storage, end to end; see `PackedDataset` for the arguments."""
 
-    Example:
-        >>> GPTSFTPackedMultiShardDataset(["shard_000000", "shard_000001"], tokenizer)  # doctest: +SKIP
-    """
-
-    def __init__(self, shard_dirs: Sequence[str | os.PathLike[str]], tokenizer: Any, **arguments: Any) -> None:
+    def __init__(self, shard_dirs: Sequence[str | os.PathLike[str]], tokenizer: Any = None, **arguments: Any) -> None:
         if not shard_dirs:
             raise InvalidInputError("shard_dirs is empty; name at least one shard")
-        super().__init__(
-            ShardBinReader.of_shards([open_memmap_shard(path) for path in shard_dirs]), tokenizer, **arguments
-        )
+        super().__init__(_shards_of("memmap_v1", shard_dirs), tokenizer, **arguments)
+
+    @property
+    def shards(self) -> list[PackedShard]:
+        """The shards, opened."""
+        assert isinstance(self.source, ShardBinReader)
+        return [self.source.shard(number) for number in range(len(self.source.entries))]
+
+    @property
+    def shard_offsets(self) -> npt.NDArray[np.int64]:
+        """The first bin of each shard, and the number of all bins."""
+        assert isinstance(self.source, ShardBinReader)
+        return self.source.shard_offsets
 
 
 class GPTSFTPackedDataset(PackedDataset):
-    """Packed rows of one legacy .npy file; see `PackedDataset` for the arguments.
+    """Bins of one legacy .npy file; see `PackedDataset` for the arguments."""
 
-    Example:
-        >>> GPTSFTPackedDataset("training_4096.npy", tokenizer, max_seq_length=4096)  # doctest: +SKIP
-    """
-
-    def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any, **arguments: Any) -> None:
-        super().__init__(LegacyBinReader(file_path), tokenizer, **arguments)
+    def __init__(self, file_path: str | os.PathLike[str], tokenizer: Any = None, **arguments: Any) -> None:
+        super().__init__(_shards_of("legacy", [file_path]), tokenizer, **arguments)
 
 
 class GPTSFTPlannedDataset(PackedDataset):
-    """Packed rows of a token store and a plan, put together when they are needed: no shards on disk.
-
-    Example:
-        >>> GPTSFTPlannedDataset("store", "plan.npz", tokenizer, max_seq_length=4096)  # doctest: +SKIP
-    """
+    """Bins of a token store and a plan, put together when they are needed: no shards on disk."""
 
     def __init__(
         self,
         token_store: str | os.PathLike[str] | TokenStore,
         plan: str | os.PathLike[str] | PackPlan,
-        tokenizer: Any,
+        tokenizer: Any = None,
         **arguments: Any,
     ) -> None:
         store = token_store if isinstance(token_store, TokenStore) else open_token_store(token_store)
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        super().__init__(PlanBinReader(store, loaded, pad_id=eos_id_of(tokenizer)), tokenizer, **arguments)
+        pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
+        super().__init__(PlanBinReader(store, loaded, pad_id=pad_id), tokenizer, **arguments)
 
 
-def _row_dict(row: PackedBin, is_padding: bool) -> dict[str, Any]:
-    result = {
-        "input_ids": row.input_ids,
-        "seq_boundaries": [*row.seq_start_id.tolist(), len(row.input_ids)],
-        "loss_mask": np.zeros_like(row.loss_mask) if is_padding else row.loss_mask,
-    }
-    if is_padding:
-        result["is_padding"] = True  # without it, answer_only_loss=False would count the padding sample's loss
-    return result
+def checked_length(source: BinReader, asked: int | None, default: int, argument: str) -> int:
+    """Return the positions of a batch's bins; refuse now what would fail in the middle of training.
+
+    Args:
+        source: what is to be opened.
+        asked: what the caller wants, or None for the default, or more if the data needs more.
+        default: the least to take when nothing is asked.
+        argument: what the caller calls it, for the message.
+    """
+    pack_size = source.figures.pack_size
+    if asked is None:
+        return max(default, pack_size)
+    # The last token of a sequence is a label only, so a bin of n tokens needs n - 1 positions at most. Only when even
+    # that is too long is it worth looking at every bin.
+    if asked < pack_size - 1 and (needed := source.longest_input()) > asked:
+        raise InvalidInputError(
+            f"{argument} is {asked}, but a bin of {source.description} needs {needed}; set {argument} to {pack_size}, "
+            f"or pack the data for {asked}"
+        )
+    return asked
+
+
+def dataset_over(kind: type[PackedDataset], source: BinReader, tokenizer: Any, **arguments: Any) -> PackedDataset:
+    """Return a dataset of that class over a source that is open already."""
+    dataset = kind.__new__(kind)
+    PackedDataset.__init__(dataset, source, tokenizer, **arguments)
+    return dataset
+
+
+def _shards_of(storage: str, paths: Sequence[str | os.PathLike[str]]) -> ShardBinReader:
+    locations = [local_path(path) for path in paths]
+    opened = storage_named(storage)
+    for location in locations:
+        if not opened.recognises(location):
+            raise not_a_shard(location)
+    return ShardBinReader.of_shards(opened, locations)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.disk.atomic import os_errors, preallocate, write_at
 from megatron_packed_sft.disk.checksum import Hasher, new_hasher
-from megatron_packed_sft.disk.file_record import FileRecord
+from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec, npy_header
 
 _READ_BACK = 1 << 20

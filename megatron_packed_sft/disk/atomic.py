@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import (
     InvalidInputError,
     NoSpaceError,
@@ -149,7 +150,7 @@ class Staging:
     """
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self.target = Path(os.path.abspath(target))
+        self.target = local_path(target, "output")
         self._overwrite = overwrite
         if not self.target.name:
             raise InvalidInputError(f"{self.target} cannot be a target: name a path below an existing directory")
@@ -254,7 +255,9 @@ class Staging:
         raise self._exists()
 
     def _exists(self) -> TargetExistsError:
-        return TargetExistsError(f"{self.target} exists already; remove it, choose another name or ask for overwrite")
+        return TargetExistsError(
+            f"{self.target} exists already; choose another name, or add --overwrite (overwrite=True)"
+        )
 
     def _release(self) -> None:
         if self._lock_fd >= 0:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from megatron_packed_sft.disk import npy
 from megatron_packed_sft.disk.atomic import os_errors, translated
+from megatron_packed_sft.disk.checksum import Hasher, new_hasher
 from megatron_packed_sft.disk.file_maps import map_file
-from megatron_packed_sft.disk.file_record import FileRecord
+from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
 
 # O_NOFOLLOW: a shard's files are its own. O_NONBLOCK: a FIFO under that name must not hang the reader.
@@ -36,7 +38,7 @@ class CheckedFile(NamedTuple):
         return self.path.name
 
     def map(self) -> npt.NDArray[Any]:
-        """The array, read-only, over a map of the file; matrices are mapped for random access."""
+        """Return the array, read-only, over a map of the file; matrices are mapped for random access."""
         with os_errors("map", self.path, self.size):
             data = map_file(self.fd, self.size, random_access=len(self.header.shape) == 2)
         count = int(np.prod(self.header.shape, dtype=np.int64))
@@ -47,11 +49,7 @@ class CheckedFile(NamedTuple):
 class CheckedDirectory:
     """Opens the files of one directory through one descriptor, and closes all of them at the end.
 
-    A directory that is replaced meanwhile is so seen whole: old or new, never half of each.
-
-    Example:
-        >>> with CheckedDirectory.open(Path("shard_000000")) as directory:  # doctest: +SKIP
-        ...     data = directory.read("manifest.json", limit=1 << 20)
+    A directory that is replaced meanwhile is seen whole: old or new, never half of each.
     """
 
     def __init__(self, path: Path, fd: int, closing: contextlib.ExitStack) -> None:
@@ -78,7 +76,7 @@ class CheckedDirectory:
             yield cls(path, fd, closing)
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes of a small file, which may have at most `limit` of them."""
+        """Return the bytes of a small file, which may have at most `limit` of them."""
         fd = self._open_regular(name)
         size = os.fstat(fd).st_size
         path = self.path / name
@@ -127,3 +125,35 @@ class CheckedDirectory:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ShardFileError(f"{path} is not a regular file; restore it from the original shard")
         return fd
+
+
+class HashingReader:
+    """Reads a file from front to back into the caller's buffers and hashes what it reads."""
+
+    def __init__(self, file: CheckedFile, algorithm: str, bar: tqdm[Any]) -> None:
+        self._path = file.path
+        self._fd = file.fd
+        self._bar = bar
+        self._hasher: Hasher = new_hasher(algorithm)
+        self._position = 0
+        self.remaining = file.size
+        self.read_into(np.empty(file.header.data_offset, np.uint8))
+
+    def read_into(self, array: npt.NDArray[Any]) -> None:
+        """Fill `array` with the file's next bytes."""
+        view = array.reshape(-1).view(np.uint8).data
+        filled = 0
+        while filled < len(view):
+            with os_errors("read", self._path):
+                count = os.preadv(self._fd, [view[filled:]], self._position)
+            if count == 0:
+                raise ShardError(f"{self._path} became shorter while it was read; stop whoever writes to it")
+            filled += count
+            self._position += count
+        self._hasher.update(view)
+        self.remaining -= filled
+        self._bar.update(filled)
+
+    def hexdigest(self) -> str:
+        """Return the checksum of everything read so far."""
+        return self._hasher.hexdigest()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError
 
 
@@ -18,12 +21,13 @@ class Hasher(Protocol):
         """Take in more bytes."""
 
     def hexdigest(self) -> str:
-        """The checksum so far, as lower-case hexadecimal text."""
+        """Return the checksum so far, as lower-case hexadecimal text."""
         ...
 
 
 DEFAULT_ALGORITHM = "xxh3_128"
 _ALGORITHMS: dict[str, Callable[[], Hasher]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+_BLOCK = 1 << 20
 DIGEST_LENGTHS = {"xxh3_128": 32, "sha256": 64}
 
 
@@ -40,7 +44,7 @@ def new_hasher(algorithm: str) -> Hasher:
 
 
 def checksum(data: bytes, algorithm: str = DEFAULT_ALGORITHM) -> str:
-    """The checksum of bytes that are in memory already.
+    """Return the checksum of bytes in memory.
 
     Example:
         >>> checksum(b"abc")
@@ -49,3 +53,25 @@ def checksum(data: bytes, algorithm: str = DEFAULT_ALGORITHM) -> str:
     hasher = new_hasher(algorithm)
     hasher.update(data)
     return hasher.hexdigest()
+
+
+def file_checksum(path: Path, algorithm: str = DEFAULT_ALGORITHM) -> str:
+    """Return the checksum of a file, or of all files below a directory together with their names."""
+    if not path.is_dir():
+        hasher = new_hasher(algorithm)
+        with os_errors("read", path), open(path, "rb", buffering=0) as file:
+            while block := file.read(_BLOCK):
+                hasher.update(block)
+        return hasher.hexdigest()
+    names = sorted(
+        os.path.relpath(os.path.join(folder, name), path) for folder, _, some in os.walk(path) for name in some
+    )
+    return checksum("".join(f"{name}\0{file_checksum(path / name, algorithm)}\n" for name in names).encode(), algorithm)
+
+
+def stored_size(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a directory."""
+    with os_errors("look at", path):
+        if not path.is_dir():
+            return path.stat().st_size
+        return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, some in os.walk(path) for name in some)

@@ -7,18 +7,20 @@ byte of it, so that a flipped bit anywhere in the document is noticed when it is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.checksum import DIGEST_LENGTHS, checksum
 from megatron_packed_sft.errors import ManifestError
 
 MANIFEST = "manifest.json"  # of shards, parts of token stores and length stores; always written last
 SELF_CHECKSUM = "self_checksum"
+_MAX_BYTES = (1 << 62) - 1
 
 
 def render(document: Mapping[str, Any]) -> bytes:
-    """The canonical bytes of a document, with its own checksum added.
+    """Return the canonical bytes of a document, with its own checksum added.
 
     Example:
         >>> print(render({"b": 1, "a": [2]}).decode())
@@ -96,18 +98,18 @@ class Fields:
         self._file = file
 
     def error(self, key: str, problem: str) -> ManifestError:
-        """The error to raise for a key."""
+        """Return the error to raise for a key."""
         return ManifestError(f"{self._file}: {key} {problem}; restore the file from the original")
 
     def integer(self, key: str, low: int, high: int) -> int:
-        """A required integer in low..high."""
+        """Return a required integer in low..high."""
         value = self.optional_integer(key, low, high)
         if value is None:
             raise self.error(key, "is missing")
         return value
 
     def optional_integer(self, key: str, low: int, high: int) -> int | None:
-        """An integer in low..high, or None when the key is absent or null."""
+        """Return an integer in low..high, or None when the key is absent or null."""
         value = self._document.get(key)
         if value is None:
             return None
@@ -116,14 +118,14 @@ class Fields:
         return value
 
     def text(self, key: str) -> str:
-        """A required string."""
+        """Return a required string."""
         value = self.optional_text(key)
         if value is None:
             raise self.error(key, "is missing")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """A string without control characters, or None when the key is absent or null."""
+        """Return a string without control characters, or None when the key is absent or null."""
         value = self._document.get(key)
         if value is None:
             return None
@@ -132,11 +134,54 @@ class Fields:
         return value
 
     def optional_object(self, key: str) -> dict[str, Any] | None:
-        """A JSON object, or None when the key is absent or null."""
+        """Return a JSON object, or None when the key is absent or null."""
         value = self._document.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.error(key, f"is {_short(value)}, not an object")
         return value
+
+
+class FileRecord(NamedTuple):
+    """Size and content checksum of one file."""
+
+    bytes: int
+    checksum: str
+
+
+def parse_file_records(values: Fields, names: Sequence[str]) -> tuple[str | None, dict[str, FileRecord] | None]:
+    """Return the checksum algorithm and the record of each file; (None, None) for a manifest that has neither.
+
+    Names come from the caller and never from the document: a document that lists others is refused.
+
+    Example:
+        >>> record = {"bytes": 3, "checksum": "06b05ab6733a618578af5f94892f3950"}
+        >>> fields = Fields({"checksum_algorithm": "xxh3_128", "files": {"a.npy": record}}, "manifest.json")
+        >>> parse_file_records(fields, ["a.npy"])[1]["a.npy"].bytes
+        3
+    """
+    algorithm = values.optional_text("checksum_algorithm")
+    listed = values.optional_object("files")
+    if algorithm is None and listed is None:
+        return None, None
+    if algorithm is None or listed is None:
+        raise values.error("files" if listed is None else "checksum_algorithm", "is missing beside the other")
+    if algorithm not in DIGEST_LENGTHS:
+        raise values.error("checksum_algorithm", f"is {algorithm!r}, not one of {', '.join(sorted(DIGEST_LENGTHS))}")
+    if set(listed) != set(names):
+        odd = sorted(set(listed) ^ set(names))[0]
+        raise values.error("files", f"must list exactly {', '.join(names)}; {odd[:80]!r} is wrong")
+    digest = re.compile(f"[0-9a-f]{{{DIGEST_LENGTHS[algorithm]}}}")
+    records = {}
+    for name in names:
+        record = listed[name]
+        if not isinstance(record, dict):
+            raise values.error(f"files.{name}", "is not an object")
+        size = Fields(record, f"files.{name}").integer("bytes", 0, _MAX_BYTES)
+        text = record.get("checksum")
+        if not isinstance(text, str) or not digest.fullmatch(text):
+            raise ManifestError(f"files.{name}: checksum is not {digest.pattern} of {algorithm}; restore the manifest")
+        records[name] = FileRecord(size, text)
+    return algorithm, records
 
 
 def _short(value: Any) -> str:

@@ -51,7 +51,7 @@ from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, Spli
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, scan
 from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
-from megatron_packed_sft.storage.writers import MEMMAP_V1, storage_name
+from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.wording import byte_count, counted
 
 
@@ -73,7 +73,7 @@ class Pipeline:
         if self.work_dir == self.output:
             raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
-        self.packed_storage = storage_name(config.packed_storage)
+        self.packed_storage = storage_named(config.packed_storage).name
         self._sources = _sources(config)
         self._executor = create_executor(config.executor.kind, config.executor.num_workers)
         check_packing(config.packing)
@@ -196,9 +196,7 @@ class Pipeline:
                 encoded=encoded.split(split),
                 packed=in_bins,
                 plan=plan,
-                num_shards=num_shards(plan, self._shard_bytes, tokenizer.vocab_size)
-                if self.packed_storage == MEMMAP_V1
-                else 1,
+                num_shards=num_shards(plan, self.packed_storage, self._shard_bytes, tokenizer.vocab_size),
                 num_bytes=stored_bytes(plan, self.packed_storage, tokenizer.vocab_size),
             )
         sources = {

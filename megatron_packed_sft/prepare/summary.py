@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_packed_sft.packing.accounting import REASONS
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
-from megatron_packed_sft.storage.writers import MEMMAP_V1
 from megatron_packed_sft.support.wording import byte_count, table
 
 _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
@@ -37,15 +36,15 @@ def summary(report: PrepareReport) -> str:
 
 def how_to_use(report: PrepareReport) -> list[str]:
     """Return the lines for a recipe, and the call that opens the data."""
-    split, first = next(iter(report.splits.items()))
-    path = str(report.output if report.packed_storage == MEMMAP_V1 else report.output / f"{split}.npy")
+    first = next(iter(report.splits.values()))
+    path = str(report.output)
     plain = _PLAIN_PATH.fullmatch(path) is not None
     setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
     return [
         "Train on it:",
-        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={_short(report)} {setting}",
+        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={report.packed_storage} {setting}",
         "In a recipe:",
-        f"  packed_storage: {_short(report)}",
+        f"  packed_storage: {report.packed_storage}",
         "  data:",
         f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
         "In Python:",
@@ -60,7 +59,6 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
     """Return the README.md of the published directory. It depends on the data and the settings, not on their paths."""
     settings = provenance["settings"]
     tokenizer, template = provenance["tokenizer"], provenance["chat_template"]
-    facts = "dataset.json" if report.packed_storage == MEMMAP_V1 else "prepare.json"
     sources: list[str] = []
     for name, source in provenance["sources"].items():
         split = f", all of it {source['split']}" if source["split"] else ""
@@ -70,7 +68,7 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
         [
             "# Packed SFT data",
             "",
-            f"Made by `packed-sft prepare`, storage `{report.packed_storage}`. {facts} holds the same facts for",
+            f"Made by `packed-sft prepare`, storage `{report.packed_storage}`. dataset.json holds the same facts for",
             "programs. `packed-sft validate` checks the files.",
             "",
             "## Made from",
@@ -97,10 +95,6 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
             "",
         ]
     )
-
-
-def _short(report: PrepareReport) -> str:
-    return "memmap_v1" if report.packed_storage == MEMMAP_V1 else "legacy"
 
 
 def _accounting(report: PrepareReport) -> list[str]:

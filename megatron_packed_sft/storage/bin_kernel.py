@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.support.compiled import kernel
 
-# What can be wrong with one bin; `bins.VIOLATIONS` holds the sentence for each.
+# What can be wrong with one bin; `bins.find_violations` has a sentence for each.
 OK = 0
 BAD_LENGTH = 1
 BAD_OFFSETS = 2
@@ -45,20 +45,20 @@ def check_bins(
     positions: npt.NDArray[np.int64],
     totals: npt.NDArray[np.int64],
 ) -> int:
-    """Check every invariant of every row; return how many rows break one.
+    """Check every invariant of every bin; return how many bins break one.
 
-    `codes[r]` and `positions[r]` tell the first violation of row r. `seq_offsets` point into `seq_starts` after its
+    `codes[b]` and `positions[b]` tell the first violation of bin b. `seq_offsets` point into `seq_starts` after its
     own first value is subtracted, so a slice of a larger shard can be checked as it is. Signed ids must be passed as
     their unsigned view: a negative id is then a huge one, and one comparison covers both ends. `pad_id` < 0 means
     that the padding's value is not known and not checked.
     """
-    num_rows, width = input_ids.shape
+    num_bins, width = input_ids.shape
     base = np.int64(seq_offsets[0])
     num_bad = 0
-    for row in range(num_rows):
-        length = np.int64(packed_len[row])
-        first = np.int64(seq_offsets[row]) - base
-        last = np.int64(seq_offsets[row + 1]) - base
+    for index in range(num_bins):
+        length = np.int64(packed_len[index])
+        first = np.int64(seq_offsets[index]) - base
+        last = np.int64(seq_offsets[index + 1]) - base
         code = OK
         position: int | np.int64 = 0
         longest = np.int64(0)
@@ -89,44 +89,44 @@ def check_bins(
             if length - start > longest:
                 longest = length - start
         if code == OK:
-            mask_row = loss_mask[row]
+            bin_mask = loss_mask[index]
             union = np.uint8(0)
             for j in range(length):
-                union |= mask_row[j]
-                trained += mask_row[j]
+                union |= bin_mask[j]
+                trained += bin_mask[j]
             if union > 1:
                 code = MASK_NOT_BINARY
                 for j in range(length - 1, -1, -1):
-                    if mask_row[j] > 1:
+                    if bin_mask[j] > 1:
                         position = j
         if code == OK:
             for k in range(last - 1, first - 1, -1):
                 end = length if k == last - 1 else np.int64(seq_starts[k + 1])
-                if mask_row[end - 1] != 0:
+                if bin_mask[end - 1] != 0:
                     code = MASK_AT_SEQUENCE_END
                     position = end - 1
         if code == OK:
-            id_row = input_ids[row]
-            highest = id_row[0]
+            bin_ids = input_ids[index]
+            highest = bin_ids[0]
             for j in range(length):
-                highest = max(highest, id_row[j])
+                highest = max(highest, bin_ids[j])
             if np.uint64(highest) >= vocab_size:
                 code = ID_OUT_OF_RANGE
                 for j in range(length - 1, -1, -1):
-                    if np.uint64(id_row[j]) >= vocab_size:
+                    if np.uint64(bin_ids[j]) >= vocab_size:
                         position = j
         if code == OK:
             for j in range(width - 1, length - 1, -1):
-                if mask_row[j] != 0:
+                if bin_mask[j] != 0:
                     code = DIRTY_MASK_PADDING
                     position = j
             if code == OK and pad_id >= 0:
                 for j in range(width - 1, length - 1, -1):
-                    if np.int64(id_row[j]) != pad_id:
+                    if np.int64(bin_ids[j]) != pad_id:
                         code = DIRTY_ID_PADDING
                         position = j
-        codes[row] = code
-        positions[row] = position
+        codes[index] = code
+        positions[index] = position
         if code != OK:
             num_bad += 1
             continue
@@ -147,17 +147,17 @@ def pad_bins(
     input_ids: npt.NDArray[np.integer],
     loss_mask: npt.NDArray[np.uint8],
 ) -> None:
-    """Lay ragged rows (flat values, row r = [offsets[r], offsets[r+1])) out as padded ones."""
-    num_rows, width = input_ids.shape
-    for row in range(num_rows):
-        start = offsets[row] - offsets[0]
-        length = offsets[row + 1] - offsets[row]
+    """Lay out bins of different lengths (flat values, bin b = [offsets[b], offsets[b + 1])) as padded ones."""
+    num_bins, width = input_ids.shape
+    for index in range(num_bins):
+        start = offsets[index] - offsets[0]
+        length = offsets[index + 1] - offsets[index]
         for j in range(length):
-            input_ids[row, j] = flat_ids[start + j]
-            loss_mask[row, j] = flat_mask[start + j]
+            input_ids[index, j] = flat_ids[start + j]
+            loss_mask[index, j] = flat_mask[start + j]
         for j in range(length, width):
-            input_ids[row, j] = pad_id
-            loss_mask[row, j] = 0
+            input_ids[index, j] = pad_id
+            loss_mask[index, j] = 0
 
 
 @kernel
@@ -170,11 +170,11 @@ def clear_sequence_ends(
     """Set the mask to 0 at the last token of every sequence, in place; return how many were not."""
     base = np.int64(seq_offsets[0])
     num_cleared = 0
-    for row in range(packed_len.size):
-        last = np.int64(seq_offsets[row + 1]) - base
-        for k in range(np.int64(seq_offsets[row]) - base, last):
-            end = np.int64(packed_len[row]) if k == last - 1 else np.int64(seq_starts[k + 1])
-            if loss_mask[row, end - 1] != 0:
-                loss_mask[row, end - 1] = 0
+    for index in range(packed_len.size):
+        last = np.int64(seq_offsets[index + 1]) - base
+        for k in range(np.int64(seq_offsets[index]) - base, last):
+            end = np.int64(packed_len[index]) if k == last - 1 else np.int64(seq_starts[k + 1])
+            if 1 <= end <= loss_mask.shape[1] and loss_mask[index, end - 1] != 0:
+                loss_mask[index, end - 1] = 0
                 num_cleared += 1
     return num_cleared

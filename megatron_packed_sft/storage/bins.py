@@ -1,18 +1,19 @@
-"""What goes into a shard and comes out of it: one packed bin, or a block of many, and the rules both obey.
+"""What goes into a shard and comes out of it: one packed bin, a block of many, the rules both obey, and the figures.
 
-    bin 0   input_ids   11 12 13 14 15 | 21 22 23 |  0  0     three dots of padding are not part of the bin
+    bin 0   input_ids   11 12 13 14 15 | 21 22 23 |  0  0     the padding at the end is not part of the bin
             loss_mask    0  1  1  1  0 |  1  1  0 |  0  0     next-token aligned: 0 at each sequence's last token
             starts       0               5                    packed_len 8
 
 A block is the padded form of several consecutive bins: exactly the bytes of the shard's two large arrays, plus the
-lengths and the CSR of starts. Writers take blocks and readers give them, so whole shards move without a Python loop
+lengths and the CSR of starts. Writers take blocks and readers return them, so whole shards move without a Python loop
 per bin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,7 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 
 class PackedBin(NamedTuple):
-    """One packed bin without its padding.
-
-    Example:
-        >>> import numpy as np
-        >>> PackedBin(np.array([5, 6, 7]), np.array([1, 1, 0]), np.array([0])).num_sequences
-        1
-    """
+    """One packed bin without its padding."""
 
     input_ids: IntArray
     loss_mask: npt.NDArray[np.uint8]
@@ -37,7 +32,7 @@ class PackedBin(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the bin holds."""
+        """Return the number of sequences in the bin."""
         return len(self.seq_start_id)
 
 
@@ -76,8 +71,101 @@ class BinBlock:
         return PackedBin(self.input_ids[index, :length], self.loss_mask[index, :length], self.seq_starts[first:last])
 
 
+# How the figures of several shards become those of all: what adds up, and the largest or smallest of all.
+TOTALS = ("num_bins", "num_sequences", "num_tokens", "num_loss_tokens")
+EXTREMES: dict[str, Callable[..., int]] = {
+    "pack_size": max,
+    "max_seqs_per_bin": max,
+    "max_seq_len": max,
+    "min_packed_len": min,
+    "pad_seq_to_mult": max,
+}
+PROVENANCE_KEYS = ("tokenizer", "chat_template_fingerprint", "plan_fingerprint", "pad_seq_to_mult")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinFigures:
+    """What is known of all bins of a shard, a split or a dataset; None where nobody recorded it."""
+
+    num_bins: int
+    pack_size: int
+    num_sequences: int | None = None
+    num_tokens: int | None = None
+    num_loss_tokens: int | None = None
+    max_seqs_per_bin: int | None = None
+    max_seq_len: int | None = None
+    min_packed_len: int | None = None
+    pad_seq_to_mult: int | None = None
+    vocab_size: int | None = None
+    pad_id: int | None = None
+    tokenizer: Mapping[str, Any] | None = None
+    chat_template_fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, shard: Any) -> Self:
+        """Return a shard's own figures if it has some, else count over its bins."""
+        own = getattr(shard, "figures", None)
+        if isinstance(own, cls):
+            return own
+        return cls._counted(shard, shard.pack_size)
+
+    @classmethod
+    def _counted(cls, bins: Iterable[PackedBin], pack_size: int) -> Self:
+        num_bins = num_sequences = num_tokens = num_loss_tokens = max_seqs_per_bin = max_seq_len = 0
+        min_packed_len = pack_size
+        for one in bins:
+            length = len(one.input_ids)
+            num_bins += 1
+            num_sequences += one.num_sequences
+            num_tokens += length
+            num_loss_tokens += int(np.sum(one.loss_mask))
+            max_seqs_per_bin = max(max_seqs_per_bin, one.num_sequences)
+            max_seq_len = max(max_seq_len, int(np.diff([*one.seq_start_id.tolist(), length]).max()))
+            min_packed_len = min(min_packed_len, length)
+        return cls(
+            num_bins=num_bins,
+            pack_size=pack_size,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+            num_loss_tokens=num_loss_tokens,
+            max_seqs_per_bin=max_seqs_per_bin,
+            max_seq_len=max_seq_len,
+            min_packed_len=min_packed_len,
+        )
+
+    @classmethod
+    def over(cls, parts: Sequence[BinFigures]) -> Self:
+        """Return the figures of several parts together; what one of them did not record is unknown.
+
+        Example:
+            >>> parts = [BinFigures(num_bins=2, pack_size=8, num_tokens=9), BinFigures(num_bins=1, pack_size=4)]
+            >>> both = BinFigures.over(parts)
+            >>> both.num_bins, both.pack_size, both.num_tokens
+            (3, 8, None)
+        """
+
+        def reduced(name: str, reduce: Callable[..., Any]) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if None in values else reduce(values)
+
+        def common(values: Sequence[Any]) -> Any:
+            return values[0] if all(value == values[0] for value in values) else None
+
+        reductions: dict[str, Callable[..., Any]] = {**dict.fromkeys(TOTALS, sum), **EXTREMES, "vocab_size": max}
+        reductions |= dict.fromkeys(("pad_id", "tokenizer", "chat_template_fingerprint"), common)
+        return cls(**{name: reduced(name, reduce) for name, reduce in reductions.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def numbers(self) -> dict[str, int]:
+        """Return the known totals and extremes by name."""
+        values = {name: getattr(self, name) for name in (*TOTALS, *EXTREMES)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
 class BlockTotals(NamedTuple):
-    """What a block adds to its shard's manifest."""
+    """What a block adds to the figures of its shard."""
 
     num_tokens: int
     num_loss_tokens: int
@@ -85,32 +173,38 @@ class BlockTotals(NamedTuple):
     max_seq_len: int
     min_packed_len: int
 
+    def plus(self, other: BlockTotals) -> BlockTotals:
+        """Return the totals of both."""
+        return BlockTotals(
+            self.num_tokens + other.num_tokens,
+            self.num_loss_tokens + other.num_loss_tokens,
+            max(self.max_seqs_per_bin, other.max_seqs_per_bin),
+            max(self.max_seq_len, other.max_seq_len),
+            min(self.min_packed_len, other.min_packed_len),
+        )
+
 
 class Violation(NamedTuple):
-    """The first broken invariant of one row, in words."""
+    """The first broken invariant of one bin, in words."""
 
-    row: int
+    bin: int
     field: str
     message: str
 
 
 def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> tuple[list[Violation], BlockTotals]:
-    """Check every invariant of every bin; return the violations (at most one per bin) and the sums over sound bins.
+    """Check every invariant of every bin; return at most one violation per bin, and the totals of the sound bins.
 
     Args:
         block: the bins, with ids as `<u2` or `<i4`, mask as `|u1` and indices as `<u4`.
         vocab_size: ids must be below it.
         pad_id: the value every padding cell must hold, or None when it is not known.
-
-    Example:
-        >>> find_violations(block, vocab_size=100, pad_id=0)[0]  # doctest: +SKIP
-        [Violation(row=3, field='loss_mask', message='is 2 at position 17, not 0 or 1')]
     """
     from megatron_packed_sft.storage import bin_kernel
 
-    num_rows, width = block.input_ids.shape
-    codes = np.zeros(num_rows, np.uint8)
-    positions = np.zeros(num_rows, np.int64)
+    num_bins, width = block.input_ids.shape
+    codes = np.zeros(num_bins, np.uint8)
+    positions = np.zeros(num_bins, np.int64)
     totals = np.zeros(bin_kernel.NUM_TOTALS, np.int64)
     totals[bin_kernel.MIN_PACKED_LENGTH] = width
     num_bad = bin_kernel.check_bins(
@@ -127,44 +221,48 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
     )
     violations = []
     if num_bad:
-        for row in np.flatnonzero(codes).tolist():
-            violations.append(_describe(block, row, int(codes[row]), int(positions[row]), width, vocab_size, pad_id))
+        for index in np.flatnonzero(codes).tolist():
+            violations.append(
+                _describe(block, index, int(codes[index]), int(positions[index]), width, vocab_size, pad_id)
+            )
     return violations, BlockTotals(*totals.tolist())
 
 
 def _describe(
-    block: BinBlock, row: int, code: int, position: int, width: int, vocab_size: int, pad_id: int | None
+    block: BinBlock, index: int, code: int, position: int, width: int, vocab_size: int, pad_id: int | None
 ) -> Violation:
     from megatron_packed_sft.storage import bin_kernel
 
     if code == bin_kernel.BAD_LENGTH:
-        return Violation(row, "packed_len", f"is {position}, not in 1..{width}")
+        return Violation(index, "packed_len", f"is {position}, not in 1..{width}")
     if code == bin_kernel.BAD_OFFSETS:
-        return Violation(row, "seq_offsets", f"give it {position} sequences, or point outside seq_starts")
+        return Violation(index, "seq_offsets", f"give it {position} sequences, or point outside seq_starts")
     if code == bin_kernel.FIRST_START_NOT_ZERO:
-        return Violation(row, "seq_starts", f"begin with {position}, not 0")
+        return Violation(index, "seq_starts", f"begin with {position}, not 0")
     if code == bin_kernel.STARTS_NOT_INCREASING:
-        return Violation(row, "seq_starts", f"do not increase at entry {position}")
+        return Violation(index, "seq_starts", f"do not increase at entry {position}")
     if code == bin_kernel.START_BEYOND_LENGTH:
-        return Violation(row, "seq_starts", f"entry {position} is not below its length {int(block.packed_len[row])}")
+        return Violation(
+            index, "seq_starts", f"entry {position} is not below its length {int(block.packed_len[index])}"
+        )
     if code == bin_kernel.MASK_NOT_BINARY:
         return Violation(
-            row, "loss_mask", f"is {int(block.loss_mask[row, position])} at position {position}, not 0 or 1"
+            index, "loss_mask", f"is {int(block.loss_mask[index, position])} at position {position}, not 0 or 1"
         )
     if code == bin_kernel.MASK_AT_SEQUENCE_END:
         return Violation(
-            row,
+            index,
             "loss_mask",
             f"is 1 at position {position}, the last token of a sequence, which predicts nothing: "
             "the mask must be next-token aligned",
         )
     if code == bin_kernel.ID_OUT_OF_RANGE:
-        value = int(block.input_ids[row, position])
-        return Violation(row, "input_ids", f"is {value} at position {position}, not in 0..{vocab_size - 1}")
+        value = int(block.input_ids[index, position])
+        return Violation(index, "input_ids", f"is {value} at position {position}, not in 0..{vocab_size - 1}")
     if code == bin_kernel.DIRTY_MASK_PADDING:
-        return Violation(row, "loss_mask", f"is not 0 in the padding, at position {position}")
-    value = int(block.input_ids[row, position])
-    return Violation(row, "input_ids", f"is {value} in the padding, at position {position}, not pad_id {pad_id}")
+        return Violation(index, "loss_mask", f"is not 0 in the padding, at position {position}")
+    value = int(block.input_ids[index, position])
+    return Violation(index, "input_ids", f"is {value} in the padding, at position {position}, not pad_id {pad_id}")
 
 
 def as_int_array(values: Any, name: str, ndim: int = 1) -> IntArray:

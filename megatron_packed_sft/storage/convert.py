@@ -1,31 +1,37 @@
-"""`convert`: legacy .npy or packed Parquet -> memmap_v1, and memmap_v1 -> legacy .npy; rows stay equal, token by token.
+"""`convert`: packed data from one storage to another; bins stay equal, token by token.
 
-One file becomes one shard. Several become a dataset directory (or a directory of .npy files), published together.
+One shard or file becomes one shard or file. Several become a dataset directory, published together or not at all.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
-from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors
-from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.bins import BinBlock
-from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
+from megatron_packed_sft.storage.dataset_directory import (
+    DATASET,
+    DatasetWriter,
+    ShardEntry,
+    open_dataset,
+    open_listed_shard,
+)
+from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
-from megatron_packed_sft.storage.parquet.reader import ParquetShard
-from megatron_packed_sft.storage.writers import MEMMAP_V1, PackedShardWriter, create_shard_writer, storage_name
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
 
-Source = LegacyShard | ParquetShard | MemmapShard
-_BLOCK_BYTES = 4 << 20
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,92 +49,94 @@ class ConversionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One source and the place of its result, relative to the target; None is the target itself."""
+class _Source:
+    """One shard to convert, and the place of its result: a split's shard `number`, or the target itself (None)."""
 
-    source: Path
+    path: Path
+    storage: Storage
     split: str
-    number: int | None
+    number: int | None = None
+    entry: ShardEntry | None = None  # what a dataset.json says of it
+    recorded: BinFigures | None = None  # what that dataset.json says of its split
+
+    def open(self) -> PackedShard:
+        """Open the shard."""
+        return (
+            self.storage.open(self.path)
+            if self.entry is None
+            else open_listed_shard(self.storage, self.path, self.entry)
+        )
 
 
 def convert(
-    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    target: str | os.PathLike[str],
+    sources: PathLike | Sequence[PathLike],
+    target: PathLike,
     *,
-    to: str = MEMMAP_V1,
+    to: str = DEFAULT_STORAGE,
     pack_size: int | None = None,
     overlong: Literal["grow", "error"] = "grow",
     vocab_size: int | None = None,
-    pad_id: int = 0,
+    pad_id: int | None = None,
     split: str = "train",
     overwrite: bool = False,
     progress: bool = False,
 ) -> ConversionReport:
-    """Convert packed data from one storage to the other.
+    """Convert packed data from one storage to another.
 
     Args:
         sources: files, shards, dataset directories, directories of such files, or globs.
         target: where the result appears, whole or not at all.
-        to: `memmap_v1` or `legacy`.
-        pack_size: the width of the shards; when not given, the longest row.
-        overlong: rows longer than `pack_size` (Megatron-Bridge packs by length - 1, so it writes such rows) make the
+        to: the name of a storage: `memmap_v1`, `legacy`, `parquet`, or a registered one.
+        pack_size: the width of the shards; when not given, the longest bin.
+        overlong: bins longer than `pack_size` (Megatron-Bridge packs by length - 1, so it writes such bins) make the
             width grow to fit, or are an error.
-        vocab_size: ids must be below it; when not given, the largest id + 1.
-        pad_id: fills the rows behind their bins.
+        vocab_size: ids must be below it; when not given, what the sources recorded, or the largest id + 1.
+        pad_id: fills the bins up; when not given, what the sources recorded, or 0.
         split: the split that the shards of several files go to.
         overwrite: replace an existing target.
         progress: show a bar over the bins.
 
     Megatron-Bridge leaves the loss mask at 1 on the last token of a sequence for data without a chat template. No
-    collate reads that place (it predicts nothing); memmap_v1 keeps it 0, and the report counts how many were cleared.
-
-    Example:
-        >>> convert("training_4096.npy", "shards/shard_000000").num_bins  # doctest: +SKIP
-        20000
+    collate reads that place (it predicts nothing); here it becomes 0, and the report counts how many were cleared.
     """
-    storage = storage_name(to)
+    storage = storage_named(to)
+    location = local_path(target, "target")
     if overlong not in ("grow", "error"):
         raise InvalidInputError(f"overlong is {overlong!r}; use 'grow' or 'error'")
     if pack_size is not None and pack_size < 1:
         raise InvalidInputError(f"pack_size is {pack_size}; it must be at least 1")
-    jobs = _plan(sources, split)
-    memmap_sources = [job for job in jobs if job.source.is_dir()]
-    if storage == MEMMAP_V1 and memmap_sources:
-        raise InvalidInputError(f"{memmap_sources[0].source} is memmap_v1 already; give legacy .npy or Parquet files")
-    if storage != MEMMAP_V1 and len(memmap_sources) < len(jobs):
-        raise InvalidInputError(f"{next(j.source for j in jobs if not j.source.is_dir())} is not a memmap_v1 shard")
+    found = _find(sources, split)
+    for source in found:
+        if source.storage.name == storage.name:
+            raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
     conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id)
-    # Legacy files are parsed whole, so each is opened twice rather than all being held in memory at once.
-    conversion.survey(jobs)
-    with tqdm(total=conversion.num_bins, unit="bin", desc=f"convert to {storage}", disable=not progress) as bar:
-        if len(jobs) == 1 and jobs[0].number is None:
-            conversion.write(jobs[0], Path(target), overwrite, bar)
-        elif storage == MEMMAP_V1:
-            with DatasetWriter(target, overwrite=overwrite) as dataset:
-                for job in jobs:
-                    conversion.write(job, dataset.shard_path(job.split, job.number or 0), False, bar)
-                dataset.finalize(provenance={"converted_from": [job.source.name for job in jobs]})
+    conversion.survey(found)
+    with tqdm(total=conversion.num_bins, unit="bin", desc=f"convert to {storage.name}", disable=not progress) as bar:
+        if found[0].number is None:
+            with storage.create_writer(location, overwrite=overwrite, **conversion.options(found[0])) as writer:
+                conversion.copy(found[0], writer, bar)
         else:
-            _write_legacy_directory(conversion, jobs, target, overwrite, bar)
-    return conversion.report(target, len(jobs))
+            with DatasetWriter(location, storage=storage.name, overwrite=overwrite) as dataset:
+                for source in found:
+                    options = conversion.options(source)
+                    with dataset.shard_writer(source.split, source.number or 0, **options) as writer:
+                        conversion.copy(source, writer, bar)
+                dataset.finalize(provenance={"converted_from": [source.path.name for source in found]})
+    return conversion.report(location, len(found))
 
 
-def _write_legacy_directory(
-    conversion: _Conversion, jobs: list[_Job], target: str | os.PathLike[str], overwrite: bool, bar: tqdm[Any]
-) -> None:
-    with Staging(target, overwrite=overwrite) as staging:
-        for job in jobs:
-            conversion.write(job, staging.path / job.split / f"shard_{job.number or 0:06d}.npy", False, bar)
-        with os_errors("publish", target):
-            for name in {job.split for job in jobs}:
-                fsync_directory(staging.path / name)
-        staging.publish()
+def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
+    """Convert one pickled .npy file to one memmap_v1 shard, and return its manifest."""
+    convert(legacy_npy_path, output_dir, to=DEFAULT_STORAGE)
+    return open_memmap_shard(output_dir).manifest
 
 
 class _Conversion:
     """The settings of one call, and the figures it collects."""
 
-    def __init__(self, storage: str, pack_size: int | None, overlong: str, vocab_size: int | None, pad_id: int) -> None:
+    def __init__(
+        self, storage: Storage, pack_size: int | None, overlong: str, vocab_size: int | None, pad_id: int | None
+    ) -> None:
         self._storage = storage
         self._asked_pack_size = pack_size
         self._overlong = overlong
@@ -137,49 +145,60 @@ class _Conversion:
         self._pack_size = pack_size or 1
         self._num_tokens = 0
         self._num_cleared = 0
-        self._opened: dict[Path, Source] = {}
+        self._figures: dict[Path, BinFigures] = {}
+        self._opened: dict[Path, PackedShard] = {}
         self.num_bins = 0
 
-    def survey(self, jobs: list[_Job]) -> None:
-        """Learn the width and the vocabulary that hold every source, so that all shards agree."""
-        vocab_bound = self._pad_id + 1
-        for job in jobs:
-            source = _open_source(job.source)
-            self.num_bins += len(source)
-            longest = source.pack_size
+    def survey(self, sources: Sequence[_Source]) -> None:
+        """Learn the width, the vocabulary and the padding id that suit every source, so that all shards agree."""
+        # Legacy and Parquet files are read whole, so each is opened twice rather than all held in memory at once.
+        bounds = []
+        for source in sources:
+            shard = source.open()
+            figures = source.storage.figures(shard)
+            self._figures[source.path] = figures
+            self.num_bins += len(shard)
             asked = self._asked_pack_size
-            if asked is not None and longest > asked and self._overlong == "error":
+            if asked is not None and shard.pack_size > asked and self._overlong == "error":
                 raise InvalidInputError(
-                    f"{job.source} has a row of {longest} tokens, longer than pack_size {asked}; "
-                    f"use a pack_size of {longest} or overlong='grow'"
+                    f"{source.path} has a bin of {shard.pack_size} tokens, longer than pack_size {asked}; "
+                    f"use a pack_size of {shard.pack_size} or overlong='grow'"
                 )
-            self._pack_size = max(self._pack_size, longest)
-            vocab_bound = max(vocab_bound, _vocab_bound(source))
-            if len(jobs) == 1:
-                self._opened[job.source] = source
+            recorded = figures.pack_size if source.recorded is None else source.recorded.pack_size
+            self._pack_size = max(self._pack_size, shard.pack_size, recorded if asked is None else 1)
+            vocab_size = (source.recorded or figures).vocab_size or figures.vocab_size
+            bounds.append(_vocab_bound(shard) if vocab_size is None and self._vocab_size is None else vocab_size or 1)
+            if len(sources) == 1:
+                self._opened[source.path] = shard
+        known = [(source.recorded, self._figures[source.path]) for source in sources]
+        if self._pad_id is None:
+            pad_ids = {(recorded or figures).pad_id for recorded, figures in known}
+            self._pad_id = (pad_ids.pop() if len(pad_ids) == 1 else None) or 0
         if self._vocab_size is None:
-            self._vocab_size = vocab_bound
+            self._vocab_size = max(self._pad_id + 1, *bounds)
 
-    def write(self, job: _Job, output: Path, overwrite: bool, bar: tqdm[Any]) -> None:
-        """Convert one source into one shard or file."""
-        source = self._opened.pop(job.source, None) or _open_source(job.source)
-        with create_shard_writer(
-            self._storage,
-            output,
-            num_bins=len(source),
-            pack_size=self._pack_size,
-            vocab_size=self._vocab_size,
-            pad_id=self._pad_id,
-            overwrite=overwrite,
-        ) as writer:
-            self._copy(source, writer, bar)
-            writer.finalize()
+    def options(self, source: _Source) -> dict[str, Any]:
+        """Return the arguments of a writer for one source."""
+        figures = source.recorded or self._figures[source.path]
+        provenance = {
+            name: value
+            for name in ("tokenizer", "chat_template_fingerprint", "pad_seq_to_mult")
+            if (value := figures[name]) is not None
+        }
+        return {
+            "num_bins": self._figures[source.path].num_bins,
+            "pack_size": self._pack_size,
+            "vocab_size": self._vocab_size,
+            "pad_id": self._pad_id,
+            "provenance": provenance,
+        }
 
-    def _copy(self, source: Source, writer: PackedShardWriter, bar: tqdm[Any]) -> None:
+    def copy(self, source: _Source, writer: PackedShardWriter, bar: tqdm[Any]) -> None:
+        """Write all bins of a source, and finalize."""
+        shard = self._opened.pop(source.path, None) or source.open()
         first_bin = 0
-        for block in _blocks(source, self._pack_size, self._pad_id):
-            if not isinstance(source, MemmapShard):
-                self._num_cleared += _clear_sequence_ends(block)
+        for block in blocks_of(shard, self._pack_size, self._pad_id or 0):
+            self._num_cleared += clear_sequence_ends(block)
             try:
                 writer.write_block(first_bin, block)
             except InvalidInputError as error:
@@ -187,12 +206,13 @@ class _Conversion:
             self._num_tokens += int(block.packed_len.sum())
             first_bin += len(block)
             bar.update(len(block))
+        writer.finalize()
 
-    def report(self, target: str | os.PathLike[str], num_files: int) -> ConversionReport:
-        """The figures of the whole call."""
+    def report(self, target: Path, num_files: int) -> ConversionReport:
+        """Return the figures of the whole call."""
         return ConversionReport(
-            target=os.path.abspath(target),
-            packed_storage=self._storage,
+            target=str(target),
+            packed_storage=self._storage.name,
             num_files=num_files,
             num_bins=self.num_bins,
             num_tokens=self._num_tokens,
@@ -202,83 +222,56 @@ class _Conversion:
         )
 
 
-def _plan(sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str) -> list[_Job]:
+def _vocab_bound(shard: Any) -> int:
+    """Return the smallest vocabulary that holds every id of a shard which does not record one."""
+    if isinstance(shard, FlatShard):
+        return shard.vocab_bound
+    if isinstance(shard, MemmapShard):
+        return shard.manifest.id_limit
+    return max(int(one.input_ids.max()) for one in shard) + 1
+
+
+def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not given:
         raise InvalidInputError("there is nothing to convert; name at least one file")
-    jobs: list[_Job] = []
-    for item in given:
-        for path in _expand(item):
-            if (path / DATASET).exists():
-                dataset = open_dataset(path)
-                for name, entries in dataset.splits.items():
-                    jobs += [_Job(dataset.shard_path(name, entry), name, None) for entry in entries]
-            elif path.is_dir() and not (path / MANIFEST).exists():
-                inside = sorted(
-                    p for pattern in ("*.npy", "*.parquet", "*.pq", "*/manifest.json") for p in path.glob(pattern)
-                )
-                if not inside:
-                    raise InvalidInputError(f"{path} holds no .npy, no Parquet file and no shard; check the path")
-                jobs += [_Job(p.parent if p.name == MANIFEST else p, split, None) for p in inside]
-            else:
-                jobs.append(_Job(path, split, None))
-    if len(jobs) == 1 and len(given) == 1 and _is_single(given[0]):
-        return jobs
+    paths = [path for item in given for path in _expand(item)]
+    found = [source for path in paths for source in _sources_at(path, split)]
+    if len(given) == len(found) == 1 and found[0].path == local_path(given[0]):
+        return found  # one shard, named itself: it becomes one shard
     counts: dict[str, int] = {}
     numbered = []
-    for job in jobs:
-        number = counts.get(job.split, 0)
-        counts[job.split] = number + 1
-        numbered.append(_Job(job.source, job.split, number))
+    for source in found:
+        number = counts.get(source.split, 0)
+        counts[source.split] = number + 1
+        numbered.append(_Source(source.path, source.storage, source.split, number, source.entry, source.recorded))
     return numbered
 
 
-def _is_single(source: str | os.PathLike[str]) -> bool:
-    """Whether a source names one shard or file itself, and not a directory or pattern that happens to hold one."""
-    path = Path(source)
-    return path.is_file() or (path / MANIFEST).exists()
+def _sources_at(path: Path, split: str) -> list[_Source]:
+    if (path / DATASET).exists():
+        dataset = open_dataset(path)
+        return [
+            _Source(dataset.shard_path(name, entry), dataset.storage, name, None, entry, dataset.figures[name])
+            for name, entries in dataset.splits.items()
+            for entry in entries
+        ]
+    storage = storage_of(path)
+    if storage is not None:
+        return [_Source(path, storage, split)]
+    inside = shards_inside(path)
+    if not inside:
+        raise InvalidInputError(
+            f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
+        )
+    return [_Source(shard, storage, split) for shard, storage in inside]
 
 
-def _expand(source: str | os.PathLike[str]) -> list[Path]:
-    path = Path(os.path.abspath(source))
+def _expand(source: PathLike) -> list[Path]:
+    path = local_path(source, "source")
     if os.path.lexists(path):
         return [path]
-    found = sorted(glob.glob(os.path.abspath(source)))
+    found = sorted(glob.glob(str(path)))
     if not found:
         raise InvalidInputError(f"{os.fspath(source)} does not exist and matches nothing; check the path")
     return [Path(name) for name in found]
-
-
-def _open_source(path: Path) -> Source:
-    if path.is_dir():
-        return open_memmap_shard(path)
-    if path.suffix == ".npy":
-        return LegacyShard(path)
-    if path.suffix in (".parquet", ".pq"):
-        return ParquetShard(path)
-    raise InvalidInputError(
-        f"{path} is no packed data known here; give .npy, .parquet or .pq files or shard directories"
-    )
-
-
-def _vocab_bound(source: Source) -> int:
-    return source.manifest.id_limit if isinstance(source, MemmapShard) else source.vocab_bound
-
-
-def _blocks(source: Source, width: int, pad_id: int) -> Iterator[BinBlock]:
-    if isinstance(source, ParquetShard):
-        yield from source.blocks(width, pad_id)
-        return
-    rows_at_once = max(1, _BLOCK_BYTES // (width * 5))
-    for start in range(0, len(source), rows_at_once):
-        stop = min(start + rows_at_once, len(source))
-        if isinstance(source, MemmapShard):
-            yield source.block(start, stop)
-        else:
-            yield source.block(start, stop, width, pad_id)
-
-
-def _clear_sequence_ends(block: BinBlock) -> int:
-    from megatron_packed_sft.storage import bin_kernel
-
-    return int(bin_kernel.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts))

@@ -1,66 +1,69 @@
-"""`validate`: is what lies there whole and sound? Findings name the file, the row and the field.
+"""`validate`: is packed data whole and sound? Findings name the file, the bin and the field.
 
-`structure` looks at manifests, names, sizes and headers (milliseconds). `full` also reads every byte once, compares
-it with its checksum and checks every invariant of every row.
+`structure` looks at names, sizes, manifests and headers (milliseconds for memmap_v1). `full` also reads every byte,
+compares it with its checksum and checks every invariant of every bin.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
-from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, open_dataset, summarize
-from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.content_check import ShardContent
-from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
-from megatron_packed_sft.storage.memmap_v1.reader import checked_shard
+from megatron_packed_sft.disk.checksum import stored_size
+from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
+from megatron_packed_sft.disk.paths import local_path
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
+from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
+from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
+from megatron_packed_sft.storage.interface import PackedShard, Storage
+from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 
 
 def validate(
     path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
 ) -> ValidationReport:
-    """Check a shard, a dataset directory, or a directory of shards.
+    """Check a shard, a dataset directory, or a directory of shards, of any storage.
 
     Args:
-        path: a directory with manifest.json (a shard), with dataset.json (a dataset), or with shards in it.
+        path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
         level: `structure` or `full`.
         max_findings: keep that many; more are only counted.
         progress: show a bar over the bytes read.
-
-    Example:
-        >>> report = validate("my_dataset")  # doctest: +SKIP
-        >>> report.ok, report.num_bins  # doctest: +SKIP
-        (True, 20000)
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
-    location = Path(os.path.abspath(path))
+    location = local_path(path)
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
         if os.path.lexists(location / DATASET):
             _validate_dataset(location, report, bar)
-        elif os.path.lexists(location / MANIFEST):
-            _validate_shard(location, report, bar)
         else:
-            for shard in _shards_below(location):
-                _validate_shard(shard, report, bar)
+            for shard, storage in _shards_at(location):
+                _validate_shard(storage, shard, report, bar)
     return report
 
 
-def _shards_below(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise ShardError(f"{directory} is not a directory; name a shard or a dataset directory")
-    with os_errors("list", directory):
-        found = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
+    if not os.path.lexists(location):
+        raise InvalidInputError(f"{location} does not exist; check the path")
+    storage = storage_of(location)
+    if storage is not None:
+        return [(location, storage)]
+    with os_errors("list", location):
+        found = shards_inside(location)
     if not found:
-        raise ShardError(f"{directory} holds neither {MANIFEST} nor {DATASET} nor shards; check the path")
+        raise InvalidInputError(
+            f"{location} is not packed data: it holds no {DATASET} and no shard of a known storage "
+            f"({', '.join(STORAGES.names())}); check the path"
+        )
     return found
 
 
@@ -70,10 +73,11 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
     except PackedSFTError as error:
         report.add(Finding(DATASET, str(error)))
         return
-    _report_strangers(location, {DATASET, "README.md", *dataset.splits}, report)
+    report.add_strangers(location, {DATASET, CARD, *dataset.splits})
     for split, entries in dataset.splits.items():
-        _report_strangers(location / split, {entry.name for entry in entries}, report)
-        manifests = []
+        expected = {entry.name for entry in entries} | set(dataset.storage.sidecars(dataset.figures[split]))
+        report.add_strangers(location / split, expected)
+        figures = []
         for entry in entries:
             path = dataset.shard_path(split, entry)
             try:
@@ -81,62 +85,68 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
             except PackedSFTError as error:
                 report.add(Finding(f"{split}/{entry.name}", str(error)))
                 continue
-            manifest = _validate_shard(path, report, bar)
-            if manifest is not None:
-                manifests.append(manifest)
-        if len(manifests) == len(entries):
-            _compare_split_totals(dataset, split, manifests, report)
+            found = _validate_shard(dataset.storage, path, report, bar)
+            if found is not None:
+                figures.append(found)
+        if len(figures) == len(entries):
+            _compare_split_totals(dataset, split, BinFigures.over(figures), report)
 
 
-def _compare_split_totals(
-    dataset: DatasetDirectory, split: str, manifests: list[ShardManifest], report: ValidationReport
-) -> None:
-    for name, value in summarize(manifests).items():
-        recorded = dataset.figures[split].get(name)
-        if recorded != value:
-            report.add(
-                Finding(
-                    DATASET,
-                    f"splits.{split}.{name} is {recorded}, its shards say {value}",
-                    field=name,
-                )
-            )
-
-
-def _report_strangers(directory: Path, expected: set[str], report: ValidationReport) -> None:
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError:
-        return  # what is missing is reported by whoever opens it
-    for name in names:
-        if name not in expected:
-            report.add(Finding(str(directory / name), "does not belong here; remove it"))
-
-
-def _validate_shard(path: Path, report: ValidationReport, bar: tqdm[Any]) -> ShardManifest | None:
+def _validate_shard(storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
     report.num_shards += 1
-    _report_strangers(path, {MANIFEST, *layout.ARRAY_FILES}, report)
+    return storage.validate(path, report, bar)
+
+
+def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigures, report: ValidationReport) -> None:
+    for name, value in found.numbers().items():
+        recorded = dataset.figures[split][name]
+        # A storage without manifests takes its longest bin for the pack size, which may be less than what was asked.
+        if name == "pack_size" and not dataset.storage.has_manifest and recorded is not None and recorded >= value:
+            continue
+        if recorded != value:
+            message = f"splits.{split}.{name} is {recorded}, its shards say {value}"
+            report.add(Finding(DATASET, message, field=name))
+
+
+def validate_bins(storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+    """Check one shard of any storage: it opens, and every bin obeys the rules."""
     try:
-        with checked_shard(path) as shard:
-            _note_what_cannot_be_checked(path, shard.manifest, report)
-            report.num_bins += shard.manifest.num_bins
-            report.num_bytes += sum(file.size for file in shard.files)
-            if report.level == "full":
-                ShardContent(path, shard, report, bar).check()
-            return shard.manifest
+        shard = storage.open(path)
+        report.num_bins += len(shard)
+        size = stored_size(path)
+        report.num_bytes += size
+        if report.level == "full":
+            _check_bins(path, shard, report)
+        bar.update(size)
+        return storage.figures(shard)
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return None
 
 
-def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: ValidationReport) -> None:
-    if manifest.files is None:
-        report.notes.append(f"{path}: an old manifest without checksums; damage inside valid values cannot be seen")
-    elif not manifest.is_self_checked:
-        report.add(
-            Finding(str(path / MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum")
+def _check_bins(path: Path, shard: PackedShard, report: ValidationReport) -> None:
+    totals = BlockTotals(0, 0, 0, 0, shard.pack_size)
+    num_cleared = 0
+    for first, block in _numbered(blocks_of(shard, shard.pack_size, 0)):
+        num_cleared += clear_sequence_ends(block)
+        ids = np.ascontiguousarray(block.input_ids, ID_DTYPE)
+        checked = BinBlock(ids, block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts)
+        violations, of_block = find_violations(checked, vocab_size=ID_LIMITS[ID_DTYPE], pad_id=0)
+        totals = totals.plus(of_block)
+        report.num_sequences += len(block.seq_starts)
+        for found in violations:
+            report.add(Finding(str(path), f"{found.field} {found.message}", first + found.bin, found.field))
+    report.num_tokens += totals.num_tokens
+    report.num_loss_tokens += totals.num_loss_tokens
+    if num_cleared:
+        report.notes.append(
+            f"{path}: {num_cleared:,} sequences have a loss mask of 1 at their last token; it predicts nothing, and "
+            "batches leave it out"
         )
-    if manifest.vocab_size is None:
-        report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")
-    if manifest.pad_id is None:
-        report.notes.append(f"{path}: pad_id was not recorded; the padding of input_ids is not checked")
+
+
+def _numbered(blocks: Iterator[BinBlock]) -> Iterator[tuple[int, BinBlock]]:
+    first = 0
+    for block in blocks:
+        yield first, block
+        first += len(block)

@@ -1,8 +1,11 @@
-"""What `validate` says: findings that name file, row and field, and the counts of what it looked at."""
+"""What `validate` says: findings that name file, bin and field, and the counts of what it looked at."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Level = Literal["structure", "full"]
@@ -14,22 +17,17 @@ class Finding:
 
     file: str
     message: str
-    row: int | None = None
+    bin: int | None = None
     field: str | None = None
 
     def __str__(self) -> str:
-        place = self.file if self.row is None else f"{self.file}, row {self.row}"
+        place = self.file if self.bin is None else f"{self.file}, bin {self.bin}"
         return f"{place}: {self.message}"
 
 
 @dataclass(slots=True)
 class ValidationReport:
-    """What `validate` looked at and found.
-
-    Example:
-        >>> ValidationReport(path="x", level="full").ok
-        True
-    """
+    """What `validate` looked at and found."""
 
     path: str
     level: Level
@@ -46,7 +44,7 @@ class ValidationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Return whether nothing was found."""
         return self.num_findings == 0
 
     def add(self, finding: Finding) -> None:
@@ -55,6 +53,16 @@ class ValidationReport:
         if len(self.findings) < self.max_findings:
             self.findings.append(finding)
 
+    def add_strangers(self, directory: Path, expected: Collection[str]) -> None:
+        """Add a finding for every file in a directory of ours that is not part of it."""
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError:
+            return  # what is missing is reported by whoever opens it
+        for name in names:
+            if name not in expected:
+                self.add(Finding(str(directory / name), "is not part of the dataset"))
+
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data, as `packed-sft validate --json` prints it."""
+        """Return the report as plain data, as `packed-sft validate --json` prints it."""
         return {"ok": self.ok, **asdict(self)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_packed_sft.disk import json_document, npy
-from megatron_packed_sft.disk.file_record import FileRecord, parse_file_records
+from megatron_packed_sft.disk.json_document import FileRecord, parse_file_records
 from megatron_packed_sft.errors import UnsupportedFormatError
 
 FORMAT = "token_store_v1"

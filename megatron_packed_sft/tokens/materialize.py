@@ -19,10 +19,9 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.bins import BinBlock
-from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
-from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-from megatron_packed_sft.storage.writers import PackedShardWriter
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
 from megatron_packed_sft.support.processes import process_pool
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -108,11 +107,12 @@ def materialize_shards(
     store: TokenStore,
     paths: Sequence[str | os.PathLike[str]],
     *,
+    storage: str = DEFAULT_STORAGE,
     num_workers: int = 1,
     pad_id: int = 0,
     on_bins: Callable[[int], object] | None = None,
-) -> list[ShardManifest]:
-    """Write a plan as several memmap_v1 shards, by several processes; the bytes do not depend on how many.
+) -> list[BinFigures]:
+    """Write a plan as several shards, by several processes; the bytes do not depend on how many.
 
     The bins are cut, in reading order, into as many even runs as there are paths. Shards that are there already are an
     error; shards published before another one fails stay (publish them below one staged directory to get all or none).
@@ -126,7 +126,7 @@ def materialize_shards(
         raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
     _check_fit(plan, store, stored_width(plan))
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
-    job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id)
+    job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id, storage_named(storage).name)
     on_bins = on_bins or _nobody_asks
     if num_workers == 1 or len(paths) == 1:
         return [job.write_shard(Path(path), run, on_bins) for path, run in zip(paths, runs, strict=True)]
@@ -149,23 +149,27 @@ class _Job(NamedTuple):
     store: TokenStore
     width: int
     pad_id: int
+    storage: str
 
-    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object]) -> ShardManifest:
-        """Write and publish one shard."""
-        manifest = self.store.manifest
-        with MemmapShardWriter(
+    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object]) -> BinFigures:
+        """Write and publish one shard; return its figures."""
+        manifest, storage = self.store.manifest, storage_named(self.storage)
+        with storage.create_writer(
             path,
-            len(bins),
-            self.width,
+            num_bins=len(bins),
+            pack_size=self.width,
             vocab_size=manifest.vocab_size,
             pad_id=self.pad_id,
-            tokenizer=manifest.tokenizer,
-            chat_template_fingerprint=manifest.chat_template_fingerprint,
-            plan_fingerprint=self.plan.order_fingerprint,
-            pad_seq_to_mult=self.plan.pad_seq_to_mult,
+            provenance={
+                "tokenizer": manifest.tokenizer,
+                "chat_template_fingerprint": manifest.chat_template_fingerprint,
+                "plan_fingerprint": self.plan.order_fingerprint,
+                "pad_seq_to_mult": self.plan.pad_seq_to_mult,
+            },
         ) as writer:
             _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
-            return writer.finalize()
+            writer.finalize()
+            return writer.figures or storage.figures(storage.open(path))
 
 
 _received: list[_Job] = []  # in a worker process: the job, sent once and not with every shard
@@ -175,7 +179,7 @@ def _receive(job: _Job) -> None:
     _received[:] = [job]
 
 
-def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> ShardManifest:
+def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> BinFigures:
     return _received[0].write_shard(path, bins, _nobody_asks)
 
 

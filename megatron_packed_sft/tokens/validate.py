@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
+from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.hashing_reader import HashingReader
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
@@ -92,7 +91,8 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
             says = "offsets do not increase"
             previous = int(piece[-1])
         if bad.size:
-            report.add(Finding(str(file.path), says, row=first + int(bad[0]), field=file.name.removesuffix(".npy")))
+            place = first + int(bad[0])
+            report.add(Finding(str(file.path), f"{says} at entry {place}", field=file.name.removesuffix(".npy")))
     if reader.hexdigest() != manifest.files[file.name].checksum:
         report.add(Finding(str(file.path), "its content does not match its checksum; restore it from the original"))
     elif file.name == TRAIN and trained != manifest.num_trained_tokens:

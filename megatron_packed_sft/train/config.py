@@ -227,7 +227,7 @@ class TrainConfig:
         checkpoint: when to save.
     """
 
-    packed_storage: str = "memmap_v1"
+    packed_storage: str = "auto"
     output: str = "runs/sft"
     resume: str = "auto"
     seed: int = 1234

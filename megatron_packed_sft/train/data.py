@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.data.batch.contracts import Batch
-from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, ShardBinReader
+from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
-from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
-from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.train.config import DataConfig, TrainConfig
 
 _LENGTH_MULTIPLE = 16  # batches are padded to a multiple of this
@@ -69,10 +67,10 @@ def open_data(config: TrainConfig) -> TrainingData:
         )
         for name, path in _validation_paths(config).items()
     }
-    manifests = [manifest for one in (found, *held_out.values()) for manifest in _manifests(one.source)]
+    sources = [found.source, *(one.source for one in held_out.values())]
     if tokenizer is None and data.eos_id is None:
-        token_ids = next((manifest.pad_id for manifest in manifests if manifest.pad_id is not None), 0)
-    length = _sequence_length(data, [found.source, *(one.source for one in held_out.values())])
+        token_ids = next((source.pad_id for source in sources if source.pad_id is not None), 0)
+    length = _sequence_length(data, sources)
 
     def sized(opened: PackedDataset) -> PackedDataset:
         blend = opened.sampling_order
@@ -90,9 +88,8 @@ def open_data(config: TrainConfig) -> TrainingData:
     vocab_size = _vocab_size(
         config.model.vocab_size,
         [
-            *(manifest.vocab_size for manifest in manifests),
+            *(source.vocab_size for source in sources),
             None if tokenizer is None else tokenizer.vocab_size,
-            None if data.plan is None else open_token_store(data.path).manifest.vocab_size,
         ],
         found.source.description,
     )
@@ -222,16 +219,6 @@ def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
             f"{data.sequence_length}"
         )
     return data.sequence_length
-
-
-def _manifests(source: BinReader) -> list[ShardManifest]:
-    if isinstance(source, JoinedBinReader):
-        return [manifest for part in source.sources for manifest in _manifests(part)]
-    if not isinstance(source, ShardBinReader):
-        return []
-    # Shards of one tokenizer agree on the vocabulary; without one, each recorded the ids that it happened to see.
-    num_needed = 1 if source.figures.tokenizer else len(source.references)
-    return [source.shard(number).manifest for number in range(num_needed)]
 
 
 def _vocab_size(asked: int | None, recorded: list[int | None], description: str) -> int:

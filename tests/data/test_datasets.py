@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin, PackedLoader
-from megatron_packed_sft.data.bin_readers import LegacyBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -21,7 +20,7 @@ from megatron_packed_sft.data.datasets import (
     GPTSFTPlannedDataset,
     PackedDataset,
 )
-from megatron_packed_sft.data.factory import create_sft_dataset, register_storage
+from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.tokens.materialize import materialize_shards
@@ -222,12 +221,12 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
         ({"packing_length": 5}, "packing_length is not an argument of a packed dataset"),
         ({"max_num_samples": 0}, "max_num_samples is 0"),
         ({"packed_storage": "legacy"}, "is memmap_v1, but packed_storage asks for 'legacy'"),
-        ({"packed_storage": "zarr"}, "packed_storage 'zarr' is unknown; use one of auto, legacy"),
+        ({"packed_storage": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
         ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
         ({"path": "nothing"}, "does not exist and matches nothing"),
-        ({"path": "s3://bucket/data"}, "is remote"),
-        ({"path": "store"}, "is a token store; name a plan to read packs"),
-        ({"path": "empty"}, "holds no packed data of a known kind"),
+        ({"path": "s3://bucket/data"}, "is a URL"),
+        ({"path": "store"}, "is a token store; name a plan to read bins"),
+        ({"path": "empty"}, "is not packed data of a known storage"),
         ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),
     ],
 )
@@ -253,11 +252,20 @@ def test_another_tokenizer_than_the_datas_is_refused_with_the_override_named(tmp
         GPTSFTPackedMultiShardDataset([tmp_path / "shard", tmp_path / "right"], EOS)
 
 
-def test_a_row_longer_than_the_sequence_length_is_refused_with_its_name(tmp_path: Path) -> None:
-    write_shard(tmp_path / "shard", ROWS, 24)
-    dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=4)
-    with pytest.raises(InvalidInputError, match=r"shard.*max_seq_length"):
-        dataset.fetch_batch(range(10))
+def test_a_sequence_length_below_what_the_bins_need_is_refused_when_a_dataset_is_opened(tmp_path: Path) -> None:
+    paths = write_everything(tmp_path)
+    needed = max(len(row.input_ids) - row.num_sequences for row in ROWS)
+    for path in paths.values():
+        with pytest.raises(
+            InvalidInputError, match=rf"seq_length is {needed - 1}, .* needs {needed}; set seq_length to"
+        ):
+            create_sft_dataset(path, EOS, seq_length=needed - 1)
+        assert create_sft_dataset(path, EOS, seq_length=needed).fetch_batch(range(10))["tokens"].shape[1] <= needed
+    with pytest.raises(InvalidInputError, match=r"max_seq_length is 4, .*; set max_seq_length to 24"):
+        GPTSFTPackedMemmapDataset(paths["shard"], EOS, max_seq_length=4)
+    write_shard(tmp_path / "long", make_bins(3, 4096), 4096)
+    assert create_sft_dataset(tmp_path / "long", EOS).max_seq_length == 4096
+    assert GPTSFTPackedMemmapDataset(tmp_path / "long", EOS).max_seq_length == 4096
 
 
 def test_a_swapped_shard_is_refused_when_its_rows_are_needed(tmp_path: Path) -> None:
@@ -276,21 +284,7 @@ def test_the_factory_says_what_it_found(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "megatron_packed_sft"):
         create_sft_dataset(tmp_path / "dataset", EOS)
     assert "split 'train' of" in caplog.text
-    assert "10 rows of up to 24 tokens, 10 samples" in caplog.text
-
-
-def test_other_storages_can_be_registered(tmp_path: Path) -> None:
-    write_everything(tmp_path)
-    (tmp_path / "legacy.npy").rename(tmp_path / "rows.mine")
-
-    def open_mine(path: Path, split: str) -> LegacyBinReader:
-        return LegacyBinReader(path)
-
-    register_storage("mine", recognises=lambda path: path.suffix == ".mine", open=open_mine, replace=True)
-    dataset = create_sft_dataset(tmp_path / "rows.mine", EOS, seq_length=24, packed_storage="mine")
-    assert dataset[4]["input_ids"].tolist() == ROWS[4].input_ids.tolist()
-    with pytest.raises(InvalidInputError, match="storage 'memmap_v1' is registered already"):
-        register_storage("memmap_v1", recognises=lambda path: True, open=open_mine)
+    assert "10 bins of up to 24 tokens, 10 samples" in caplog.text
 
 
 def test_a_pickled_dataset_carries_no_rows(tmp_path: Path) -> None:

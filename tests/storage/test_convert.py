@@ -85,7 +85,7 @@ def test_the_pack_size_is_derived_given_grown_or_refused(tmp_path: Path) -> None
     grown = convert(tmp_path / "a.npy", tmp_path / "grown", pack_size=16)
     assert (grown.pack_size, grown.asked_pack_size) == (longest, 16)
     assert_same_bins(open_shard(tmp_path / "grown"), ROWS)
-    with pytest.raises(InvalidInputError, match=f"has a row of {longest} tokens, longer than pack_size 16"):
+    with pytest.raises(InvalidInputError, match=f"has a bin of {longest} tokens, longer than pack_size 16"):
         convert(tmp_path / "a.npy", tmp_path / "refused", pack_size=16, overlong="error")
     assert not (tmp_path / "refused").exists()
 
@@ -112,8 +112,8 @@ def test_many_files_become_a_dataset_and_a_dataset_becomes_many_files(tmp_path: 
     assert validate(tmp_path / "dataset").ok
     convert(tmp_path / "dataset", tmp_path / "files", to="legacy_npy_pickle")
     names = sorted((tmp_path / "files" / "validation").iterdir())
-    assert [path.name for path in names] == ["shard_000000.npy", "shard_000001.npy", "shard_000002.npy"]
-    assert_same_bins([row for path in names for row in load_legacy(path)], ROWS)
+    assert [path.name for path in names] == ["metadata.json", *(f"shard_00000{number}.npy" for number in range(3))]
+    assert_same_bins([row for path in names[1:] for row in load_legacy(path)], ROWS)
 
 
 def test_a_directory_a_list_and_a_mixture_of_formats_are_sources(tmp_path: Path) -> None:
@@ -151,14 +151,14 @@ def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:
     [
         ({"sources": "nothing.npy"}, "does not exist and matches nothing"),
         ({"sources": []}, "there is nothing to convert"),
-        ({"sources": "README.txt"}, "is no packed data known here"),
-        ({"to": "parquet"}, "packed_storage 'parquet' is unknown"),
-        ({"to": "legacy"}, "is not a memmap_v1 shard"),
+        ({"sources": "README.txt"}, "is not packed data of a known storage"),
+        ({"to": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
+        ({"to": "legacy"}, "is legacy already; choose another storage"),
         ({"sources": "shard"}, "is memmap_v1 already"),
         ({"overlong": "cut"}, "overlong is 'cut'; use 'grow' or 'error'"),
         ({"pack_size": 0}, "pack_size is 0"),
         ({"vocab_size": 5}, r"a\.npy: .*bin 0: input_ids is \d+ at position"),
-        ({"sources": "empty"}, "holds no .npy, no Parquet file and no shard"),
+        ({"sources": "empty"}, "is not packed data of a known storage"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(
@@ -177,14 +177,14 @@ def test_wrong_arguments_are_one_sentence(
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"input_ids": pa.array([[-1], [2]])}, "row 0: input_ids holds -1"),
-        ({"loss_mask": pa.array([[0], [2]])}, "row 1: loss_mask holds 2"),
-        ({"loss_mask": pa.array([[0], [0, 0]])}, "row 1: input_ids and loss_mask differ in length"),
+        ({"input_ids": pa.array([[-1], [2]])}, "bin 0: input_ids holds -1"),
+        ({"loss_mask": pa.array([[0], [2]])}, "bin 1: loss_mask holds 2"),
+        ({"loss_mask": pa.array([[0], [0, 0]])}, "bin 1: input_ids and loss_mask differ in length"),
         ({"input_ids": pa.array([[0.5], [0.5]])}, "column input_ids is list.* not lists of integers"),
         ({"input_ids": pa.array([1, 2])}, "column input_ids is int64, not lists of integers"),
         ({"seq_start_id": pa.array([[0], None], pa.list_(pa.int32()))}, "column seq_start_id has empty"),
-        ({"seq_start_id": pa.array([[0], []], pa.list_(pa.int32()))}, "row 1: seq_start_id is empty"),
-        ({"seq_start_id": pa.array([[0], [3]])}, "bin 1: seq_starts begin with 3"),
+        ({"seq_start_id": pa.array([[0], []], pa.list_(pa.int32()))}, "bin 1: seq_start_id is empty"),
+        ({"seq_start_id": pa.array([[0], [3]])}, "bin 1: seq_start_id does not rise from 0"),
     ],
 )
 def test_unsound_parquet_is_refused_with_row_and_column(columns, sentence: str, tmp_path: Path) -> None:
@@ -202,5 +202,5 @@ def test_what_is_no_packed_parquet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LegacyFormatError, match="cannot be read as Parquet"):
         convert(tmp_path / "no.parquet", tmp_path / "shard")
     save_parquet(tmp_path / "empty.parquet", [])
-    with pytest.raises(LegacyFormatError, match="holds no rows"):
+    with pytest.raises(LegacyFormatError, match="holds no bins"):
         convert(tmp_path / "empty.parquet", tmp_path / "shard")

@@ -233,7 +233,7 @@ def test_a_block_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert shard.block(0, 3).input_ids.shape == (3, 6)
     assert shard.block(1, 1).input_ids.shape == (0, 6)
     assert shard.block(2, 3, width=4).input_ids.shape == (1, 4)
-    with pytest.raises(InvalidInputError, match="row 1 has 6 tokens, more than the width 5; use a width of at least 6"):
+    with pytest.raises(InvalidInputError, match="bin 1 has 6 tokens, more than the width 5; use a width of at least 6"):
         shard.block(0, 3, width=5)
     with pytest.raises(InvalidInputError, match="pad_id is -1"):
         shard.block(0, 1, pad_id=-1)

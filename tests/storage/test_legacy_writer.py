@@ -55,7 +55,10 @@ def test_what_we_write_in_any_order_numpy_loads_equal(
         "num_sequences": sum(len(row.seq_start_id) for row in rows),
         "num_tokens": sum(len(row.input_ids) for row in rows),
         "num_loss_tokens": sum(int(row.loss_mask.sum()) for row in rows),
-        "pack_size": max(len(row.input_ids) for row in rows),
+        "pack_size": pack_size,
+        "max_seqs_per_bin": max(len(row.seq_start_id) for row in rows),
+        "max_seq_len": max(int(np.diff([*row.seq_start_id, len(row.input_ids)]).max()) for row in rows),
+        "min_packed_len": min(len(row.input_ids) for row in rows),
         "num_bytes": path.stat().st_size,
     }
     assert os.listdir(path.parent) == ["packed.npy"]

@@ -96,16 +96,19 @@ def test_a_bin_twice_a_missing_bin_and_a_write_after_the_end_are_refused(tmp_pat
     assert os.listdir(tmp_path) == []
 
 
-def test_total_seq_starts_is_checked_when_given(tmp_path: Path) -> None:
-    writer = MemmapShardWriter(tmp_path / "shard", 1, 8, 3)
+def test_total_seq_starts_is_a_capacity(tmp_path: Path) -> None:
+    writer = MemmapShardWriter(tmp_path / "narrow", 1, 8, 1)
     writer.write_bin(0, **GOOD)
-    with pytest.raises(WriterStateError, match="total_seq_starts was given as 3, but 2 sequences were written"):
+    with pytest.raises(WriterStateError, match="total_seq_starts is 1, but 2 sequences were written; raise it"):
         writer.finalize()
+    with MemmapShardWriter(tmp_path / "roomy", 1, 8, 3) as writer:
+        writer.write_bin(0, **GOOD)
+        assert writer.finalize().num_sequences == 2
 
 
 def test_an_existing_target_is_refused_and_an_empty_directory_is_not(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", make_bins(1, 8), 8)
-    with pytest.raises(TargetExistsError, match="shard exists already; remove it"):
+    with pytest.raises(TargetExistsError, match="shard exists already; choose another name"):
         MemmapShardWriter(tmp_path / "shard", 1, 8)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(TargetExistsError):
@@ -135,8 +138,8 @@ def test_wrong_arguments_are_refused_and_nothing_is_created(
 
 
 def test_an_unknown_storage_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="use one of legacy, legacy_npy_pickle, memmap_v1"):
-        create_shard_writer("parquet", tmp_path / "x", num_bins=1, pack_size=8)
+    with pytest.raises(InvalidInputError, match="storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"):
+        create_shard_writer("zarr", tmp_path / "x", num_bins=1, pack_size=8)
 
 
 def test_a_directory_without_permission_is_one_sentence(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_packed_sft import BinBlock, DatasetWriter, validate
 from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.errors import InvalidInputError, ShardError
-from megatron_packed_sft.storage.memmap_v1 import content_check as shard_content
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.memmap_v1 import validate as shard_content
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 ROWS = make_bins(30, 16, seed=2)
@@ -52,7 +52,7 @@ def test_a_directory_of_shards_and_a_dataset_are_validated_shard_by_shard(tmp_pa
 def test_rows_are_checked_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shard(tmp_path / "shard", ROWS, 16)
     for size in (1, 100, 333, 1 << 20):
-        monkeypatch.setattr(shard_content, "_PIECE_BYTES", size)
+        monkeypatch.setattr(shard_content, "_BLOCK_BYTES", size)
         report = validate(tmp_path / "shard")
         assert report.ok
         assert report.num_tokens == sum(len(row.input_ids) for row in ROWS)
@@ -80,10 +80,15 @@ def test_structure_does_not_read_the_rows_and_full_does(tmp_path: Path) -> None:
 
 
 def test_a_missing_path_and_an_unknown_level_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match="is not a directory"):
+    with pytest.raises(InvalidInputError, match="nothing does not exist; check the path"):
         validate(tmp_path / "nothing")
-    with pytest.raises(ShardError, match=r"holds neither manifest.json nor dataset.json nor shards"):
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(
+        InvalidInputError, match=r"is not packed data: it holds no dataset\.json and no shard"
+    ) as raised:
         validate(tmp_path)
+    assert "remove" not in str(raised.value)
     with pytest.raises(InvalidInputError, match="use one of structure, full"):
         validate(tmp_path, level="deep")  # type: ignore[arg-type]
 
@@ -106,7 +111,7 @@ def test_totals_in_dataset_json_are_compared_with_the_shards(tmp_path: Path) -> 
         ("packed_len", 3, 0, "packed_len is 0, not in 1..16"),
         ("packed_len", 3, 17, "packed_len is 17, not in 1..16"),
         ("seq_offsets", 0, 1, "begins with 1, not 0"),
-        ("seq_offsets", 4, 0, "decreases after this row"),
+        ("seq_offsets", 4, 0, "decreases after this bin"),
         ("seq_offsets", -1, 10**6, "but there are"),
         ("seq_starts", "first of row 3", 1, "seq_starts begin with 1, not 0"),
         ("seq_starts", "last of row 3", 16, "is not below its length"),
@@ -143,9 +148,9 @@ def test_every_broken_invariant_is_found_with_row_and_field(
     assert len(found) == 1
     assert found[0].field == name
     assert found[0].file.endswith(f"{name}.npy")
-    assert found[0].row is not None
+    assert found[0].bin is not None
     if name != "seq_offsets":
-        assert found[0].row == 3
+        assert found[0].bin == 3
 
 
 def test_a_block_that_points_outside_its_starts_is_found_not_read() -> None:

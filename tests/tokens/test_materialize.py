@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -103,9 +104,10 @@ def test_shards_are_byte_identical_for_any_number_of_workers(tmp_path: Path) -> 
     plan = pack(store.lengths, pack_size=64, shuffle_output=True, seed=1)
     for num_workers in (1, 2):
         paths = [tmp_path / f"workers_{num_workers}" / f"shard_{n:06d}" for n in range(3)]
-        manifests = materialize_shards(plan, store, paths, num_workers=num_workers)
-        assert sum(manifest.num_bins for manifest in manifests) == plan.num_bins
-        assert {manifest.plan_fingerprint for manifest in manifests} == {plan.order_fingerprint}
+        figures = materialize_shards(plan, store, paths, num_workers=num_workers)
+        assert sum(one.num_bins for one in figures) == plan.num_bins
+        manifests = [json.loads((path / "manifest.json").read_text()) for path in paths]
+        assert {manifest["plan_fingerprint"] for manifest in manifests} == {plan.order_fingerprint}
     assert files_of(tmp_path / "workers_1") == files_of(tmp_path / "workers_2")
     rows = [row for n in range(3) for row in read_rows(tmp_path / "workers_1" / f"shard_{n:06d}")]
     assert rows == expected_rows(plan, make_sequences(300, seed=7, longest=60), pad_id=0)

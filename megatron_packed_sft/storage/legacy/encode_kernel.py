@@ -1,4 +1,4 @@
-"""From packed rows to pickled integers: the loops of the legacy writer."""
+"""From packed bins to pickled integers: the loops of the legacy writer."""
 
 # Numba has one integer type where Python has int and np.int64, and unifies them itself.
 # mypy: disable-error-code="assignment, return-value, arg-type"
@@ -47,44 +47,42 @@ def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int
 
 
 @kernel
-def encode_rows(
+def encode_bins(
     input_ids: npt.NDArray[np.integer],
     loss_mask: npt.NDArray[np.uint8],
     packed_len: npt.NDArray[np.uint32],
     seq_offsets: npt.NDArray[np.uint32],
     seq_starts: npt.NDArray[np.uint32],
     first_bin: int,
-    num_bins: int,
     batch: int,
     keys: ByteArray,
     key_ends: LongArray,
     out: ByteArray,
-    fragment_ends: LongArray,
-) -> None:
-    """Write each row as one fragment of the pickle: a dict of three lists.
+) -> int:
+    """Write each bin as one fragment of the pickle, a dict of three lists; return the size of all of them.
 
     `keys` are the three pickled keys, one behind the other. Bins come in batches: a fragment that begins a batch has
-    the MARK in front and one that ends it has the APPENDS behind, so that fragments can be put together in order.
+    the MARK in front and one that ends a full batch has the APPENDS behind.
     """
     place = 0
-    for row in range(packed_len.size):
-        length = np.int64(packed_len[row])
-        first = np.int64(seq_offsets[row]) - np.int64(seq_offsets[0])
-        last = np.int64(seq_offsets[row + 1]) - np.int64(seq_offsets[0])
-        if (first_bin + row) % batch == 0:
+    for index in range(packed_len.size):
+        length = np.int64(packed_len[index])
+        first = np.int64(seq_offsets[index]) - np.int64(seq_offsets[0])
+        last = np.int64(seq_offsets[index + 1]) - np.int64(seq_offsets[0])
+        if (first_bin + index) % batch == 0:
             out[place] = tables.MARK
             place += 1
         out[place] = tables.EMPTY_DICT
         out[place + 1] = tables.MARK
         place = put_bytes(out, place + 2, keys[: key_ends[0]])
-        place = put_list(out, place, input_ids[row, :length])
+        place = put_list(out, place, input_ids[index, :length])
         place = put_bytes(out, place, keys[key_ends[0] : key_ends[1]])
-        place = put_list(out, place, loss_mask[row, :length])
+        place = put_list(out, place, loss_mask[index, :length])
         place = put_bytes(out, place, keys[key_ends[1] : key_ends[2]])
         place = put_list(out, place, seq_starts[first:last])
         out[place] = tables.SETITEMS
         place += 1
-        if (first_bin + row) % batch == batch - 1 or first_bin + row == num_bins - 1:
+        if (first_bin + index) % batch == batch - 1:
             out[place] = tables.APPENDS
             place += 1
-        fragment_ends[row] = place
+    return place

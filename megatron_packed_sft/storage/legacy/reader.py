@@ -13,20 +13,16 @@ import ast
 import mmap
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError
-from megatron_packed_sft.storage.bins import BinBlock, PackedBin
+from megatron_packed_sft.disk.paths import local_path
+from megatron_packed_sft.errors import LegacyFormatError
+from megatron_packed_sft.storage.flat_shard import FlatBins, FlatShard
 from megatron_packed_sft.storage.legacy import error_messages as sentences
-from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-
-Scalar = TypeVar("Scalar", bound=np.generic)
+from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray
 
 MEMORY_MULTIPLE = 6
 _MEMORY_SLACK = 1 << 20
@@ -37,141 +33,15 @@ _MAX_HEADER = 4096
 _HEADER_KEYS = {"descr", "fortran_order", "shape"}
 
 
-class FlatRows(NamedTuple):
-    """What a file holds, flat: row r is [bin_offsets[r], bin_offsets[r + 1]) of the first two arrays."""
-
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    bin_offsets: LongArray
-    seq_starts: npt.NDArray[np.uint32]
-    seq_offsets: LongArray
-    largest_id: int
-    longest_row: int
-    num_masks_at_sequence_end: int
-
-
-class LegacyShard:
-    """A packed `.npy` file, in memory; its pickle is never executed. Arrays that come out are read-only.
-
-    Bridge writes a loss mask of 1 at the last token of sequences that are not chats, where nothing is predicted. The
-    mask is kept as it is; `num_masks_at_sequence_end` counts these places, and `convert` clears them.
-
-    Example:
-        >>> shard = LegacyShard("training_4096.npy")  # doctest: +SKIP
-        >>> shard[0].input_ids, shard.num_tokens  # doctest: +SKIP
-        (array([ 101, 7592, ...], dtype=int32), 8192000)
-    """
+class LegacyShard(FlatShard):
+    """A packed `.npy` file, read into memory; its pickle is never executed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._rows = _read(self.path)
-        self.packed_len = _read_only(np.diff(self._rows.bin_offsets).astype(np.uint32))
-
-    def __len__(self) -> int:
-        return len(self.packed_len)
-
-    def __getitem__(self, index: int) -> PackedBin:
-        if not 0 <= index < len(self):
-            raise IndexError(f"bin {index} of {self.path}, which has {len(self)}")
-        rows = self._rows
-        first, last = rows.bin_offsets[index : index + 2].tolist()
-        first_start, last_start = rows.seq_offsets[index : index + 2].tolist()
-        return PackedBin(
-            _read_only(rows.input_ids[first:last]),
-            _read_only(rows.loss_mask[first:last]),
-            _read_only(rows.seq_starts[first_start:last_start]),
-        )
-
-    def __iter__(self) -> Iterator[PackedBin]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def flat(self) -> FlatRows:
-        """All rows end to end, as they are held in memory."""
-        return self._rows
-
-    @property
-    def pack_size(self) -> int:
-        """The length of the longest row."""
-        return self._rows.longest_row
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences all rows hold together."""
-        return len(self._rows.seq_starts)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all rows hold together."""
-        return len(self._rows.input_ids)
-
-    @property
-    def vocab_bound(self) -> int:
-        """The largest token id plus one: the smallest vocabulary that these rows fit."""
-        return self._rows.largest_id + 1
-
-    @property
-    def num_masks_at_sequence_end(self) -> int:
-        """How many sequences have a loss mask of 1 at their last token, where nothing is predicted."""
-        return self._rows.num_masks_at_sequence_end
-
-    def block(
-        self,
-        start: int,
-        stop: int,
-        width: int | None = None,
-        pad_id: int = 0,
-    ) -> BinBlock:
-        """Return the rows start..stop-1 in padded form, `width` (default: `pack_size`) wide, in arrays of their own.
-
-        Example:
-            >>> shard.block(0, 1024, width=4096, pad_id=2).input_ids.shape  # doctest: +SKIP
-            (1024, 4096)
-        """
-        from megatron_packed_sft.storage import bin_kernel
-
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"bins {start}:{stop} of {self.path}, which has {len(self)}")
-        if not 0 <= pad_id < 2**31:
-            raise InvalidInputError(f"pad_id is {pad_id}; it must be a token id in 0..{2**31 - 1}")
-        width = self.pack_size if width is None else width
-        lengths = self.packed_len[start:stop]
-        if len(lengths) and int(lengths.max()) > width:
-            row = start + int(np.argmax(lengths > width))
-            raise InvalidInputError(
-                f"{self.path}: row {row} has {self.packed_len[row]} tokens, more than the width {width}; "
-                f"use a width of at least {self.pack_size}"
-            )
-        rows = self._rows
-        bins = rows.bin_offsets[start : stop + 1]
-        sequences = rows.seq_offsets[start : stop + 1]
-        input_ids = np.empty((stop - start, width), np.int32)
-        loss_mask = np.empty((stop - start, width), np.uint8)
-        bin_kernel.pad_bins(
-            rows.input_ids[bins[0] : bins[-1]],
-            rows.loss_mask[bins[0] : bins[-1]],
-            bins,
-            np.int64(pad_id),
-            input_ids,
-            loss_mask,
-        )
-        seq_offsets = (sequences - sequences[0]).astype(np.uint32)
-        return BinBlock(
-            input_ids=input_ids,
-            loss_mask=loss_mask,
-            packed_len=lengths,
-            seq_offsets=seq_offsets,
-            seq_starts=rows.seq_starts[sequences[0] : sequences[-1]],
-        )
+        location = local_path(path)
+        super().__init__(location, _read(location))
 
 
-def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _read(path: Path) -> FlatRows:
+def _read(path: Path) -> FlatBins:
     with os_errors("open", path):
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         try:
@@ -240,7 +110,7 @@ def _budget(size: int) -> int:
     return MEMORY_MULTIPLE * size + _MEMORY_SLACK
 
 
-def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> FlatRows:
+def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> FlatBins:
     from megatron_packed_sft.storage.legacy import decode_kernel, pickle_kernel
 
     status = np.zeros(5, np.int64)
@@ -263,9 +133,7 @@ def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> FlatRows:
     bin_offsets = np.empty(num_rows + 1, np.int64)
     seq_starts = np.empty(num_sequences, np.uint32)
     seq_offsets = np.empty(num_rows + 1, np.int64)
-    totals = decode_kernel.decode_rows(
-        data, *tables, input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, status
-    )
+    decode_kernel.decode_rows(data, *tables, input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, status)
     if status[0]:
         raise sentences.row_error(path, status)
-    return FlatRows(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, *totals)
+    return FlatBins(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets)

@@ -45,17 +45,17 @@ class StartsSpool:
         self._size += len(seq_starts)
 
     def offsets(self) -> npt.NDArray[np.int64]:
-        """The CSR pointers over all bins."""
+        """Return the CSR pointers over all bins."""
         offsets = np.zeros(len(self._counts) + 1, np.int64)
         np.cumsum(self._counts, dtype=np.int64, out=offsets[1:])
         return offsets
 
     def in_bin_order(self) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield (position in the CSR, starts) piece by piece, in the order of the bins."""
+        """Yield (position in the CSR, starts) of some bins at a time, in the order of the bins."""
         offsets = self.offsets()
         first = 0
         while first < len(self._counts):
-            # As many bins as fit the piece, and at least one.
+            # As many bins as fit, and at least one.
             limit = int(np.searchsorted(offsets, offsets[first] + _ENTRIES_AT_ONCE, side="right")) - 1
             last = max(limit, first + 1)
             yield int(offsets[first]), self._gather(first, last, offsets)

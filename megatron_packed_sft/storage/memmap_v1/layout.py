@@ -1,7 +1,7 @@
 """The bytes of a memmap_v1 shard: fixed file names, dtypes, shapes and .npy headers.
 
     shard_000000/
-      input_ids.npy     <i4 or <u2  [num_bins, pack_size]   header of 4,096 bytes: rows start on page borders
+      input_ids.npy     <i4 or <u2  [num_bins, pack_size]   header of 4,096 bytes: bins start on page borders
       loss_mask.npy     |u1         [num_bins, pack_size]   header of 4,096 bytes
       packed_len.npy    <u4         [num_bins]
       seq_offsets.npy   <u4         [num_bins + 1]
@@ -13,6 +13,10 @@ Names are never taken from a manifest, and headers are matched against one exact
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.disk.npy import INDEX_DTYPE, MASK_DTYPE, PAGE, SMALL_HEADER, ArraySpec
 
 FORMAT = "memmap_padded_v1"
@@ -25,10 +29,15 @@ SEQ_STARTS = "seq_starts.npy"
 ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
 
 
+def is_shard(path: Path) -> bool:
+    """Return whether a directory has a manifest, or an array of a shard that is not complete."""
+    return any(os.path.lexists(path / name) for name in (MANIFEST, *ARRAY_FILES))
+
+
 def shard_arrays(
     num_bins: int, pack_size: int, num_sequences: int, id_dtype: str
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec, ArraySpec]:
-    """The five array files of a shard, in the order of `ARRAY_FILES`.
+    """Return the five array files of a shard, in the order of `ARRAY_FILES`.
 
     Example:
         >>> shard_arrays(2, 8, 3, "<u2")[0]

@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron_packed_sft._version import __version__
 from megatron_packed_sft.disk import json_document, npy
-from megatron_packed_sft.disk.file_record import FileRecord, parse_file_records
+from megatron_packed_sft.disk.json_document import FileRecord, parse_file_records
 from megatron_packed_sft.errors import UnsupportedFormatError
+from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.memmap_v1 import layout
 
 CREATED_BY = f"megatron_packed_sft {__version__}"
@@ -22,9 +23,7 @@ MAX_NUM_BINS = npy.INDEX_LIMIT - 2
 class ShardManifest:
     """What a shard says of itself. Fields that are None were not recorded (shards of the first, seed-only kind).
 
-    Example:
-        >>> ShardManifest(num_bins=2, pack_size=8, dtype="<i4").index_dtype
-        '<u4'
+    Fields can also be read by their names in manifest.json: `manifest["num_bins"]`.
     """
 
     num_bins: int
@@ -51,6 +50,14 @@ class ShardManifest:
     created_by: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __getitem__(self, key: str) -> Any:
+        return self.to_json()[key]
+
+    @property
+    def figures(self) -> BinFigures:
+        """What is recorded of all bins."""
+        return BinFigures(**{f.name: getattr(self, f.name) for f in fields(BinFigures)})
+
     @property
     def id_limit(self) -> int:
         """Every id is below it: the vocabulary's size, or what the dtype can hold when that was not recorded."""
@@ -62,7 +69,7 @@ class ShardManifest:
         return json_document.SELF_CHECKSUM in self.extra
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of this manifest; what is None is left out.
+        """Return the JSON object of this manifest; what is None is left out.
 
         Example:
             >>> ShardManifest(num_bins=2, pack_size=8, dtype="<i4").to_json()["bins_written"]
@@ -79,7 +86,7 @@ class ShardManifest:
         return document
 
     def to_bytes(self) -> bytes:
-        """The canonical bytes of manifest.json."""
+        """Return the canonical bytes of manifest.json."""
         return json_document.render(self.to_json())
 
 

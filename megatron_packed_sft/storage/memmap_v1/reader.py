@@ -13,10 +13,12 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps, will_need
 from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import ShardChangedError, ShardFileError
-from megatron_packed_sft.storage.bins import BinBlock, PackedBin
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, ShardManifest, parse_manifest
+from megatron_packed_sft.storage.registry import not_a_shard
 
 
 class CheckedShard(NamedTuple):
@@ -50,19 +52,16 @@ def _last_pointer(seq_offsets: CheckedFile) -> int:
 
 
 def open_memmap_shard(path: str | os.PathLike[str]) -> MemmapShard:
-    """Open a memmap_v1 shard directory. Nothing is mapped or read yet but the manifest and the headers.
-
-    Example:
-        >>> shard = open_memmap_shard("out/train/shard_000000")  # doctest: +SKIP
-        >>> shard[0].input_ids  # doctest: +SKIP
-    """
-    location = Path(os.path.abspath(path))
+    """Open a memmap_v1 shard directory; only the manifest and the headers are read."""
+    location = local_path(path)
+    if not layout.is_shard(location):
+        raise not_a_shard(location)
     with checked_shard(location) as checked:
         return MemmapShard(location, checked.manifest, checked.manifest_checksum)
 
 
 class MemmapShard(LazyMaps[BinBlock]):
-    """An open shard. Arrays out are read-only views of the file, shared by all processes of the machine.
+    """An open shard. Its arrays are read-only views of the files, shared by all processes of the machine.
 
     `arrays` is all of it as one block; see `LazyMaps` for when it is mapped. A shard that was replaced on disk is
     refused when it would be mapped again; maps that exist keep showing the old bytes, whole.
@@ -81,8 +80,13 @@ class MemmapShard(LazyMaps[BinBlock]):
 
     @property
     def pack_size(self) -> int:
-        """The width of a row; no bin is longer."""
+        """The width of the arrays; no bin is longer."""
         return self.manifest.pack_size
+
+    @property
+    def figures(self) -> BinFigures:
+        """What the manifest records of all bins."""
+        return self.manifest.figures
 
     def __getitem__(self, index: int) -> PackedBin:
         return self.bin(index)
@@ -91,19 +95,14 @@ class MemmapShard(LazyMaps[BinBlock]):
         return (self.bin(index) for index in range(len(self)))
 
     def bin(self, index: int, *, copy: bool = False) -> PackedBin:
-        """Bin `index`, as read-only views or as arrays of your own.
-
-        Example:
-            >>> shard.bin(3, copy=True).input_ids.flags.writeable  # doctest: +SKIP
-            True
-        """
+        """Return bin `index`, as read-only views or as arrays of your own."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: bin {index} of {len(self)}")
         arrays = self.arrays
         length = int(arrays.packed_len[index])
         first, last = int(arrays.seq_offsets[index]), int(arrays.seq_offsets[index + 1])
         starts = arrays.seq_starts[first:last]
-        # Cheap, and enough that a damaged index is an error here and never a wrong row.
+        # Cheap, and enough that a damaged index is an error here and never a wrong bin.
         if not 1 <= length <= self.pack_size:
             raise self._damaged(layout.PACKED_LEN, index)
         if not first < last <= len(arrays.seq_starts):
@@ -114,7 +113,7 @@ class MemmapShard(LazyMaps[BinBlock]):
         return PackedBin(ids.copy(), mask.copy(), starts.copy()) if copy else PackedBin(ids, mask, starts)
 
     def block(self, start: int, stop: int) -> BinBlock:
-        """Bins start..stop-1 in padded form, as read-only views."""
+        """Return bins start..stop-1 in padded form, as read-only views."""
         if not 0 <= start < stop <= len(self):
             raise IndexError(f"{self.path}: bins {start}..{stop - 1} of {len(self)}")
         arrays = self.arrays
@@ -127,16 +126,12 @@ class MemmapShard(LazyMaps[BinBlock]):
             arrays.seq_starts[first:last],
         )
 
-    def advise(self, rows: Iterable[int]) -> None:
-        """Have the kernel read these bins ahead: they are needed soon.
-
-        Example:
-            >>> shard.advise([17, 4])  # doctest: +SKIP
-        """
+    def advise(self, bins: Iterable[int]) -> None:
+        """Have the kernel read these bins ahead: they are needed soon."""
         arrays = self.arrays
-        for row in rows:
-            will_need(arrays.input_ids[row])
-            will_need(arrays.loss_mask[row])
+        for index in bins:
+            will_need(arrays.input_ids[index])
+            will_need(arrays.loss_mask[index])
 
     def __repr__(self) -> str:
         return f"MemmapShard({str(self.path)!r}, {len(self)} bins of {self.pack_size})"

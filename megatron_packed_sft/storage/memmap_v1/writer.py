@@ -14,33 +14,34 @@ from megatron_packed_sft.disk.array_file import ArrayFileWriter
 from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
-from megatron_packed_sft.storage.bins import BinBlock, as_int_array, cast_checked, find_violations
+from megatron_packed_sft.storage.bins import BinBlock, BlockTotals, as_int_array, cast_checked, find_violations
+from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
 from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
 
 
-class MemmapShardWriter(StagedWriter):
+class MemmapShardWriter(PackedShardWriter):
     """Writes one memmap_v1 shard.
 
-    Memory is 1 MB of rows (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
+    Memory is 1 MB of bins (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
     of bookkeeping per bin. Every invariant of the format is checked before a byte is written. As a context manager it
     leaves nothing behind unless `finalize` was reached.
 
     Args:
-        output_dir: where the shard appears; a path that holds something already is refused unless `overwrite`.
+        output_dir: where the shard appears; an existing path is refused unless it is an empty directory or `overwrite`.
         num_bins: how many bins will be written.
-        pack_size: the width of a row; no bin is longer.
-        total_seq_starts: how many sequences there will be in all; checked at the end when given.
+        pack_size: the width of the arrays; no bin is longer.
+        total_seq_starts: how many sequences there may be in all; more are an error.
+        dtype: of the stored ids, int32 or uint16; when not given, what `vocab_size` needs.
         vocab_size: ids must be below it; up to 65,536 they are stored as `<u2`, else (or when unknown) as `<i4`.
-        pad_id: what fills a row behind its bin.
+        pad_id: fills the arrays behind each bin.
         tokenizer: name and fingerprint of the tokenizer, kept in the manifest.
         chat_template_fingerprint, plan_fingerprint, pad_seq_to_mult: kept in the manifest.
         checksum_algorithm: `xxh3_128` or `sha256`.
-        overwrite: replace what is published under that name, in one step.
+        overwrite: replace whatever is published under that name, in one step.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -57,6 +58,7 @@ class MemmapShardWriter(StagedWriter):
         num_bins: int,
         pack_size: int,
         total_seq_starts: int | None = None,
+        dtype: npt.DTypeLike | None = None,
         *,
         vocab_size: int | None = None,
         pad_id: int = 0,
@@ -73,7 +75,7 @@ class MemmapShardWriter(StagedWriter):
             _check_argument("vocab_size", vocab_size, 1, npy.ID_LIMITS[npy.ID_DTYPE])
         self.num_bins = int(num_bins)
         self.pack_size = int(pack_size)
-        self.dtype = npy.id_dtype_for(vocab_size)
+        self.dtype = npy.id_dtype_for(vocab_size) if dtype is None else _id_dtype(dtype, vocab_size)
         self.id_limit = int(vocab_size) if vocab_size is not None else npy.ID_LIMITS[self.dtype]
         _check_argument("pad_id", pad_id, 0, self.id_limit - 1)
         _check_argument("pad_seq_to_mult", pad_seq_to_mult, 1, self.pack_size)
@@ -88,11 +90,7 @@ class MemmapShardWriter(StagedWriter):
         self._total_seq_starts = total_seq_starts
         self._algorithm = checksum_algorithm
         self._packed_len = np.zeros(self.num_bins, np.uint32)  # 0 = not written yet
-        self._num_tokens = 0
-        self._num_loss_tokens = 0
-        self._max_seqs_per_bin = 0
-        self._max_seq_len = 0
-        self._min_packed_len = self.pack_size
+        self._totals = BlockTotals(0, 0, 0, 0, self.pack_size)
         self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
         super().__init__(output_dir, overwrite=overwrite)
@@ -107,7 +105,7 @@ class MemmapShardWriter(StagedWriter):
         """Write one bin.
 
         Args:
-            bin_id: its row in the shard; any order, each once.
+            bin_id: its number in the shard; any order, each once.
             input_ids: 1 to `pack_size` token ids.
             loss_mask: as many 0/1 values, next-token aligned (0 at each sequence's last token).
             seq_start_id: where each sequence starts: 0 first, then strictly increasing.
@@ -125,9 +123,9 @@ class MemmapShardWriter(StagedWriter):
         self._require_open()
         if not self._pending.accepts(bin_id):
             self._flush()
-        row = self._pending.stage(bin_id, ids, mask, starts)
-        self._admit(bin_id, row)
-        self._pending.keep(bin_id, row)
+        staged = self._pending.stage(bin_id, ids, mask, starts)
+        self._admit(bin_id, staged)
+        self._pending.keep(bin_id, staged)
 
     def write_block(self, first_bin: int, block: BinBlock) -> None:
         """Write consecutive bins in padded form, in one vectorised call.
@@ -135,8 +133,8 @@ class MemmapShardWriter(StagedWriter):
         Arrays that have the shard's dtype and are C-contiguous are written as they are, without a copy.
 
         Args:
-            first_bin: the row of the block's first bin; blocks may come in any order.
-            block: rows of width `pack_size`, padded with `pad_id` and mask 0.
+            first_bin: the number of the block's first bin; blocks may come in any order.
+            block: bins padded to `pack_size` with `pad_id` and mask 0.
         """
         self._require_open()
         block = self._normalised(first_bin, block)
@@ -150,6 +148,7 @@ class MemmapShardWriter(StagedWriter):
         with self._closing():
             manifest = self._complete()
             self._staging.publish()
+        self.figures = manifest.figures
         return manifest
 
     def _admit(self, first_bin: int, block: BinBlock) -> None:
@@ -165,13 +164,9 @@ class MemmapShardWriter(StagedWriter):
         violations, totals = find_violations(block, vocab_size=self.id_limit, pad_id=self.pad_id)
         if violations:
             first = violations[0]
-            raise InvalidInputError(f"bin {first_bin + first.row}: {first.field} {first.message}")
+            raise InvalidInputError(f"bin {first_bin + first.bin}: {first.field} {first.message}")
         self._packed_len[first_bin:last_bin] = block.packed_len
-        self._num_tokens += totals.num_tokens
-        self._num_loss_tokens += totals.num_loss_tokens
-        self._max_seqs_per_bin = max(self._max_seqs_per_bin, totals.max_seqs_per_bin)
-        self._max_seq_len = max(self._max_seq_len, totals.max_seq_len)
-        self._min_packed_len = min(self._min_packed_len, totals.min_packed_len)
+        self._totals = self._totals.plus(totals)
 
     def _store(self, first_bin: int, block: BinBlock) -> None:
         # After a failure the bins count as written while some of their bytes may be missing.
@@ -194,9 +189,9 @@ class MemmapShardWriter(StagedWriter):
             )
         offsets = self._starts.offsets()
         num_sequences = int(offsets[-1])
-        if self._total_seq_starts is not None and num_sequences != self._total_seq_starts:
+        if self._total_seq_starts is not None and num_sequences > self._total_seq_starts:
             raise WriterStateError(
-                f"total_seq_starts was given as {self._total_seq_starts}, but {num_sequences} sequences were written"
+                f"total_seq_starts is {self._total_seq_starts}, but {num_sequences} sequences were written; raise it"
             )
         if num_sequences >= npy.INDEX_LIMIT:
             raise InvalidInputError(f"{num_sequences} sequences do not fit one shard; split it into smaller shards")
@@ -218,11 +213,7 @@ class MemmapShardWriter(StagedWriter):
             files={file.spec.name: file.finish() for file in self._files},
             checksum_algorithm=self._algorithm,
             num_sequences=num_sequences,
-            num_tokens=self._num_tokens,
-            num_loss_tokens=self._num_loss_tokens,
-            max_seqs_per_bin=self._max_seqs_per_bin,
-            max_seq_len=self._max_seq_len,
-            min_packed_len=self._min_packed_len,
+            **self._totals._asdict(),
             pad_id=self.pad_id,
             created_by=CREATED_BY,
             **self._provenance,
@@ -237,7 +228,7 @@ class MemmapShardWriter(StagedWriter):
         return file
 
     def _normalised(self, first_bin: int, block: BinBlock) -> BinBlock:
-        """The block in the shard's own dtypes, its shapes checked."""
+        """Return the block in the shard's own dtypes, its shapes checked."""
         num_bins = len(block.packed_len)
         name = f"block at bin {first_bin}: "
         shape = (num_bins, self.pack_size)
@@ -273,3 +264,12 @@ class MemmapShardWriter(StagedWriter):
 def _check_argument(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
         raise InvalidInputError(f"{name} is {value!r}; it must be an integer in {low}..{high}")
+
+
+def _id_dtype(dtype: npt.DTypeLike, vocab_size: int | None) -> str:
+    name = np.dtype(dtype).str
+    if name not in npy.ID_LIMITS:
+        raise InvalidInputError(f"dtype is {np.dtype(dtype)}; ids are stored as int32 or uint16")
+    if vocab_size is not None and vocab_size > npy.ID_LIMITS[name]:
+        raise InvalidInputError(f"dtype {np.dtype(dtype)} does not hold a vocabulary of {vocab_size}; use int32")
+    return name

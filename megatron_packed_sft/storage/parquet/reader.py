@@ -1,4 +1,4 @@
-"""Megatron-Bridge's packed Parquet files (`input_ids`, `loss_mask`, `seq_start_id`), as a source for `convert`."""
+"""Read a packed Parquet file into flat arrays; everything that is not packed SFT data is refused by column and bin."""
 
 from __future__ import annotations
 
@@ -11,127 +11,110 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.disk import npy
-from megatron_packed_sft.errors import LegacyFormatError, MissingDependencyError
-from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.disk.paths import local_path
+from megatron_packed_sft.errors import LegacyFormatError
+from megatron_packed_sft.storage.flat_shard import FlatBins, FlatShard
+from megatron_packed_sft.support.dependencies import load
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
-_ROWS_AT_ONCE = 256
+_DTYPES = (np.int32, np.uint8, np.uint32)
+_BINS_AT_ONCE = 256
 
 
-class ParquetShard:
-    """One packed Parquet file, read front to back in batches of rows; needs pyarrow (the `parquet` extra).
-
-    Opening scans the file once for the figures a writer needs up front.
-
-    Example:
-        >>> ParquetShard("data.idx.parquet").pack_size  # doctest: +SKIP
-        4096
-    """
+class ParquetShard(FlatShard):
+    """A packed Parquet file, read into memory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.abspath(path))
-        self._num_bins = 0
-        self.pack_size = 0
-        self.num_sequences = 0
-        self.num_tokens = 0
-        self.vocab_bound = 0
-        for ids, mask, starts in self._batches():
-            self._check_lengths(ids, mask, starts)
-            self._num_bins += len(ids.lengths)
-            self.pack_size = max(self.pack_size, int(ids.lengths.max(initial=0)))
-            self.num_sequences += len(starts.values)
-            self.num_tokens += len(ids.values)
-            self.vocab_bound = max(self.vocab_bound, int(ids.values.max(initial=0)) + 1)
-        if self._num_bins == 0:
-            raise LegacyFormatError(f"{self.path} holds no rows; there is nothing to convert")
-
-    def __len__(self) -> int:
-        return self._num_bins
-
-    def blocks(self, width: int, pad_id: int) -> Iterator[BinBlock]:
-        """All rows in order, padded to `width` with `pad_id`."""
-        from megatron_packed_sft.storage import bin_kernel
-
-        for ids, mask, starts in self._batches():
-            shape = (len(ids.lengths), width)
-            block = BinBlock(
-                np.empty(shape, np.int32),
-                np.empty(shape, np.uint8),
-                ids.lengths.astype(npy.INDEX_DTYPE),
-                starts.offsets.astype(npy.INDEX_DTYPE),
-                starts.values.astype(npy.INDEX_DTYPE),
-            )
-            bin_kernel.pad_bins(
-                ids.values.astype(np.int32),
-                mask.values.astype(np.uint8),
-                ids.offsets,
-                np.int64(pad_id),
-                block.input_ids,
-                block.loss_mask,
-            )
-            yield block
-
-    def _batches(self) -> Iterator[tuple[_Ragged, _Ragged, _Ragged]]:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise MissingDependencyError(
-                f"reading {self.path} needs pyarrow; install it with pip install 'megatron-packed-sft[parquet]'"
-            ) from None
-        try:
-            with pq.ParquetFile(self.path) as file:
-                absent = [name for name in COLUMNS if name not in file.schema_arrow.names]
-                if absent:
-                    raise LegacyFormatError(f"{self.path} has no column {absent[0]}; it is not packed SFT data")
-                first_row = 0
-                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(COLUMNS)):
-                    ids, mask, starts = (self._ragged(batch.column(name), name, first_row) for name in COLUMNS)
-                    first_row += batch.num_rows
-                    yield ids, mask, starts
-        except (pa.ArrowException, OSError) as error:
-            raise LegacyFormatError(f"{self.path} cannot be read as Parquet ({error}); restore the file") from None
-
-    def _ragged(self, column: Any, name: str, first_row: int) -> _Ragged:
-        import pyarrow as pa
-
-        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-            raise LegacyFormatError(f"{self.path}: column {name} is {column.type}, not lists of integers")
-        values = column.flatten()
-        if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
-            raise LegacyFormatError(f"{self.path}: column {name} is {column.type}, not lists of integers")
-        if column.null_count or values.null_count:
-            raise LegacyFormatError(f"{self.path}: column {name} has empty (null) values after row {first_row}")
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        limit = 2 if name == "loss_mask" else npy.ID_LIMITS[npy.ID_DTYPE]
-        ragged = _Ragged(values.to_numpy(zero_copy_only=False), lengths, first_row)
-        bad = np.flatnonzero((ragged.values < 0) | (ragged.values >= limit))
-        if bad.size:
-            raise LegacyFormatError(
-                f"{self.path}, row {ragged.row_of(int(bad[0]))}: {name} holds {int(ragged.values[bad[0]])}, "
-                f"not in 0..{limit - 1}"
-            )
-        return ragged
-
-    def _check_lengths(self, ids: _Ragged, mask: _Ragged, starts: _Ragged) -> None:
-        for problem, rows in (
-            ("input_ids and loss_mask differ in length", ids.lengths != mask.lengths),
-            ("input_ids is empty", ids.lengths == 0),
-            ("seq_start_id is empty", starts.lengths == 0),
-        ):
-            if rows.any():
-                raise LegacyFormatError(f"{self.path}, row {ids.first_row + int(np.argmax(rows))}: {problem}")
+        location = local_path(path)
+        super().__init__(location, _read(location))
 
 
 class _Ragged:
-    """Rows of different lengths: flat values and the pointers between them."""
+    """Values of different numbers per bin: flat values and their counts."""
 
-    def __init__(self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], first_row: int) -> None:
-        self.values = values.astype(np.uint8) if values.dtype == np.bool_ else values
-        self.lengths = lengths.astype(np.int64)
-        self.offsets = np.concatenate(([0], np.cumsum(self.lengths)))
-        self.first_row = first_row
+    def __init__(self, values: npt.NDArray[Any], counts: npt.NDArray[Any], first_bin: int) -> None:
+        self.values = values
+        self.counts = counts.astype(np.int64)
+        self.first_bin = first_bin
 
-    def row_of(self, position: int) -> int:
-        """The row that the flat value at `position` belongs to."""
-        return self.first_row + int(np.searchsorted(self.offsets, position, side="right")) - 1
+    def bin_of(self, position: int) -> int:
+        """Return the bin that the flat value at `position` belongs to."""
+        return self.first_bin + int(np.searchsorted(np.cumsum(self.counts), position, side="right"))
+
+
+def _read(path: Path) -> FlatBins:
+    batches = list(_batches(path))
+    if not batches:
+        raise LegacyFormatError(f"{path} holds no bins")
+    values: list[npt.NDArray[Any]] = []
+    counts = []
+    for number, dtype in enumerate(_DTYPES):
+        values.append(np.concatenate([batch[number].values.astype(dtype, copy=False) for batch in batches]))
+        counts.append(np.concatenate([batch[number].counts for batch in batches]))
+    bin_offsets, seq_offsets = (np.concatenate(([0], np.cumsum(counts[number]))) for number in (0, 2))
+    flat = FlatBins(values[0], values[1], bin_offsets, values[2], seq_offsets)
+    _check_starts(path, flat)
+    return flat
+
+
+def _batches(path: Path) -> Iterator[tuple[_Ragged, _Ragged, _Ragged]]:
+    pa = load("pyarrow", "parquet", "packed Parquet files")
+    pq = load("pyarrow.parquet", "parquet", "packed Parquet files")
+    try:
+        with pq.ParquetFile(path) as file:
+            absent = [name for name in COLUMNS if name not in file.schema_arrow.names]
+            if absent:
+                raise LegacyFormatError(f"{path} has no column {absent[0]}; it is not packed SFT data")
+            first_bin = 0
+            for batch in file.iter_batches(batch_size=_BINS_AT_ONCE, columns=list(COLUMNS)):
+                ids, mask, starts = (_ragged(path, batch.column(name), name, first_bin, pa) for name in COLUMNS)
+                _check_counts(path, ids, mask, starts)
+                first_bin += batch.num_rows
+                if batch.num_rows:
+                    yield ids, mask, starts
+    except (pa.ArrowException, OSError) as error:
+        raise LegacyFormatError(f"{path} cannot be read as Parquet ({error}); restore the file") from None
+
+
+def _ragged(path: Path, column: Any, name: str, first_bin: int, pa: Any) -> _Ragged:
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise LegacyFormatError(f"{path}: column {name} is {column.type}, not lists of integers")
+    flat = column.flatten()
+    if not (pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type)):
+        raise LegacyFormatError(f"{path}: column {name} is {column.type}, not lists of integers")
+    if column.null_count or flat.null_count:
+        raise LegacyFormatError(f"{path}: column {name} has empty (null) values after bin {first_bin}")
+    values = flat.to_numpy(zero_copy_only=False)
+    ragged = _Ragged(values, column.value_lengths().to_numpy(zero_copy_only=False), first_bin)
+    limit = 2 if name == "loss_mask" else npy.ID_LIMITS[npy.ID_DTYPE]
+    bad = np.flatnonzero((values < 0) | (values >= limit))
+    if bad.size:
+        raise LegacyFormatError(
+            f"{path}, bin {ragged.bin_of(int(bad[0]))}: {name} holds {int(values[bad[0]])}, not in 0..{limit - 1}"
+        )
+    return ragged
+
+
+def _check_counts(path: Path, ids: _Ragged, mask: _Ragged, starts: _Ragged) -> None:
+    for problem, bins in (
+        ("input_ids and loss_mask differ in length", ids.counts != mask.counts),
+        ("input_ids is empty", ids.counts == 0),
+        ("seq_start_id is empty", starts.counts == 0),
+    ):
+        if bins.any():
+            raise LegacyFormatError(f"{path}, bin {ids.first_bin + int(np.argmax(bins))}: {problem}")
+
+
+def _check_starts(path: Path, flat: FlatBins) -> None:
+    """Refuse starts that do not rise from 0 inside their bin: batches are made of them without looking again."""
+    starts = flat.seq_starts.astype(np.int64)
+    first = flat.seq_offsets[:-1]
+    steps = np.diff(starts, prepend=-1)
+    steps[first] = np.where(starts[first] == 0, 1, 0)
+    beyond = np.flatnonzero(starts[flat.seq_offsets[1:] - 1] >= np.diff(flat.bin_offsets))
+    falling = np.flatnonzero(steps < 1)
+    if falling.size:
+        index = int(np.searchsorted(flat.seq_offsets, falling[0], side="right")) - 1
+        raise LegacyFormatError(f"{path}, bin {index}: seq_start_id does not rise from 0")
+    if beyond.size:
+        raise LegacyFormatError(f"{path}, bin {int(beyond[0])}: seq_start_id ends beyond its input_ids")

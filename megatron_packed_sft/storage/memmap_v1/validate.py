@@ -1,4 +1,4 @@
-"""The full check of a shard's content: one pass that reads, hashes and checks every byte and every row."""
+"""The check of a memmap_v1 shard: structure, and at level `full` one pass that hashes and checks every byte."""
 
 from __future__ import annotations
 
@@ -10,26 +10,51 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from megatron_packed_sft.disk.checked_files import CheckedFile
+from megatron_packed_sft.disk.checked_files import CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.hashing_reader import HashingReader
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.storage.bins import BinBlock, BlockTotals, find_violations
+from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
-# Rows are read, hashed and checked in pieces that stay in the processor's cache.
-_PIECE_BYTES = 1 << 20
+# Bins are read, hashed and checked in blocks that stay in the processor's cache.
+_BLOCK_BYTES = 1 << 20
 
 
-class ShardContent:
-    """The full check of one shard.
+def validate_shard(path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+    """Check one shard; return its figures unless it cannot be opened."""
+    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES})
+    try:
+        with checked_shard(path) as shard:
+            _note_what_cannot_be_checked(path, shard.manifest, report)
+            report.num_bins += shard.manifest.num_bins
+            report.num_bytes += sum(file.size for file in shard.files)
+            if report.level == "full":
+                _ContentCheck(path, shard, report, bar).run()
+            return shard.manifest.figures
+    except PackedSFTError as error:
+        report.add(Finding(str(path), str(error)))
+        return None
 
-    Example:
-        >>> with checked_shard(path) as shard:  # doctest: +SKIP
-        ...     ShardContent(path, shard, report, bar).check()
-    """
+
+def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: ValidationReport) -> None:
+    if manifest.files is None:
+        report.notes.append(f"{path}: an old manifest without checksums; damage inside valid values cannot be seen")
+    elif not manifest.is_self_checked:
+        report.add(
+            Finding(str(path / MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum")
+        )
+    if manifest.vocab_size is None:
+        report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")
+    if manifest.pad_id is None:
+        report.notes.append(f"{path}: pad_id was not recorded; the padding of input_ids is not checked")
+
+
+class _ContentCheck:
+    """The full check of one open shard."""
 
     def __init__(self, path: Path, shard: CheckedShard, report: ValidationReport, bar: tqdm[Any]) -> None:
         self._path = path
@@ -37,7 +62,7 @@ class ShardContent:
         self._report = report
         self._bar = bar
 
-    def check(self) -> None:
+    def run(self) -> None:
         """Read, hash and check everything."""
         ids_file, mask_file, *index_files = self._shard.files
         packed_len, seq_offsets, seq_starts = (self._read_index(file) for file in index_files)
@@ -47,7 +72,7 @@ class ShardContent:
             return
         num_findings = self._report.num_findings
         totals = BlockTotals(0, 0, 0, 0, self._shard.manifest.pack_size)
-        for start, ids, mask in self._rows(ids_file, mask_file):
+        for start, ids, mask in self._bins(ids_file, mask_file):
             stop = start + len(ids)
             block = BinBlock(
                 ids,
@@ -56,7 +81,7 @@ class ShardContent:
                 seq_offsets[start : stop + 1],
                 seq_starts[int(seq_offsets[start]) : int(seq_offsets[stop])],
             )
-            totals = _added(totals, self._check_block(start, block))
+            totals = totals.plus(self._check_block(start, block))
         self._report.num_sequences += len(seq_starts)
         self._report.num_tokens += totals.num_tokens
         self._report.num_loss_tokens += totals.num_loss_tokens
@@ -68,20 +93,20 @@ class ShardContent:
         violations, totals = find_violations(block, vocab_size=manifest.id_limit, pad_id=manifest.pad_id)
         for found in violations:
             name = f"{found.field}.npy"
-            self._add(name, f"{found.field} {found.message}", row=start + found.row, field=found.field)
+            self._add(name, f"{found.field} {found.message}", bin=start + found.bin, field=found.field)
         return totals
 
     def _csr_is_sound(self, seq_offsets: npt.NDArray[np.uint32], num_sequences: int) -> bool:
         backwards = np.flatnonzero(seq_offsets[1:] < seq_offsets[:-1])
         if seq_offsets[0] != 0:
-            self._add(layout.SEQ_OFFSETS, f"begins with {int(seq_offsets[0])}, not 0", row=0, field="seq_offsets")
+            self._add(layout.SEQ_OFFSETS, f"begins with {int(seq_offsets[0])}, not 0", bin=0, field="seq_offsets")
         elif backwards.size:
-            self._add(layout.SEQ_OFFSETS, "decreases after this row", row=int(backwards[0]), field="seq_offsets")
+            self._add(layout.SEQ_OFFSETS, "decreases after this bin", bin=int(backwards[0]), field="seq_offsets")
         elif seq_offsets[-1] != num_sequences:
             self._add(
                 layout.SEQ_OFFSETS,
                 f"ends with {int(seq_offsets[-1])}, but there are {num_sequences} sequence starts",
-                row=len(seq_offsets) - 1,
+                bin=len(seq_offsets) - 1,
                 field="seq_offsets",
             )
         else:
@@ -103,21 +128,21 @@ class ShardContent:
 
     def _hash_only(self, file: CheckedFile) -> None:
         reader = HashingReader(file, self._algorithm(), self._bar)
-        buffer = np.empty(_PIECE_BYTES, np.uint8)
+        buffer = np.empty(_BLOCK_BYTES, np.uint8)
         while reader.remaining:
-            reader.read_into(buffer[: min(reader.remaining, _PIECE_BYTES)])
+            reader.read_into(buffer[: min(reader.remaining, _BLOCK_BYTES)])
         self._compare_checksum(file, reader)
 
-    def _rows(
+    def _bins(
         self, ids_file: CheckedFile, mask_file: CheckedFile
     ) -> Iterator[tuple[int, npt.NDArray[Any], npt.NDArray[np.uint8]]]:
         num_bins, pack_size = ids_file.header.shape
         ids_reader, mask_reader = (HashingReader(file, self._algorithm(), self._bar) for file in (ids_file, mask_file))
-        rows_at_once = max(1, _PIECE_BYTES // (pack_size * np.dtype(ids_file.header.dtype).itemsize))
-        ids = np.empty((min(rows_at_once, num_bins), pack_size), ids_file.header.dtype)
+        bins_at_once = max(1, _BLOCK_BYTES // (pack_size * np.dtype(ids_file.header.dtype).itemsize))
+        ids = np.empty((min(bins_at_once, num_bins), pack_size), ids_file.header.dtype)
         mask = np.empty(ids.shape, np.uint8)
-        for start in range(0, num_bins, rows_at_once):
-            count = min(rows_at_once, num_bins - start)
+        for start in range(0, num_bins, bins_at_once):
+            count = min(bins_at_once, num_bins - start)
             ids_reader.read_into(ids[:count])
             mask_reader.read_into(mask[:count])
             yield start, ids[:count], mask[:count]
@@ -132,15 +157,5 @@ class ShardContent:
         if records is not None and records[file.name].checksum != reader.hexdigest():
             self._add(file.name, "its content does not match its checksum; restore it from the original shard")
 
-    def _add(self, name: str, message: str, row: int | None = None, field: str | None = None) -> None:
-        self._report.add(Finding(str(self._path / name), message, row, field))
-
-
-def _added(left: BlockTotals, right: BlockTotals) -> BlockTotals:
-    return BlockTotals(
-        left.num_tokens + right.num_tokens,
-        left.num_loss_tokens + right.num_loss_tokens,
-        max(left.max_seqs_per_bin, right.max_seqs_per_bin),
-        max(left.max_seq_len, right.max_seq_len),
-        min(left.min_packed_len, right.min_packed_len),
-    )
+    def _add(self, name: str, message: str, bin: int | None = None, field: str | None = None) -> None:
+        self._report.add(Finding(str(self._path / name), message, bin, field))

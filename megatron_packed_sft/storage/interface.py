@@ -1,0 +1,137 @@
+"""What a storage is: how it names, opens, writes, checks and sizes its shards.
+
+A storage keeps packed bins on disk in one way. Everything else in this package asks the registry for a `Storage` and
+works through this interface, so a new storage is one class:
+
+    class MyStorage(Storage):
+        name = "mine"
+        summary = "one .mine file per shard"
+
+        def recognises(self, path): return path.suffix == ".mine"
+        def shard_name(self, number): return f"shard_{number:06d}.mine"
+        def open(self, path): return MyShard(path)              # __len__, pack_size, __getitem__ are enough
+        def create_writer(self, path, **options): return MyWriter(path, **options)
+
+Readers use faster ways when a shard offers them: `arrays` (memory-mapped, see `MemmapShard`) or `flat` (in memory, see
+`FlatShard`). `megatron_packed_sft.storage.testing` checks that a storage keeps its promises.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum
+from megatron_packed_sft.disk.staged_writer import StagedWriter
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from megatron_packed_sft.storage.validation_report import ValidationReport
+
+
+class PackedShard(Protocol):
+    """What every open shard offers: its length and its bins, as arrays that must not be written to."""
+
+    def __len__(self) -> int:
+        """Return the number of bins."""
+        ...
+
+    @property
+    def pack_size(self) -> int:
+        """No bin is longer."""
+        ...
+
+    def __getitem__(self, index: int) -> PackedBin:
+        """Return bin `index`; an index outside 0..len-1 is an IndexError."""
+        ...
+
+    def __iter__(self) -> Iterator[PackedBin]:
+        """Iterate over all bins in order."""
+        ...
+
+
+class PackedShardWriter(StagedWriter, abc.ABC):
+    """What every writer of packed bins offers: bins in any order, each exactly once, published whole or not at all.
+
+    After `finalize`, `figures` holds what is known of all bins.
+    """
+
+    figures: BinFigures | None = None
+
+    @abc.abstractmethod
+    def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
+        """Write one bin."""
+
+    def write_block(self, first_bin: int, block: BinBlock) -> None:
+        """Write consecutive bins in padded form."""
+        for index in range(len(block)):
+            self.write_bin(first_bin + index, *block[index])
+
+    @abc.abstractmethod
+    def finalize(self) -> Any:
+        """Check that all bins are there, and publish."""
+
+
+class Storage(abc.ABC):
+    """One way to keep packed bins on disk."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    summary: str = ""  # one line, for help texts
+    in_memory: bool = False  # opening reads the whole shard
+    one_shard_per_split: bool = False  # its consumers take one file and not several
+    has_manifest: bool = False  # its shards record their own sizes, checksums, vocabulary and padding id
+
+    @abc.abstractmethod
+    def recognises(self, path: Path) -> bool:
+        """Return whether `path` is one shard of this storage, sound or not."""
+
+    @abc.abstractmethod
+    def shard_name(self, number: int) -> str:
+        """Return the file or directory name of shard `number` of a split."""
+
+    @abc.abstractmethod
+    def open(self, path: Path) -> PackedShard:
+        """Open one shard."""
+
+    def create_writer(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_bins: int,
+        pack_size: int,
+        vocab_size: int | None = None,
+        pad_id: int = 0,
+        overwrite: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> PackedShardWriter:
+        """Create a writer of one shard; `provenance` are `PROVENANCE_KEYS` of `bins`, to keep where there is room."""
+        raise InvalidInputError(f"storage {self.name!r} is read-only; choose another one to write")
+
+    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
+        """Return about how many bytes bins take on disk."""
+        return num_tokens * 5
+
+    def figures(self, shard: PackedShard) -> BinFigures:
+        """Return what is known of all bins of an open shard."""
+        return BinFigures.of(shard)
+
+    def checksum(self, path: Path) -> str:
+        """Return what identifies the shard's content, as dataset.json records it."""
+        return file_checksum(path, DEFAULT_ALGORITHM)
+
+    def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
+        """Return the small files that consumers of this storage expect beside the shards of a split."""
+        return {}
+
+    def validate(self, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+        """Check one shard; add findings to `report`, and return its figures unless it cannot be opened."""
+        from megatron_packed_sft.storage.validate import validate_bins
+
+        return validate_bins(self, path, report, bar)

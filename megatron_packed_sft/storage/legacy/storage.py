@@ -1,0 +1,78 @@
+"""The pickled .npy as a storage: one file per split, read into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.storage.legacy.reader import LegacyShard
+
+_LARGEST_SHORT_VOCABULARY = 1 << 16  # pickled ids below it take three bytes, others five; a mask entry takes two
+
+
+class LegacyStorage(Storage):
+    """Megatron-Bridge's and NeMo's pickled .npy."""
+
+    name = "legacy"
+    aliases = ("legacy_npy_pickle",)
+    summary = "Megatron-Bridge's and NeMo's pickled .npy files"
+    in_memory = True
+    one_shard_per_split = True
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether the path has the suffix .npy."""
+        return path.suffix == ".npy" and not path.is_dir()
+
+    def shard_name(self, number: int) -> str:
+        """Return the name of a file."""
+        return f"shard_{number:06d}.npy"
+
+    def open(self, path: Path) -> LegacyShard:
+        """Read a file into memory; its pickle is never executed."""
+        from megatron_packed_sft.storage.legacy.reader import LegacyShard
+
+        return LegacyShard(path)
+
+    def create_writer(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_bins: int,
+        pack_size: int,
+        vocab_size: int | None = None,
+        pad_id: int = 0,
+        overwrite: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> PackedShardWriter:
+        """Create a `LegacyPickleWriter`."""
+        from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+
+        return LegacyPickleWriter(
+            path,
+            num_bins=num_bins,
+            pack_size=pack_size,
+            vocab_size=vocab_size,
+            pad_id=pad_id,
+            overwrite=overwrite,
+            provenance=provenance,
+        )
+
+    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
+        """Return about what the pickle takes; bins are not padded."""
+        is_short = vocab_size is not None and vocab_size <= _LARGEST_SHORT_VOCABULARY
+        return num_tokens * (5 if is_short else 7)
+
+    def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
+        """Return Megatron-Bridge's metadata file."""
+        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+
+        return PackMetadata.file_beside(figures)
+
+
+STORAGE = LegacyStorage()

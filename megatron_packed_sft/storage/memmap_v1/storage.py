@@ -1,0 +1,89 @@
+"""memmap_v1 as a storage: a directory of five array files and a manifest per shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_packed_sft.disk.checked_files import CheckedDirectory
+from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
+from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+    from megatron_packed_sft.storage.validation_report import ValidationReport
+
+
+class MemmapStorage(Storage):
+    """Padded arrays that are memory-mapped: opening costs nothing, any bin is one read away."""
+
+    name = "memmap_v1"
+    summary = "memory-mapped shards"
+    has_manifest = True
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether there is a manifest, or an array of a shard that lost its manifest."""
+        return layout.is_shard(path)
+
+    def shard_name(self, number: int) -> str:
+        """Return the directory name of a shard."""
+        return f"shard_{number:06d}"
+
+    def open(self, path: Path) -> MemmapShard:
+        """Open a shard; nothing is mapped yet."""
+        from megatron_packed_sft.storage.memmap_v1.reader import open_memmap_shard
+
+        return open_memmap_shard(path)
+
+    def create_writer(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_bins: int,
+        pack_size: int,
+        vocab_size: int | None = None,
+        pad_id: int = 0,
+        overwrite: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> PackedShardWriter:
+        """Create a `MemmapShardWriter`; the provenance goes into the manifest."""
+        from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
+
+        return MemmapShardWriter(
+            path,
+            num_bins,
+            pack_size,
+            vocab_size=vocab_size,
+            pad_id=pad_id,
+            overwrite=overwrite,
+            **(provenance or {}),
+        )
+
+    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
+        """Return the bytes of the two large arrays, padding included."""
+        return num_bins * width * (np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize)
+
+    def checksum(self, path: Path) -> str:
+        """Return the checksum of the manifest, which holds those of the arrays."""
+        with CheckedDirectory.open(path) as directory:
+            return checksum(directory.read(MANIFEST, MAX_MANIFEST_BYTES))
+
+    def validate(self, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+        """Check names, manifest, headers and, at level `full`, every byte and every bin."""
+        from megatron_packed_sft.storage.memmap_v1.validate import validate_shard
+
+        return validate_shard(path, report, bar)
+
+
+STORAGE = MemmapStorage()
