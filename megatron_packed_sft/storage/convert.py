@@ -164,26 +164,30 @@ class _Conversion:
                     f"{source.path} has a bin of {shard.pack_size} tokens, longer than pack_size {asked}; "
                     f"use a pack_size of {shard.pack_size} or overlong='grow'"
                 )
-            recorded = figures.pack_size if source.recorded is None else source.recorded.pack_size
-            self._pack_size = max(self._pack_size, shard.pack_size, recorded if asked is None else 1)
-            vocab_size = (source.recorded or figures).vocab_size or figures.vocab_size
+            self._pack_size = max(
+                self._pack_size, shard.pack_size, self._known(source, "pack_size") if asked is None else 1
+            )
+            vocab_size = self._known(source, "vocab_size")
             bounds.append(_vocab_bound(shard) if vocab_size is None and self._vocab_size is None else vocab_size or 1)
             if len(sources) == 1:
                 self._opened[source.path] = shard
-        known = [(source.recorded, self._figures[source.path]) for source in sources]
         if self._pad_id is None:
-            pad_ids = {(recorded or figures).pad_id for recorded, figures in known}
+            pad_ids = {self._known(source, "pad_id") for source in sources}
             self._pad_id = (pad_ids.pop() if len(pad_ids) == 1 else None) or 0
         if self._vocab_size is None:
             self._vocab_size = max(self._pad_id + 1, *bounds)
 
+    def _known(self, source: _Source, name: str) -> Any:
+        """Return a figure of a source: what its dataset.json says, else what the shard says."""
+        recorded = None if source.recorded is None else source.recorded[name]
+        return self._figures[source.path][name] if recorded is None else recorded
+
     def options(self, source: _Source) -> dict[str, Any]:
         """Return the arguments of a writer for one source."""
-        figures = source.recorded or self._figures[source.path]
         provenance = {
             name: value
             for name in ("tokenizer", "chat_template_fingerprint", "pad_seq_to_mult")
-            if (value := figures[name]) is not None
+            if (value := self._known(source, name)) is not None
         }
         return {
             "num_bins": self._figures[source.path].num_bins,
