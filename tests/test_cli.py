@@ -34,7 +34,7 @@ def test_validate_names_what_is_wrong_and_exits_with_1(tmp_path: Path, capsys: p
     path.write_bytes(data)
     assert main(["validate", str(tmp_path / "shard")]) == 1
     out = capsys.readouterr().out
-    assert "loss_mask.npy, row 0: loss_mask is 7 at position 0, not 0 or 1" in out
+    assert "loss_mask.npy, bin 0: loss_mask is 7 at position 0, not 0 or 1" in out
     assert "2 findings" in out
     assert main(["validate", str(tmp_path / "shard"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def test_validate_names_what_is_wrong_and_exits_with_1(tmp_path: Path, capsys: p
     assert report["findings"][0] == {
         "file": str(path),
         "message": "loss_mask is 7 at position 0, not 0 or 1",
-        "row": 0,
+        "bin": 0,
         "field": "loss_mask",
     }
     assert main(["validate", str(tmp_path / "shard"), "--level", "structure"]) == 0
@@ -64,7 +64,7 @@ def test_convert_goes_both_ways_and_reports(tmp_path: Path, capsys: pytest.Captu
 def test_errors_are_one_line_on_stderr_without_a_stack_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["validate", str(tmp_path / "nothing")]) == 1
+    assert main(["validate", str(tmp_path / "nothing")]) == 2
     assert main(["convert", str(tmp_path / "nothing.npy"), str(tmp_path / "out")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
