@@ -44,7 +44,6 @@ ALLOWED: list[tuple[str, str]] = [
     ("packing/search/linear_program_kernel.py", r"rows?|num_rows"),  # of a matrix
     ("data/batch/collate.py", r"num_rows"),  # of a batch, a matrix that holds one bin per row or all bins in one
     ("data/batch/collate_kernel.py", r"row"),
-    ("tokens/gather_kernel.py", r"fill_rows|rows?"),  # of a block of bins, a matrix
 ]
 
 

@@ -1,4 +1,4 @@
-"""Compiled gathering of many sequences into one buffer."""
+"""The compiled loops of the token store: sequences into bins, and copies among neighbours."""
 
 from __future__ import annotations
 
@@ -11,48 +11,27 @@ from megatron_packed_sft.support.compiled import kernel
 
 
 @kernel
-def copy_sequences(
-    ids: npt.NDArray[Any],
-    train: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
-    out_ids: npt.NDArray[Any],
-    out_train: npt.NDArray[np.uint8],
-) -> None:
-    """Copy sequences [starts[k], starts[k] + lengths[k]) of one part to targets[k] in the flat output."""
-    for k in range(starts.size):
-        start, target, length = starts[k], targets[k], lengths[k]
-        from_ids, to_ids = ids[start : start + length], out_ids[target : target + length]
-        from_train, to_train = train[start : start + length], out_train[target : target + length]
-        for j in range(length):
-            to_ids[j] = from_ids[j]
-        for j in range(length):
-            to_train[j] = from_train[j]
-
-
-@kernel
-def fill_rows(
+def fill_bins(
     ids: npt.NDArray[Any],
     train: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     overlaps: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.int64],
+    bins: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     out_ids: npt.NDArray[Any],
     out_mask: npt.NDArray[np.uint8],
 ) -> None:
-    """Copy pieces of sequences into packed rows and align their masks with the next token, in one pass.
+    """Copy items into bins and align their masks with the next token, in one pass.
 
-    Piece k is [starts[k], starts[k] + lengths[k]) of the part and goes to row rows[k] from columns[k] on. Its first
-    overlaps[k] tokens were trained with another piece already and are not trained again.
+    Item k is [starts[k], starts[k] + lengths[k]) of the part and goes to position positions[k] of bin bins[k]. Its
+    first overlaps[k] tokens are trained in another chunk of the same sequence, so they are not trained here.
     """
     for k in range(starts.size):
-        start, length, row, column = starts[k], lengths[k], rows[k], columns[k]
-        # Slices first: indices that start at 0 need no check for negative ones, and the loops become vector copies.
-        from_ids, to_ids = ids[start : start + length], out_ids[row, column : column + length]
-        from_train, to_mask = train[start + 1 : start + length], out_mask[row, column : column + length]
+        start, length, number, position = starts[k], lengths[k], bins[k], positions[k]
+        # Slices first: indices from 0 need no check for negative ones, so the loops become vector copies.
+        from_ids, to_ids = ids[start : start + length], out_ids[number, position : position + length]
+        from_train, to_mask = train[start + 1 : start + length], out_mask[number, position : position + length]
         for j in range(length):
             to_ids[j] = from_ids[j]
         for j in range(length - 1):
@@ -64,18 +43,18 @@ def fill_rows(
 
 @kernel
 def fill_gaps(
-    rows: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.int64],
+    bins: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
     pad_id: int,
     out_ids: npt.NDArray[Any],
     out_mask: npt.NDArray[np.uint8],
 ) -> None:
-    """Write padding into [columns[k], ends[k]) of row rows[k]."""
-    for k in range(rows.size):
-        for j in range(columns[k], ends[k]):
-            out_ids[rows[k], j] = pad_id
-            out_mask[rows[k], j] = 0
+    """Write padding into [positions[k], ends[k]) of bin bins[k]."""
+    for k in range(bins.size):
+        for j in range(positions[k], ends[k]):
+            out_ids[bins[k], j] = pad_id
+            out_mask[bins[k], j] = 0
 
 
 @kernel

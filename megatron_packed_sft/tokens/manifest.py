@@ -22,7 +22,7 @@ _MAX_COUNT = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPartManifest:
-    """What a part of a token store says of itself.
+    """What a part of a token store says about itself.
 
     Example:
         >>> TokenPartManifest(num_sequences=1, num_tokens=3, dtype="<u2").to_json()["format"]
@@ -48,7 +48,7 @@ class TokenPartManifest:
         return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of this manifest; what is None is left out."""
+        """Return the JSON object of this manifest, without the keys whose value is None."""
         document: dict[str, Any] = {
             **self.extra,
             "format": FORMAT,
@@ -75,7 +75,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     if values.text("format") != FORMAT or values.text("version") != VERSION:
         raise UnsupportedFormatError(
             f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
-            "this is no token store part, or megatron_packed_sft must be updated"
+            "it is not a part of a token store, or it needs a newer megatron_packed_sft"
         )
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
@@ -103,7 +103,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
 
 
 def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, npy.ArraySpec, npy.ArraySpec]:
-    """The three array files of a part, in the order of `FILES`."""
+    """Return the three array files of a part, in the order of `FILES`."""
     header = npy.SMALL_HEADER
     return (
         npy.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),

@@ -1,8 +1,8 @@
-"""A plan and a token store become shards: one compiled pass per block of bins, straight into the writer's block call.
+"""Turn a plan and a token store into shards: one compiled pass per block of bins, straight into the writer.
 
-    plan.bin_order ─▶ block of bins ─▶ where each piece lies (NumPy) ─▶ copy + mask alignment (compiled) ─▶ write_block
+    plan.bin_order ─▶ block of bins ─▶ where each item goes (NumPy) ─▶ copy + mask alignment (compiled) ─▶ write_block
 
-Memory is two blocks, whatever the number of bins; tokens are read through the store's maps.
+Memory is two blocks, however many bins there are; tokens are read through the store's maps.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from megatron_packed_sft.tokens.store import TokenStore
 _BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
 
 
-class _Pieces(NamedTuple):
-    """Where the units of a block of bins come from and go to; one entry per unit, bins one after the other."""
+class _Placements(NamedTuple):
+    """Where the items of a block of bins come from and go to: one entry per item, bin after bin."""
 
     sequences: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]  # inside the sequence
     lengths: npt.NDArray[np.int64]
     overlaps: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]  # of the room each takes: columns + its length rounded up
-    counts: npt.NDArray[np.int64]  # units per bin
+    bins: npt.NDArray[np.int64]  # inside the block
+    positions: npt.NDArray[np.int64]  # inside the bin
+    ends: npt.NDArray[np.int64]  # of the room each takes: its position + its padded length
+    counts: npt.NDArray[np.int64]  # items per bin
     packed_len: npt.NDArray[np.int64]  # per bin
 
 
 def stored_width(plan: PackPlan) -> int:
-    """The width a row must have to hold every bin of a plan.
+    """Return how many tokens the longest bin of a plan stores.
 
     That is at most `pack_size` for plans by `measure="tokens"`. Plans by `measure="inputs"`, and sequences longer than
-    the pack (`overflow="single"`), need wider rows.
+    the pack (`overflow="single"`), need more.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -58,11 +58,7 @@ def stored_width(plan: PackPlan) -> int:
 
 
 def plan_block(plan: PackPlan, store: TokenStore, bins: npt.NDArray[np.int64], width: int, pad_id: int = 0) -> BinBlock:
-    """Some bins of a plan, by their canonical numbers, as a block in arrays of its own.
-
-    Example:
-        >>> plan_block(plan, store, np.array([3, 0]), plan.pack_size)[0].input_ids  # doctest: +SKIP
-    """
+    """Return some bins of a plan, by their canonical numbers, as a block that owns its arrays."""
     [(_, block)] = _blocks(plan, store, bins, len(bins), width, pad_id)
     return block
 
@@ -85,11 +81,11 @@ def materialize(
     Args:
         plan: from `pack`, over `store.lengths`.
         store: the token store.
-        writer: has room for the bins; its rows are `width` wide.
+        writer: has room for the bins, each up to `width` tokens.
         bins: canonical numbers of the bins to write; all of them, in reading order, when not given.
-        width: of the writer's rows; the plan's pack_size when not given.
-        pad_id: fills rows and padded sequences; the writer's pad_id.
-        on_bins: told how many bins were written, again and again; a bar's `update`, say.
+        width: the writer's pack size; the plan's pack_size when not given.
+        pad_id: fills bins and padded sequences; the writer's pad_id.
+        on_bins: called with the number of bins after each block, such as a progress bar's `update`.
 
     Example:
         >>> with MemmapShardWriter("out", plan.num_bins, plan.pack_size) as writer:  # doctest: +SKIP
@@ -99,7 +95,7 @@ def materialize(
     chosen = plan.bin_order.astype(np.int64) if bins is None else np.asarray(bins, np.int64)
     width = plan.pack_size if width is None else width
     _check_fit(plan, store, width)
-    return _write_bins(plan, store, writer, chosen, width, pad_id, on_bins or _nobody_asks)
+    return _write_bins(plan, store, writer, chosen, width, pad_id, on_bins or _no_progress)
 
 
 def materialize_shards(
@@ -112,13 +108,11 @@ def materialize_shards(
     pad_id: int = 0,
     on_bins: Callable[[int], object] | None = None,
 ) -> list[BinFigures]:
-    """Write a plan as several shards, by several processes; the bytes do not depend on how many.
+    """Write a plan as several shards, with any number of processes; the bytes are always the same.
 
-    The bins are cut, in reading order, into as many even runs as there are paths. Shards that are there already are an
-    error; shards published before another one fails stay (publish them below one staged directory to get all or none).
-
-    Example:
-        >>> materialize_shards(plan, store, ["train/shard_000000", "train/shard_000001"])  # doctest: +SKIP
+    The bins are cut, in reading order, into as many even runs as there are paths. A shard that exists already is an
+    error. If one shard fails, those published before it stay; to get all or none, publish them below one staged
+    directory, as `DatasetWriter` does.
     """
     if not 1 <= len(paths) <= plan.num_bins:
         raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
@@ -127,7 +121,7 @@ def materialize_shards(
     _check_fit(plan, store, stored_width(plan))
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
     job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id, storage_named(storage).name)
-    on_bins = on_bins or _nobody_asks
+    on_bins = on_bins or _no_progress
     if num_workers == 1 or len(paths) == 1:
         return [job.write_shard(Path(path), run, on_bins) for path, run in zip(paths, runs, strict=True)]
     with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
@@ -138,8 +132,8 @@ def materialize_shards(
         return [future.result() for future in futures]
 
 
-def _nobody_asks(num_bins: int) -> None:
-    """No progress is shown."""
+def _no_progress(num_bins: int) -> None:
+    """No-op progress callback."""
 
 
 class _Job(NamedTuple):
@@ -180,7 +174,7 @@ def _receive(job: _Job) -> None:
 
 
 def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> BinFigures:
-    return _received[0].write_shard(path, bins, _nobody_asks)
+    return _received[0].write_shard(path, bins, _no_progress)
 
 
 def _write_bins(
@@ -214,7 +208,7 @@ def _check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
     needed = stored_width(plan)
     if needed > width:
         raise InvalidInputError(
-            f"a bin of this plan stores {needed} tokens, a row holds {width}; use rows of {needed}, or plan with "
+            f"a bin of this plan stores {needed} tokens, but the pack size is {width}; use {needed}, or plan with "
             "measure='tokens' and without overflow='single'"
         )
     lengths = store.lengths
@@ -236,73 +230,73 @@ def _blocks(
     plan: PackPlan,
     store: TokenStore,
     bins: npt.NDArray[np.int64],
-    rows_at_once: int,
+    bins_at_once: int,
     width: int,
     pad_id: int,
 ) -> Iterator[tuple[int, BinBlock]]:
     from megatron_packed_sft.tokens import gather_kernel
 
-    shape = (min(rows_at_once, len(bins)), width)
+    shape = (min(bins_at_once, len(bins)), width)
     # Two buffers: one is written by the caller while the other is filled (see _one_ahead).
-    num_buffers = min(2, -(-len(bins) // rows_at_once))
+    num_buffers = min(2, -(-len(bins) // bins_at_once))
     buffers = [(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8)) for _ in range(num_buffers)]
-    for number, first in enumerate(range(0, len(bins), rows_at_once)):
+    for number, first in enumerate(range(0, len(bins), bins_at_once)):
         ids, mask = buffers[number % num_buffers]
-        pieces = _pieces(plan, bins[first : first + rows_at_once])
-        num_rows = len(pieces.counts)
-        for part, positions, inside in store.by_part(pieces.sequences):
+        items = _place(plan, bins[first : first + bins_at_once])
+        num_bins = len(items.counts)
+        for part, positions, inside in store.by_part(items.sequences):
             starts, _ = part.spans(inside)
-            gather_kernel.fill_rows(
+            gather_kernel.fill_bins(
                 part.arrays.ids,
                 part.arrays.train,
-                starts + pieces.starts[positions],
-                pieces.lengths[positions],
-                pieces.overlaps[positions],
-                pieces.rows[positions],
-                pieces.columns[positions],
+                starts + items.starts[positions],
+                items.lengths[positions],
+                items.overlaps[positions],
+                items.bins[positions],
+                items.positions[positions],
                 ids,
                 mask,
             )
         if plan.pad_seq_to_mult > 1:
-            gather_kernel.fill_gaps(pieces.rows, pieces.columns + pieces.lengths, pieces.ends, pad_id, ids, mask)
-        tails = np.full(num_rows, width, np.int64)
-        gather_kernel.fill_gaps(np.arange(num_rows), pieces.packed_len, tails, pad_id, ids, mask)
+            gather_kernel.fill_gaps(items.bins, items.positions + items.lengths, items.ends, pad_id, ids, mask)
+        tails = np.full(num_bins, width, np.int64)
+        gather_kernel.fill_gaps(np.arange(num_bins), items.packed_len, tails, pad_id, ids, mask)
         yield (
             first,
             BinBlock(
-                ids[:num_rows],
-                mask[:num_rows],
-                pieces.packed_len.astype(np.uint32),
-                np.concatenate(([0], np.cumsum(pieces.counts))).astype(np.uint32),
-                pieces.columns.astype(np.uint32),
+                ids[:num_bins],
+                mask[:num_bins],
+                items.packed_len.astype(np.uint32),
+                np.concatenate(([0], np.cumsum(items.counts))).astype(np.uint32),
+                items.positions.astype(np.uint32),
             ),
         )
 
 
-def _pieces(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Pieces:
+def _place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Placements:
     first = plan.bin_offsets[bins]
     counts = plan.bin_offsets[bins + 1] - first
     offsets = np.concatenate(([0], np.cumsum(counts)))
-    units = plan.indices[np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)]
-    lengths = plan.item_lengths[units].astype(np.int64)
-    sizes = sizes_of(plan.item_lengths[units], "tokens", plan.pad_seq_to_mult).astype(np.int64)
+    items = plan.indices[np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)]
+    lengths = plan.item_lengths[items].astype(np.int64)
+    sizes = sizes_of(plan.item_lengths[items], "tokens", plan.pad_seq_to_mult).astype(np.int64)
     filled = np.concatenate(([0], np.cumsum(sizes)))
-    columns = filled[:-1] - np.repeat(filled[offsets[:-1]], counts)
+    positions = filled[:-1] - np.repeat(filled[offsets[:-1]], counts)
     if plan.chunks is None:
-        sequences, starts, overlaps = units.astype(np.int64), np.zeros_like(lengths), np.zeros_like(lengths)
+        sequences, starts, overlaps = items.astype(np.int64), np.zeros_like(lengths), np.zeros_like(lengths)
     else:
         sequences, starts, overlaps = (
-            array[units].astype(np.int64)
+            array[items].astype(np.int64)
             for array in (plan.chunks.sequence, plan.chunks.start, plan.chunks.masked_prefix)
         )
-    return _Pieces(
+    return _Placements(
         sequences=sequences,
         starts=starts,
         lengths=lengths,
         overlaps=overlaps,
-        rows=np.repeat(np.arange(len(bins)), counts),
-        columns=columns,
-        ends=columns + sizes,
+        bins=np.repeat(np.arange(len(bins)), counts),
+        positions=positions,
+        ends=positions + sizes,
         counts=counts,
         packed_len=filled[offsets[1:]] - filled[offsets[:-1]],
     )

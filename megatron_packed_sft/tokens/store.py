@@ -1,4 +1,4 @@
-"""Reading a token store: many parts as one, by random access, through memory maps."""
+"""Read a token store: many parts as one list of sequences, by random access through memory maps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PartArrays(NamedTuple):
 
 
 class TokenPart(LazyMaps[PartArrays]):
-    """One part, opened: manifest checked, arrays mapped at the first read."""
+    """An open part: its manifest is checked, its arrays are mapped at the first read."""
 
     def __init__(self, path: Path, manifest: TokenPartManifest, fingerprint: str) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class TokenPart(LazyMaps[PartArrays]):
         return self.manifest.num_sequences
 
     def spans(self, sequences: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(start, length) of each listed sequence inside the part's flat arrays; damaged offsets are an error."""
+        """Return (start, length) of each sequence inside the part's flat arrays; damaged offsets are an error."""
         offsets = self.arrays.offsets.view(np.int64)  # beyond 2**63 it would be negative, which is refused below
         starts, ends = offsets[sequences], offsets[sequences + 1]
         bad = np.flatnonzero((starts < 0) | (ends <= starts) | (ends > len(self.arrays.ids)))
@@ -82,21 +82,8 @@ class TokenPart(LazyMaps[PartArrays]):
         return arrays
 
 
-class GatheredSequences(NamedTuple):
-    """Sequences one after the other: sequence k is [offsets[k], offsets[k + 1])."""
-
-    input_ids: npt.NDArray[Any]
-    train: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]
-
-
 class TokenStore:
-    """All parts as one list of sequences.
-
-    Example:
-        >>> store = open_token_store("store")  # doctest: +SKIP
-        >>> store.lengths.sum(), store[0][0]  # doctest: +SKIP
-    """
+    """All parts as one list of sequences; `store[i]` is (input_ids, train)."""
 
     def __init__(self, path: Path, parts: Sequence[TokenPart]) -> None:
         first = parts[0].manifest
@@ -105,7 +92,7 @@ class TokenStore:
                 if getattr(part.manifest, name) != getattr(first, name):
                     raise ShardError(
                         f"{part.path}: its {name} is {getattr(part.manifest, name)!r}, that of {parts[0].path} is "
-                        f"{getattr(first, name)!r}; the parts of one store must agree, so write it again"
+                        f"{getattr(first, name)!r}; the parts of one store must agree; write the store again"
                     )
         self.path = path
         self.parts = tuple(parts)
@@ -116,7 +103,7 @@ class TokenStore:
 
     @property
     def manifest(self) -> TokenPartManifest:
-        """Of the first part: dtype, vocabulary, tokenizer and template are the same in all."""
+        """The first part's manifest; dtype, vocabulary, tokenizer and template are the same in all parts."""
         return self.parts[0].manifest
 
     @property
@@ -131,7 +118,7 @@ class TokenStore:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The length of every sequence; no token is touched for it."""
+        """The length of every sequence, read without touching a token."""
         return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
 
     def copies(self) -> npt.NDArray[np.int64] | None:
@@ -152,7 +139,7 @@ class TokenStore:
         return numbers if found else None
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-        """(input_ids, train) of one sequence, as read-only views."""
+        """Return (input_ids, train) of one sequence, as read-only views."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: sequence {index} of {len(self)}")
         number = int(np.searchsorted(self._first_sequence, index, side="right")) - 1
@@ -163,7 +150,7 @@ class TokenStore:
     def by_part(
         self, sequences: npt.NDArray[np.int64]
     ) -> list[tuple[TokenPart, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """(part, positions in `sequences`, sequence numbers inside the part) for every part that is asked for."""
+        """Return (part, positions in `sequences`, sequence numbers inside the part) for every part that holds some."""
         if len(sequences) and not 0 <= int(sequences.min()) <= int(sequences.max()) < len(self):
             raise InvalidInputError(f"{self.path}: sequences must be in 0..{len(self) - 1}")
         numbers = np.searchsorted(self._first_sequence, sequences, side="right") - 1
@@ -176,43 +163,9 @@ class TokenStore:
                 groups.append((part, positions, sequences[positions] - self._first_sequence[number]))
         return groups
 
-    def gather(self, sequences: Any) -> GatheredSequences:
-        """Read many sequences at once into one buffer, in the order asked for.
-
-        Example:
-            >>> store.gather([5, 0, 5]).offsets  # doctest: +SKIP
-        """
-        from megatron_packed_sft.tokens import gather_kernel
-
-        wanted = np.asarray(sequences, np.int64)
-        lengths = np.zeros(len(wanted), np.int64)
-        copies = []
-        for part, positions, inside in self.by_part(wanted):
-            starts, lengths[positions] = part.spans(inside)
-            copies.append((part, positions, starts))
-        targets = np.concatenate(([0], np.cumsum(lengths)))
-        result = GatheredSequences(
-            np.empty(int(targets[-1]), self.manifest.dtype), np.empty(int(targets[-1]), np.uint8), targets
-        )
-        for part, positions, starts in copies:
-            gather_kernel.copy_sequences(
-                part.arrays.ids,
-                part.arrays.train,
-                starts,
-                lengths[positions],
-                targets[positions],
-                result.input_ids,
-                result.train,
-            )
-        return result
-
 
 def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
-    """Open a token store, or a single part of one.
-
-    Example:
-        >>> len(open_token_store("store"))  # doctest: +SKIP
-    """
+    """Open a token store, or a single part of one."""
     location = Path(os.path.abspath(path))
     if (location / MANIFEST).exists():
         return TokenStore(location, [TokenPart.open(location)])
@@ -240,13 +193,10 @@ def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
 
 
 def publish_store(path: str | os.PathLike[str]) -> TokenStore:
-    """List the parts that lie in a directory in its store.json, and open the store.
+    """List the parts of a directory in its store.json, and open the store.
 
-    Parts are published one by one, by many processes; this comes last, so a store that opens is complete. A store.json
-    that is there already is replaced in one step.
-
-    Example:
-        >>> publish_store("store").num_tokens  # doctest: +SKIP
+    Many processes publish parts one by one; this call comes last, so a store that opens is complete. An existing
+    store.json is replaced in one step.
     """
     location = Path(os.path.abspath(path))
     with os_errors("list", location):

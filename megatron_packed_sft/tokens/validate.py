@@ -1,4 +1,4 @@
-"""Is a token store whole and sound? Every byte against its checksum, every offset, id and train value."""
+"""Check that a token store is whole and sound: every byte against its checksum, every offset, id and train value."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from megatron_packed_sft.storage.validation_report import Finding, Level, Valida
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
 from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
 
-_PIECE = 1 << 18
+_BLOCK = 1 << 18  # values read at once
 
 
 def is_token_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory looks like a token store or one of its parts.
-
-    Example:
-        >>> is_token_store("/")
-        False
-    """
+    """Return whether a directory looks like a token store or one of its parts."""
     location = Path(path)
     return (location / STORE).exists() or (location / OFFSETS).exists()
 
@@ -34,12 +29,7 @@ def is_token_store(path: str | os.PathLike[str]) -> bool:
 def validate_token_store(
     path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
 ) -> ValidationReport:
-    """Check a token store or a part of one; the same report as `validate` gives for shards.
-
-    Example:
-        >>> validate_token_store("store").ok  # doctest: +SKIP
-        True
-    """
+    """Check a token store or a part of one, and report as `validate` does for shards."""
     report = ValidationReport(os.path.abspath(path), level, max_findings=max_findings)
     try:
         store = open_token_store(path)
@@ -72,24 +62,24 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
     manifest = part.manifest
     reader = HashingReader(file, manifest.checksum_algorithm or DEFAULT_ALGORITHM, bar)
     count = file.header.shape[0]
-    buffer = np.empty(min(_PIECE, count), file.header.dtype)
+    buffer = np.empty(min(_BLOCK, count), file.header.dtype)
     previous = -1
     trained = 0
-    for first in range(0, count, _PIECE):
-        piece = buffer[: min(_PIECE, count - first)]
-        reader.read_into(piece)
+    for first in range(0, count, _BLOCK):
+        values = buffer[: min(_BLOCK, count - first)]
+        reader.read_into(values)
         if file.name == IDS:
-            bad = np.flatnonzero(piece.view(f"<u{piece.dtype.itemsize}") >= manifest.id_limit)
+            bad = np.flatnonzero(values.view(f"<u{values.dtype.itemsize}") >= manifest.id_limit)
             says = f"id is not in 0..{manifest.id_limit - 1}"
         elif file.name == TRAIN:
-            bad = np.flatnonzero(piece > 1)
+            bad = np.flatnonzero(values > 1)
             says = "train is not 0 or 1"
-            trained += int(piece.sum(dtype=np.int64))
+            trained += int(values.sum(dtype=np.int64))
         else:
-            steps = np.diff(piece.view(np.int64), prepend=previous)
+            steps = np.diff(values.view(np.int64), prepend=previous)
             bad = np.flatnonzero(steps < 1)
             says = "offsets do not increase"
-            previous = int(piece[-1])
+            previous = int(values[-1])
         if bad.size:
             place = first + int(bad[0])
             report.add(Finding(str(file.path), f"{says} at entry {place}", field=file.name.removesuffix(".npy")))

@@ -1,4 +1,4 @@
-"""Writing a token store: parts by many processes, each published whole; then one small file that lists them."""
+"""Write a token store: many processes each publish whole parts, and one small file lists them at the end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatron_packed_sft.tokens.manifest import TokenPartManifest
 class TokenPartWriter(StagedWriter):
     """Writes one part of a token store.
 
-    As a context manager it leaves nothing behind unless `finalize` was reached. Memory is what one call brings.
+    As a context manager it leaves nothing behind unless `finalize` was reached. Memory is bounded by one call's data.
 
     Args:
         output_dir: where the part appears, usually `store/part_000000`.
         vocab_size: ids must be below it; up to 65,536 they are stored as `<u2`, else (or when unknown) as `<i4`.
         tokenizer: name and fingerprint of the tokenizer.
         chat_template_fingerprint: of the template that rendered the chats.
-        overwrite: replace what is published under that name.
+        overwrite: replace a part of that name.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -140,7 +140,7 @@ class TokenPartWriter(StagedWriter):
 
 
 def part_path(store: str | os.PathLike[str], number: int) -> Path:
-    """Where part `number` of a store lies.
+    """Return the path of part `number` of a store.
 
     Example:
         >>> str(part_path("store", 3))

@@ -130,7 +130,7 @@ def test_a_plan_by_inputs_needs_wider_rows_and_says_how_wide(tmp_path: Path) -> 
     assert needed > 64
     with (
         create_shard_writer("memmap_v1", tmp_path / "narrow", num_bins=plan.num_bins, pack_size=64) as writer,
-        pytest.raises(InvalidInputError, match=f"stores {needed} tokens, a row holds 64; use rows of {needed}"),
+        pytest.raises(InvalidInputError, match=f"stores {needed} tokens, but the pack size is 64; use {needed}"),
     ):
         materialize(plan, store, writer)
     [manifest] = materialize_shards(plan, store, [tmp_path / "wide"])
