@@ -27,7 +27,7 @@ def prepare(*arguments: str) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def write_rows(path: Path, rows: list[Any]) -> Path:
+def write_records(path: Path, rows: list[Any]) -> Path:
     """A JSONL file; strings are written as they are."""
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return path

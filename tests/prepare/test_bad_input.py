@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft import open_dataset
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 
 GOOD = chat("Yes?", "Yes.")
 
@@ -32,7 +32,7 @@ def arguments(tmp_path: Path, tokenizer_path: str) -> list[str]:
 def test_a_bad_row_is_an_error_with_file_and_line_or_counted(
     tmp_path: Path, tokenizer_path: str, row: str, sentence: str
 ) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD, row, GOOD])
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD, row, GOOD])
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path)]
     failed = prepare(*given)
     assert failed.code == 2
@@ -47,7 +47,7 @@ def test_a_bad_row_is_an_error_with_file_and_line_or_counted(
 
 
 def test_skipping_has_a_limit(tmp_path: Path, tokenizer_path: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", ["{", GOOD, "{", "{"])
+    rows = write_records(tmp_path / "rows.jsonl", ["{", GOOD, "{", "{"])
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path), "on_error=skip"]
     failed = prepare(*given, "max_errors=2")
     assert failed.code == 2
@@ -57,7 +57,7 @@ def test_skipping_has_a_limit(tmp_path: Path, tokenizer_path: str) -> None:
 
 def test_rows_without_anything_to_train_are_counted_or_an_error(tmp_path: Path, tokenizer_path: str) -> None:
     silent = {"messages": [{"role": "user", "content": "Hello?"}]}
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD, silent])
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD, silent])
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path)]
     assert prepare(*given, "max_drop_share=0.5").code == 0
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"nothing_to_train": 1}
@@ -67,16 +67,16 @@ def test_rows_without_anything_to_train_are_counted_or_an_error(tmp_path: Path, 
 
 
 def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path, tokenizer_path: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "Hello?"}]}])
+    rows = write_records(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "Hello?"}]}])
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path))
     assert failed.code == 2
     assert "all 1 records were dropped (nothing_to_train 1)" in failed.err
-    empty = write_rows(tmp_path / "empty.jsonl", [])
+    empty = write_records(tmp_path / "empty.jsonl", [])
     assert "the input holds no record" in prepare(f"input={empty}", *arguments(tmp_path, tokenizer_path)).err
 
 
 def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD, chat("Why? " * 100, "Because.")])
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD, chat("Why? " * 100, "Because.")])
     done = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "encode.max_len=64", "max_drop_share=1")
     assert done.code == 0, done.err
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"answer_cut_away": 1}
@@ -106,7 +106,7 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
     ],
 )
 def test_wrong_settings_are_one_sentence(tmp_path: Path, tokenizer_path: str, override: str, sentence: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD])
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), override)
     assert failed.code == 2
     assert sentence in failed.err
@@ -121,7 +121,7 @@ def test_missing_input_is_one_sentence(tmp_path: Path, tokenizer_path: str) -> N
 
 
 def test_what_prepare_did_not_make_is_never_replaced(tmp_path: Path, tokenizer_path: str) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [GOOD])
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").write_text("years of work")
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "--force")
@@ -134,7 +134,7 @@ def test_what_prepare_did_not_make_is_never_replaced(tmp_path: Path, tokenizer_p
 def test_read_only_input_is_read(tmp_path: Path, tokenizer_path: str) -> None:
     folder = tmp_path / "input"
     folder.mkdir()
-    rows = write_rows(folder / "rows.jsonl", [GOOD])
+    rows = write_records(folder / "rows.jsonl", [GOOD])
     rows.chmod(0o444)
     folder.chmod(0o555)
     try:

@@ -8,13 +8,13 @@ import pytest
 
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.tokens.store import open_token_store
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 
 
 @pytest.mark.parametrize("weight", [2, 3])
 def test_copies_of_a_record_do_not_share_a_bin(weight: int, tokenizer_path: str, tmp_path: Path) -> None:
     rows = [chat(f"Question {number}?", "Yes. " * (number % 9 + 1)) for number in range(150)]
-    write_rows(tmp_path / "rows.jsonl", rows)
+    write_records(tmp_path / "rows.jsonl", rows)
     done = prepare(
         f"sources.one.path={tmp_path}/rows.jsonl", f"+sources.one.weight={weight}", f"output={tmp_path}/data",
         f"tokenizer.path={tokenizer_path}", "template=chatml", "packing.pack_size=256", "executor.num_workers=1",

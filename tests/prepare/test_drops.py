@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft import open_dataset
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 
 SHORT, LONG = chat("Why?", "Because."), chat("Why?", "Because. " * 60)
 
@@ -16,8 +16,8 @@ SHORT, LONG = chat("Why?", "Because."), chat("Why?", "Because. " * 60)
 @pytest.fixture
 def given(tmp_path: Path, tokenizer_path: str) -> list[str]:
     """Two sources; every second record of the second one is longer than a bin."""
-    write_rows(tmp_path / "zebra.jsonl", [SHORT] * 10)
-    write_rows(tmp_path / "apple.jsonl", [SHORT, "", LONG] * 5)
+    write_records(tmp_path / "zebra.jsonl", [SHORT] * 10)
+    write_records(tmp_path / "apple.jsonl", [SHORT, "", LONG] * 5)
     return [
         f"sources.zebra.path={tmp_path}/zebra.jsonl", f"sources.apple.path={tmp_path}/apple.jsonl",
         f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", "template=chatml", "executor.num_workers=1",
@@ -81,7 +81,7 @@ def test_long_records_are_cut_when_asked(given: list[str], tmp_path: Path, overf
 
 def test_rejects_name_the_line_of_every_lost_record(given: list[str], tmp_path: Path) -> None:
     silent = {"messages": [{"role": "user", "content": "Hello?"}]}
-    write_rows(tmp_path / "zebra.jsonl", [SHORT, "{", silent, SHORT])
+    write_records(tmp_path / "zebra.jsonl", [SHORT, "{", silent, SHORT])
     rejects = tmp_path / "lost.jsonl"
     more = (f"rejects={rejects}", "on_error=skip", "deduplicate=false")
     failed = prepare(*given, *more)
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_rejects_file_is_never_replaced(given: list[str], tmp_
 def test_another_dataset_is_replaced_only_when_asked(given: list[str], tmp_path: Path) -> None:
     given = [*given, "packing.pack_size=1024"]
     assert prepare(*given).code == 0
-    write_rows(tmp_path / "zebra.jsonl", [SHORT] * 11)
+    write_records(tmp_path / "zebra.jsonl", [SHORT] * 11)
     failed = prepare(*given, "packing.pack_size=512")
     assert failed.code == 1
     for wanted in ("packing.pack_size 1024 -> 512", "sources.zebra.files changed (zebra.jsonl)", "add --overwrite"):

@@ -17,7 +17,7 @@ import pytest
 from megatron_packed_sft import validate
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
@@ -28,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in ("a", "b"):
-        write_rows(folder / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(12)])
+        write_records(folder / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(12)])
     return folder
 
 
@@ -57,7 +57,7 @@ def test_killed_with_its_workers_running_a_rerun_gives_the_same_bytes(
     folder.mkdir()
     for number in range(6):
         rows = [chat(f"{number} {row}? " + "Why? " * 50, "Because. " * 50) for row in range(1500)]
-        write_rows(folder / f"{number}.jsonl", rows)
+        write_records(folder / f"{number}.jsonl", rows)
     arguments = [
         f"input={folder}/*.jsonl", f"tokenizer.path={tokenizer_path}", "template=chatml", "packing.pack_size=1024",
         "executor.num_workers=2", "shard_megabytes=1",
@@ -116,7 +116,7 @@ def small_disk(command: list[str], folder: Path, size: str) -> subprocess.Comple
 def test_a_disk_that_really_is_full_is_one_sentence_with_the_bytes_needed(
     full: str, tokenizer_path: str, tmp_path: Path
 ) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [chat(f"{row}? " * 20, "Because. " * 50) for row in range(3000)])
+    path = write_records(tmp_path / "rows.jsonl", [chat(f"{row}? " * 20, "Because. " * 50) for row in range(3000)])
     disk = tmp_path / "disk"
     disk.mkdir()
     places = {"output": tmp_path / "data", "work_dir": tmp_path / "work", full: disk / "data"}

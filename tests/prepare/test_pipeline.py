@@ -13,7 +13,7 @@ import pytest
 from megatron_packed_sft import create_sft_dataset, open_dataset, open_token_store, validate
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from tests.packed_bins import files_of
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 from tests.records.chat_files import FORMATS
 from tests.records.chat_files import write_records as write_file
 
@@ -24,7 +24,7 @@ LONG_FILES: dict[str, dict[str, int]] = {"jsonl": {}, "jsonl.gz": {}, "parquet":
 
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
+    return write_records(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
 
 
 def test_every_row_of_every_format_is_packed_or_counted(chats: Path, tokenizer_path: str, tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ def test_every_format_gives_the_same_tokens_whatever_null_keys_it_adds(tokenizer
 
 
 def test_texts_need_no_template_and_chats_say_that_they_do(tokenizer_path: str, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"text": "All of it."}])
+    rows = write_records(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}, {"text": "All of it."}])
     arguments = (f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", *SMALL)
     done = prepare(f"input={rows}", *arguments)
     assert done.code == 0, done.err
     assert "No chat template" in (tmp_path / "data" / "README.md").read_text()
-    write_rows(rows, [chat("Yes?", "Yes.")])
+    write_records(rows, [chat("Yes?", "Yes.")])
     assert (
         "has no chat template; name a file, or one of chatml" in prepare(f"input={rows}", *arguments, "--overwrite").err
     )
@@ -238,7 +238,7 @@ def test_a_dry_run_counts_and_writes_nothing(few: Path, tokenizer_path: str, tmp
 
 
 def test_a_dry_run_knows_limits_and_duplicates(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
-    write_rows(few, [chat("Same?", "Same."), *([chat("Same?", "Same.")] * 4), *([chat("Other?", "Other.")] * 5)])
+    write_records(few, [chat("Same?", "Same."), *([chat("Same?", "Same.")] * 4), *([chat("Other?", "Other.")] * 5)])
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     dry = prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true")
     assert dry.out == prepare(*arguments, "--dry-run", "limit=7", "deduplicate=true", "--force").out
@@ -250,7 +250,7 @@ def test_a_large_dry_run_looks_at_some_units(
     tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_packed_sft.prepare.encode_stage.ENOUGH_BYTES", 300_000)
-    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}? " * 40, f"{n}. " * 40) for n in range(3000)])
+    rows = write_records(tmp_path / "rows.jsonl", [chat(f"{n}? " * 40, f"{n}. " * 40) for n in range(3000)])
     dry = prepare(
         f"input={rows}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "--dry-run"
     )
@@ -260,7 +260,7 @@ def test_a_large_dry_run_looks_at_some_units(
 
 def test_a_limit_takes_the_first_rows_of_each_source(tokenizer_path: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(30)])
+        write_records(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(30)])
     done = prepare(
         f"+sources={{a: {{path: {tmp_path}/a.jsonl}}, b: {{path: {tmp_path}/b.jsonl}}}}",
         f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "limit=5",
@@ -272,7 +272,7 @@ def test_a_limit_takes_the_first_rows_of_each_source(tokenizer_path: str, tmp_pa
 
 def test_sources_have_weights_splits_and_statistics(tokenizer_path: str, tmp_path: Path) -> None:
     for name in ("twice", "half", "held"):
-        write_rows(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(100)])
+        write_records(tmp_path / f"{name}.jsonl", [chat(f"{name} {number}?", "Yes.") for number in range(100)])
     config = tmp_path / "mine.yaml"
     config.write_text(
         f"""
@@ -302,7 +302,7 @@ def test_splits_stay_when_rows_are_added_or_moved(tokenizer_path: str, tmp_path:
     rows = [chat(f"Row {number}?", f"Yes, {number}.") for number in range(100)]
     held_out = []
     for name, given in (("one", rows), ("two", [chat("New?", "New."), *reversed(rows)])):
-        write_rows(tmp_path / f"{name}.jsonl", given)
+        write_records(tmp_path / f"{name}.jsonl", given)
         done = prepare(
             f"input={tmp_path}/{name}.jsonl", f"output={tmp_path}/{name}", f"tokenizer.path={tokenizer_path}", TEMPLATE,
             *SMALL, "split.validation_fraction=0.3",
@@ -316,8 +316,8 @@ def test_splits_stay_when_rows_are_added_or_moved(tokenizer_path: str, tmp_path:
 
 
 def test_duplicates_are_dropped_once_asked_and_counted(tokenizer_path: str, tmp_path: Path) -> None:
-    write_rows(tmp_path / "a.jsonl", [chat("One?", "1"), chat("Two?", "2"), chat("One?", "1")])
-    write_rows(tmp_path / "b.jsonl", [{"instruction": "Two?", "output": "2"}, chat("Three?", "3")])
+    write_records(tmp_path / "a.jsonl", [chat("One?", "1"), chat("Two?", "2"), chat("One?", "1")])
+    write_records(tmp_path / "b.jsonl", [{"instruction": "Two?", "output": "2"}, chat("Three?", "3")])
     arguments = (f"input=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     assert prepare(*arguments, f"output={tmp_path}/all").code == 0
     done = prepare(*arguments, f"output={tmp_path}/unique", "deduplicate=true")

@@ -10,7 +10,7 @@ import pytest
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare import sources
 from megatron_packed_sft.prepare.sources import Source, scan
-from tests.records.chat_files import FORMATS, chats, write_rows
+from tests.records.chat_files import FORMATS, chats, write_records
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -18,7 +18,7 @@ def test_units_share_the_bytes_of_their_file_to_within_a_block_and_together_exac
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"text": f"{number} {(number * 7919) ** 40}"} for number in range(20_000)]  # so that it compresses badly
-    path = write_rows(tmp_path / f"a.{suffix}", rows)
+    path = write_records(tmp_path / f"a.{suffix}", rows)
     monkeypatch.setattr(sources, "_SMALLEST_UNIT", 1 << 17)
     [scanned] = scan([Source("one", (str(path),))])
     shares = [share for _, share in scanned.units()]
@@ -29,7 +29,7 @@ def test_units_share_the_bytes_of_their_file_to_within_a_block_and_together_exac
 
 
 def test_a_file_in_two_sources_is_refused(tmp_path: Path) -> None:
-    path = str(write_rows(tmp_path / "a.jsonl", chats(1)))
+    path = str(write_records(tmp_path / "a.jsonl", chats(1)))
     with pytest.raises(InvalidInputError, match=r"a\.jsonl belongs to the sources one and two; name it in one of them"):
         scan([Source("one", (path,)), Source("two", (path,))])
 

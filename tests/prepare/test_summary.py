@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megatron_packed_sft.cli import main
-from tests.prepare.preparing import chat, prepare, write_rows
+from tests.prepare.preparing import chat, prepare, write_records
 
 TEMPLATE = "template=chatml"
 SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
@@ -20,7 +20,7 @@ SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
 
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
+    return write_records(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
 
 
 def test_the_summary_tells_how_to_use_the_data(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_lines_to_paste_run_as_they_stand(
 
 @pytest.mark.parametrize("storage", ["memmap_v1", "legacy"])
 def test_bytes_on_disk_are_told_beforehand(few: Path, tokenizer_path: str, tmp_path: Path, storage: str) -> None:
-    write_rows(few, [chat(f"Say {number}. " * 9, f"It is {number}. " * 9) for number in range(900)])
+    write_records(few, [chat(f"Say {number}. " * 9, f"It is {number}. " * 9) for number in range(900)])
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     dry, real = (prepare(*arguments, f"storage={storage}", *more) for more in (["--dry-run"], []))
     [told] = {
