@@ -1,14 +1,15 @@
-"""`make demo`: the whole job once, on chats it generates itself.
+"""`make demo`: the whole workflow once, on chats that it generates itself.
 
 chats ─▶ packed-sft prepare ─▶ packed-sft validate ─▶ torchrun, two ranks ─▶ stopped by SIGTERM ─▶ resumed to the end
 
-Everything lands in demo_output/. Every step is the command a user would type; this script prints it before it runs.
+Everything goes to demo_output/. Every step is a command that a user would type; the script prints it before it runs it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -20,36 +21,32 @@ from pathlib import Path
 
 import psutil
 
-from megatron_packed_sft.cli.main import main as packed_sft
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
-from megatron_packed_sft.storage.dataset_directory import open_dataset
-from megatron_packed_sft.train.metrics import read_metrics
+from megatron_packed_sft import open_dataset, train_sentencepiece
+from megatron_packed_sft.train import read_metrics
 
 RECIPE = Path(__file__).with_name("sft.py")
 
 
 def say(text: str) -> None:
-    """A line of the demo's own story."""
+    """Print a heading."""
     print(f"\n### {text}", flush=True)
 
 
 def run(*arguments: str) -> None:
-    """Run a `packed-sft` command in this process."""
+    """Run a `packed-sft` command."""
     print(f"$ packed-sft {shlex.join(arguments)}", flush=True)
-    if packed_sft(arguments) != 0:
+    if subprocess.run([sys.executable, "-m", "megatron_packed_sft", *arguments], check=False).returncode != 0:
         sys.exit("the demo stops here: the command above failed")
 
 
-def train_tokenizer(path: Path) -> None:
-    """A SentencePiece model with ChatML's markers, in a few seconds."""
-    chats = sample_conversations(1000, seed=1)
-    texts = [message["content"] for chat in chats for message in chat.messages if message.get("content")]
-    train_sentencepiece(texts, path, vocab_size=2048)
+def train_tokenizer(chats: Path, path: Path) -> None:
+    """Train a SentencePiece model with ChatML's markers, in a few seconds."""
+    messages = [message for line in chats.read_text().splitlines() for message in json.loads(line)["messages"]]
+    train_sentencepiece([message["content"] for message in messages], path, vocab_size=2048)
 
 
 def train(arguments: list[str], *, stop_after: int | None = None) -> None:
-    """Train on two ranks; with `stop_after`, send both SIGTERM, as a cluster does, once that many steps are done."""
+    """Train on two ranks; with `stop_after`, send both SIGTERM after that many steps, as a cluster would."""
     shown = shlex.join(["torchrun", "--standalone", "--nproc-per-node", "2", "recipes/sft.py", *arguments])
     print(f"$ {shown}", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(RECIPE)]
@@ -59,7 +56,7 @@ def train(arguments: list[str], *, stop_after: int | None = None) -> None:
             time.sleep(0.1)
             with contextlib.suppress(OSError):
                 if metrics.read_bytes().count(b'"event": "step"') >= stop_after:
-                    say("SIGTERM: the run saves and leaves")
+                    say("SIGTERM: the run saves and stops")
                     for rank in psutil.Process(process.pid).children():
                         rank.send_signal(signal.SIGTERM)
                     stop_after = None
@@ -70,7 +67,7 @@ def train(arguments: list[str], *, stop_after: int | None = None) -> None:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="demo_output", help="where everything goes (default: demo_output)")
+    parser.add_argument("--output", default="demo_output", help="output directory (default: demo_output)")
     parser.add_argument("--rows", type=int, default=2000, help="chats to generate (default: 2000)")
     parser.add_argument("--steps", type=int, default=24, help="training steps (default: 24)")
     arguments = parser.parse_args()
@@ -79,20 +76,20 @@ def main() -> None:
     home.mkdir(parents=True)
     start = time.perf_counter()
 
-    say("Chats in five files of different formats and schemas, and a tokenizer trained on such chats")
+    say("Generate chats in five files of different formats and schemas, and train a tokenizer on some of them")
     run("sample-data", f"{home}/chats", "--rows", str(arguments.rows))
-    train_tokenizer(home / "sp.model")
+    train_tokenizer(home / "chats" / "chats.jsonl", home / "sp.model")
 
-    say("Chats to packed, checksummed shards")
+    say("Prepare: chats to packed, checksummed shards")
     run(
         "prepare", f"input={home}/chats/*", f"output={home}/data", f"tokenizer.path={home}/sp.model", "template=chatml",
         "packing.pack_size=2048", "encode.max_len=2048", "split.validation_fraction=0.05",
     )  # fmt: skip
 
-    say("Every byte and every row checked")
+    say("Validate: every byte and every bin")
     run("validate", f"{home}/data")
 
-    say("Two ranks train a small GPT with Megatron-Core, are stopped half way, and go on where they were")
+    say("Train: two ranks train a small GPT with Megatron-Core, are stopped halfway, and resume")
     recipe = [
         "packed_storage=memmap_v1", f"data.path={home}/data", f"data.tokenizer={home}/sp.model", f"output={home}/run",
         f"train.steps={arguments.steps}", "train.global_batch_size=4", "optimizer.learning_rate=0.003",

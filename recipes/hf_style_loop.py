@@ -1,7 +1,7 @@
-"""A training loop of your own over packed data, with a Hugging Face model: python recipes/hf_style_loop.py DATASET.
+"""Your own training loop over packed data, with a Hugging Face model: python recipes/hf_style_loop.py my_dataset
 
-Every batch is one long row. Its position ids start again with each sequence, which is how `transformers` keeps the
-sequences apart; on a GPU with FlashAttention, the boundaries that are in the batch as well do.
+A batch is one long sequence of packed conversations. Position ids restart with each of them, so `transformers` keeps
+them apart; on a GPU with FlashAttention, the boundaries in the batch do the same.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_packed_sft import PackedLoader, create_sft_dataset
 
 
 def small_model(vocab_size: int) -> PreTrainedModel:
-    """A Llama with two layers, of no use but to see that it learns."""
+    """Return a Llama with two layers, just large enough to see it learn."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **shape))
 
 
 def train(model: PreTrainedModel, loader: Iterable[dict[str, Any]], learning_rate: float) -> Iterator[float]:
-    """Train on every batch; yields the loss per trained token of each step."""
+    """Train on every batch and yield each step's loss per trained token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for batch in loader:
         on_device = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-        loss = model(**on_device, use_cache=False).loss  # with a cache, transformers takes the row for one text
+        loss = model(**on_device, use_cache=False).loss  # with a cache, transformers takes the batch for one text
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -37,19 +37,21 @@ def train(model: PreTrainedModel, loader: Iterable[dict[str, Any]], learning_rat
 def main() -> None:
     """Open the dataset, train, and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", help="a dataset directory, a shard, a legacy .npy")
-    parser.add_argument("--model", help="a folder or a name of Hugging Face; by default a small Llama without training")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="of the small Llama")
-    parser.add_argument("--eos-id", type=int, default=2)
-    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("dataset", help="packed data: a dataset directory, a shard, a legacy .npy, a Parquet file")
+    parser.add_argument("--model", help="a folder or name on the Hugging Face Hub; by default a small untrained Llama")
+    parser.add_argument("--vocab-size", type=int, help="of the small Llama; by default the one recorded with the data")
+    parser.add_argument("--eos-id", type=int, help="padding id; by default the one recorded with the data")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rows-per-step", type=int, default=1)
+    parser.add_argument("--bins-per-step", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     given = parser.parse_args()
-    options = {"contract": "hf", "max_num_samples": given.steps * given.rows_per_step}
-    dataset = create_sft_dataset(given.dataset, given.eos_id, given.seq_length, **options)
-    loader = PackedLoader(dataset, micro_batch_size=given.rows_per_step)
-    model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else small_model(given.vocab_size)
+    num_samples = given.steps * given.bins_per_step
+    dataset = create_sft_dataset(given.dataset, given.eos_id, contract="hf", max_num_samples=num_samples)
+    vocab_size = given.vocab_size or dataset.source.vocab_size
+    if not given.model and vocab_size is None:
+        parser.error(f"{given.dataset} does not record its vocabulary size; add --vocab-size or --model")
+    model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else small_model(vocab_size)
+    loader = PackedLoader(dataset, micro_batch_size=given.bins_per_step)
     for step, loss in enumerate(train(model.train(), loader, given.learning_rate), start=1):
         print(f"step {step:>4}  loss {loss:.4f}", flush=True)
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of
 from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, PlanBinReader, ShardBinReader
@@ -79,27 +79,12 @@ def create_sft_dataset(
         seed: of the shuffle.
         arguments: further ones of `PackedDataset`.
     """
-    given = [path] if isinstance(path, str | os.PathLike) else list(path)
-    wanted = None if packed_storage == AUTO else storage_named(packed_storage)
-    paths = [found for item in given for found in _expand(item)]
-    if weights is not None and len(weights) != len(paths):
-        raise InvalidInputError(f"{len(weights)} weights were given for {len(paths)} paths; give one each")
-    if plan is not None:
-        if len(paths) != 1 or wanted is not None:
-            raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
-        loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
-        sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
-    elif weights is None:
-        sources = _open_end_to_end(paths, split, wanted)
-    else:
-        sources = [_open(one, split, wanted) for one in paths]
-    source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
-    order = None
-    if weights is not None:
-        blend = Blend(weights, [len(one) for one in sources])
-        order = BlendOrder(blend, [SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources])
-        max_num_samples = len(source) if max_num_samples is None else max_num_samples
+    pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
+    source, order = open_bins(
+        path, split=split, packed_storage=packed_storage, plan=plan, weights=weights, seed=seed, pad_id=pad_id
+    )
+    if order is not None and max_num_samples is None:
+        max_num_samples = len(source)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
     dataset = dataset_over(
         _class_over(source),
@@ -119,6 +104,51 @@ def create_sft_dataset(
         f"{len(dataset):,}",
     )
     return dataset
+
+
+class OpenedBins(NamedTuple):
+    """Bins that are open but not yet a dataset: their figures are known, and for a blend the order to draw them in."""
+
+    source: BinReader
+    order: BlendOrder | None
+
+
+def open_bins(
+    path: PathLike | Sequence[PathLike],
+    *,
+    split: str = "train",
+    packed_storage: str = AUTO,
+    plan: PathLike | PackPlan | None = None,
+    weights: Sequence[float] | None = None,
+    seed: int = 1234,
+    pad_id: int = 0,
+) -> OpenedBins:
+    """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
+
+    Args:
+        path, split, packed_storage, plan, weights, seed: as in `create_sft_dataset`.
+        pad_id: fills the gaps between the sequences of a plan's bins.
+    """
+    given = [path] if isinstance(path, str | os.PathLike) else list(path)
+    wanted = None if packed_storage == AUTO else storage_named(packed_storage)
+    paths = [found for item in given for found in _expand(item)]
+    if weights is not None and len(weights) != len(paths):
+        raise InvalidInputError(f"{len(weights)} weights were given for {len(paths)} paths; give one each")
+    if plan is not None:
+        if len(paths) != 1 or wanted is not None:
+            raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
+        loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
+        sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
+    elif weights is None:
+        sources = _open_end_to_end(paths, split, wanted)
+    else:
+        sources = [_open(one, split, wanted) for one in paths]
+    source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
+    order = None
+    if weights is not None:
+        blend = Blend(weights, [len(one) for one in sources])
+        order = BlendOrder(blend, [SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources])
+    return OpenedBins(source, order)
 
 
 def _class_over(source: BinReader) -> type[PackedDataset]:

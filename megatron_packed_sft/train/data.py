@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 from megatron_packed_sft.train.config import DataConfig, TrainConfig
@@ -39,65 +40,46 @@ class TrainingData:
 
 
 def open_data(config: TrainConfig) -> TrainingData:
-    """Open all data of a run and refuse what cannot be trained on.
-
-    Example:
-        >>> open_data(config).sequence_length  # doctest: +SKIP
-        4096
-    """
+    """Open all data of a run, and refuse what cannot be trained on."""
     data = config.data
-    tokenizer = None if data.tokenizer is None else _load_tokenizer(data.tokenizer)
-    token_ids: Any = (data.eos_id or 0) if tokenizer is None else tokenizer
-    found = create_sft_dataset(
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    eos_id = data.eos_id if tokenizer is None else tokenizer.eos_id
+    trained = open_bins(
         data.path,
-        token_ids,
         split=data.split,
-        packed_storage=config.packed_storage if data.plan is None else "auto",
+        packed_storage=config.packed_storage if data.plan is None else AUTO,
         plan=data.plan,
         weights=data.weights,
         seed=config.seed,
-        allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
+        pad_id=eos_id or 0,
     )
     held_out = {
-        name: create_sft_dataset(
-            path,
-            token_ids,
-            split=config.validation.split,
-            allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
-        )
-        for name, path in _validation_paths(config).items()
+        name: open_bins(path, split=config.validation.split) for name, path in _validation_paths(config).items()
     }
-    sources = [found.source, *(one.source for one in held_out.values())]
-    if tokenizer is None and data.eos_id is None:
-        token_ids = next((source.pad_id for source in sources if source.pad_id is not None), 0)
+    sources = [trained.source, *(opened.source for opened in held_out.values())]
+    if tokenizer is not None and not data.allow_tokenizer_mismatch:
+        _refuse_other_tokenizer(tokenizer.fingerprint, data, sources)
+    if eos_id is None:
+        eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
     length = _sequence_length(data, sources)
+    vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
+    if eos_id >= vocab_size:
+        raise InvalidInputError(f"data.eos_id is {eos_id}, but the vocabulary ends at {vocab_size - 1}")
 
-    def sized(opened: PackedDataset) -> PackedDataset:
-        blend = opened.sampling_order
+    def dataset(opened: OpenedBins) -> PackedDataset:
         return PackedDataset(
             opened.source,
-            token_ids,
+            eos_id,
             max_seq_length=length,
-            order=blend,
-            max_num_samples=None if blend is None else len(opened),
+            order=opened.order,
+            max_num_samples=None if opened.order is None else len(opened.source),
             pad_seq_length_to_mult=_LENGTH_MULTIPLE,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
-            allow_tokenizer_mismatch=True,  # checked when it was opened
         )
 
-    vocab_size = _vocab_size(
-        config.model.vocab_size,
-        [
-            *(source.vocab_size for source in sources),
-            None if tokenizer is None else tokenizer.vocab_size,
-        ],
-        found.source.description,
-    )
-    if data.eos_id is not None and data.eos_id >= vocab_size:
-        raise InvalidInputError(f"data.eos_id is {data.eos_id}, but the vocabulary ends at {vocab_size - 1}")
     return TrainingData(
-        dataset=sized(found),
-        validation={name: sized(one) for name, one in held_out.items()},
+        dataset=dataset(trained),
+        validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
     )
@@ -186,12 +168,6 @@ class CountedBatches(Iterator[Batch]):
         return counts
 
 
-def _load_tokenizer(path: str) -> Any:
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-
-    return load_tokenizer(path)
-
-
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
     own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
@@ -203,6 +179,17 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
         **{path: path for path in config.validation.paths},
         **{name: path for name, path in own.items() if split in splits.get(path, ())},
     }
+
+
+def _refuse_other_tokenizer(fingerprint: str, data: DataConfig, sources: list[BinReader]) -> None:
+    for source in sources:
+        recorded = source.figures.tokenizer or {}
+        if recorded.get("fingerprint") not in (None, fingerprint):
+            raise InvalidInputError(
+                f"{source.description} was made with tokenizer {recorded.get('name')!r} ({recorded['fingerprint']}), "
+                f"not with data.tokenizer={data.tokenizer} ({fingerprint}); use that tokenizer, or set "
+                "data.allow_tokenizer_mismatch=true if you know that they agree"
+            )
 
 
 def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
@@ -221,15 +208,15 @@ def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
     return data.sequence_length
 
 
-def _vocab_size(asked: int | None, recorded: list[int | None], description: str) -> int:
-    known = [size for size in recorded if size is not None]
-    if asked is None and not known:
+def _vocab_size(asked: int | None, tokenizer: Tokenizer | None, sources: list[BinReader]) -> int:
+    recorded = [source.vocab_size for source in sources] + [None if tokenizer is None else tokenizer.vocab_size]
+    known = max((size for size in recorded if size is not None), default=None)
+    if asked is None and known is None:
         raise InvalidInputError(
-            f"{description} does not record its vocabulary size; set model.vocab_size or data.tokenizer"
+            f"{sources[0].description} does not record its vocabulary size; set model.vocab_size or data.tokenizer"
         )
-    if asked is not None and known and asked < max(known):
+    if asked is not None and known is not None and asked < known:
         raise InvalidInputError(
-            f"model.vocab_size is {asked}, but the data has ids up to {max(known) - 1}; leave the key out to use "
-            f"{max(known)}"
+            f"model.vocab_size is {asked}, but the data has ids up to {known - 1}; leave the key out to use {known}"
         )
-    return asked if asked is not None else max(known)
+    return asked or known or 0

@@ -1,4 +1,4 @@
-"""The plain training loop: it learns from packed data, and sequences of a row do not see each other."""
+"""The plain training loop: it learns from packed data, and sequences of a bin do not see each other."""
 
 from __future__ import annotations
 
@@ -46,12 +46,24 @@ def test_the_recipe_is_short() -> None:
     assert len(RECIPE.read_text().splitlines()) <= 60
 
 
-def test_the_loss_falls(shard: Path) -> None:
-    options = {"vocab-size": VOCAB_SIZE, "seq-length": PACK_SIZE, "steps": NUM_STEPS, "rows-per-step": 2}
-    command = [sys.executable, str(RECIPE), str(shard), *(f"--{name}={value}" for name, value in options.items())]
+def losses_of(path: Path, *options: str) -> list[float]:
+    command = [sys.executable, str(RECIPE), str(path), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # small steps: threads that wait for each other only cost
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120).stdout
-    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)$", shown, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)$", shown, re.MULTILINE)]
+
+
+def test_a_real_vocabulary_is_read_from_the_data(tmp_path: Path) -> None:
+    size = 128_256
+    bins = [PackedBin(np.arange(size - 32, size), np.append(np.ones(31, np.uint8), 0), np.array([0])) for _ in range(4)]
+    write_shard(tmp_path / "shard", bins, 32, pad_id=size - 1, vocab_size=size)
+    first, second = losses_of(tmp_path / "shard", "--steps=2")
+    assert first == pytest.approx(np.log(size), rel=0.05)
+    assert second < first
+
+
+def test_the_loss_falls(shard: Path) -> None:
+    losses = losses_of(shard, f"--steps={NUM_STEPS}", "--bins-per-step=2")
     assert len(losses) == NUM_STEPS
     assert losses[0] > 3.9  # knows nothing: log(64) is 4.16
     assert losses[-1] < losses[0] / 2
