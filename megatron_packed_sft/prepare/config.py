@@ -61,7 +61,7 @@ class ExecutorConfig:
 
 @dataclass
 class PrepareConfig:
-    """Everything `packed-sft prepare` can be told.
+    """The settings of `packed-sft prepare`.
 
     Args:
         output: the dataset directory to publish.

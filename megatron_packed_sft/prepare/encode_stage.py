@@ -133,7 +133,7 @@ class SliceRun:
         sources: what to encode.
         settings: how.
         work: where receipts are; None for a dry run, which neither reads nor writes any.
-        progress: told of every slice.
+        progress: called after every slice.
         every: take every n-th slice only.
     """
 

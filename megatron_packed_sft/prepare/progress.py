@@ -52,7 +52,7 @@ class Progress:
             print(self._line(), file=self._stream, flush=True)
 
     def begin(self, stage: str) -> None:
-        """Begin anew for another stage over the same work."""
+        """Start again for another stage over the same work."""
         self._stage, self._done, self._notes = stage, 0, {}
         self._start = self._last = time.monotonic()
         if self._bar is not None:
