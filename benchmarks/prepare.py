@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=str(DATA), help="folder of chats")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer's folder (default: Qwen2.5's, by npm)")
-    parser.add_argument("--times", type=int, default=1, help="repeat the chats so many times")
+    parser.add_argument("--times", type=int, default=1, help="repeat the chats N times")
     arguments = parser.parse_args(argv)
     data = Path(arguments.data)
     if not all((data / name).exists() for name in FILES):

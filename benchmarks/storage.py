@@ -22,7 +22,7 @@ from megatron_packed_sft import BinBlock, LegacyPickleWriter, MemmapShardWriter,
 VOCAB_SIZE = 120_000
 SEQUENCES_PER_BIN = 12
 FULL = 0.986
-POOL = 512  # distinct rows; they are written again and again
+POOL = 512  # distinct rows; written repeatedly
 BLOCK = 128
 
 
@@ -159,7 +159,7 @@ def write_case(name: str, target: str, pack_size: int, num_bins: int, repeats: i
         if path.is_dir():
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
-        os.sync()  # nobody pays for the last one's dirty pages
+        os.sync()  # so that no run pays for the dirty pages of the one before
         best = min(best, timed(lambda: write(path, pool, num_bins)))
     return {"seconds": best, "megabytes": peak_megabytes() - before}
 

@@ -27,7 +27,9 @@ def add_parser(commands: Any) -> None:
         default="full",
         help="structure: manifests, sizes and headers; full: also every byte and every bin (default: full)",
     )
-    parser.add_argument("--max-findings", type=int, default=100, metavar="N", help="print that many (default: 100)")
+    parser.add_argument(
+        "--max-findings", type=int, default=100, metavar="N", help="print at most N findings (default: 100)"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_quiet(parser)
     parser.set_defaults(run=_run)

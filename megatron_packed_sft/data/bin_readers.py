@@ -310,14 +310,14 @@ class JoinedBinReader:
 
     @property
     def pad_id(self) -> int | None:
-        """What the first source that says so was padded with."""
+        """The padding id of the first source that records one."""
         return next((pad_id for source in self.sources if (pad_id := source.pad_id) is not None), None)
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
 
     def bin(self, index: int) -> PackedBin:
-        """Return one bin of the source it lies in."""
+        """Return one bin, from the source that holds it."""
         number = int(np.searchsorted(self._offsets, index, side="right")) - 1
         return self.sources[number].bin(index - int(self._offsets[number]))
 

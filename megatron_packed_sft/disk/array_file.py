@@ -124,8 +124,8 @@ class GrowingArrayFile:
 
 def _hash_back(fd: int, hasher: Hasher, start: int, end: int) -> None:
     while start < end:
-        piece = os.pread(fd, min(_READ_BACK, end - start), start)
-        if not piece:
+        block = os.pread(fd, min(_READ_BACK, end - start), start)
+        if not block:
             raise OSError(errno.EIO, "the file is shorter than what was written")
-        hasher.update(piece)
-        start += len(piece)
+        hasher.update(block)
+        start += len(block)

@@ -245,7 +245,7 @@ class Staging:
             os.unlink(old)
 
     def _refuse_existing(self) -> None:
-        # An empty directory is no data: rename replaces it, and callers often make their output folder first.
+        # An empty directory holds no data: rename replaces it, and callers often make their output folder first.
         if self._overwrite or not os.path.lexists(self.target):
             return
         if self.target.is_dir() and not self.target.is_symlink():

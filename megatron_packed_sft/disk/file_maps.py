@@ -66,7 +66,7 @@ def will_need(array: npt.NDArray[Any]) -> None:
 
     Example:
         >>> import numpy as np
-        >>> will_need(np.zeros(10))  # harmless on memory that is no file
+        >>> will_need(np.zeros(10))  # harmless on memory that is not a file's
     """
     if array.nbytes:
         start = array.ctypes.data & ~(mmap.PAGESIZE - 1)

@@ -85,7 +85,7 @@ PROVENANCE_KEYS = ("tokenizer", "chat_template_fingerprint", "plan_fingerprint",
 
 @dataclass(frozen=True, kw_only=True)
 class BinFigures:
-    """What is known of all bins of a shard, a split or a dataset; None where nobody recorded it."""
+    """What is known of all bins of a shard, a split or a dataset; None where it was not recorded."""
 
     num_bins: int
     pack_size: int
@@ -185,7 +185,7 @@ class BlockTotals(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """The first broken invariant of one bin, in words."""
+    """The first broken invariant of one bin, as a message."""
 
     bin: int
     field: str

@@ -217,7 +217,7 @@ class DatasetWriter(StagedWriter):
 
     @property
     def path(self) -> Path:
-        """Where the dataset is staged until `finalize`; other processes may write shards there, too."""
+        """Where the dataset is staged until `finalize`; other processes may also write shards there."""
         return self._staging.path
 
     def shard_path(self, split: str, number: int) -> Path:

@@ -35,7 +35,7 @@ def validate(
     Args:
         path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
         level: `structure` or `full`.
-        max_findings: keep that many; more are only counted.
+        max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
     """
     if level not in get_args(Level):

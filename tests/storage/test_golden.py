@@ -1,4 +1,4 @@
-"""reliability.md row 23: golden files of every format version are read the same for ever."""
+"""reliability.md row 23: golden files of every format version are read the same forever."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_a_block_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_masks_at_sequence_ends_are_kept_and_counted(tmp_path: Path) -> None:
-    """What Bridge writes for data that is not chat: the mask goes on over the last token."""
+    """What Bridge writes for data that is not chat: the mask continues over the last token."""
     rows = [
         {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [False, True, True, True, True], "seq_start_id": [0, 3]},
         {"input_ids": [1, 2], "loss_mask": [True, False], "seq_start_id": [0, 1]},

@@ -62,7 +62,7 @@ def measure_rows(
     rows: npt.NDArray[np.int32],
     status: LongArray,
 ) -> tuple[int, int]:
-    """Return how many tokens and how many sequences the rows have; a row of the wrong shape is told in `status`."""
+    """Return how many tokens and how many sequences the rows have; a row of the wrong shape is reported in `status`."""
     num_tokens = np.int64(0)
     num_sequences = np.int64(0)
     for row in range(rows.size):
@@ -200,7 +200,7 @@ def decode_rows(
 ) -> tuple[int, int, int]:
     """Fill the flat arrays; return the largest id, the longest row, and how many sequence ends have a mask of 1.
 
-    The first value out of its range ends the run and is told in `status`.
+    The first value out of its range ends the run and is reported in `status`.
     """
     scratch = np.empty(_CHUNK, np.int64)
     largest = np.int64(0)

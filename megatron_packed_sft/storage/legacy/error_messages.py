@@ -1,4 +1,4 @@
-"""What is wrong with a legacy file, in words: from the codes of the kernels to one sentence each."""
+"""Error messages for legacy files: from the codes of the kernels to one sentence each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A pickle machine that can build one thing: an object array of packed rows. It calls nothing and imports nothing.
 
-    file bytes ─▶ run_pickle ─▶ values   where each list or array of integers lies in the file, and how many it holds
+    file bytes ─▶ run_pickle ─▶ values   where each list or array of integers is in the file, and how many it holds
                                 fields   three entries per dict: input_ids, loss_mask, seq_start_id
                                 rows     one dict each
 

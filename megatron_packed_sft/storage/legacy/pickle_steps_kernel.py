@@ -33,7 +33,7 @@ NUM_DICTS = 3
 NUM_MEMO = 4
 NUM_ROWS = 5
 ROW_LIST = 6  # the value that is the list of rows, or -1
-OPEN_LIST = 7  # the list of integers that was extended last, and the place in the file where it may go on
+OPEN_LIST = 7  # the list of integers that was extended last, and the place in the file where it may continue
 OPEN_PLACE = 8
 NUM_REGISTERS = 9
 
@@ -108,7 +108,7 @@ def begin_batch(
     value_infos: LongArray,
     registers: LongArray,
 ) -> tuple[int, int]:
-    """Run a MARK; return the place to go on at, and a code.
+    """Run a MARK; return the place to continue at, and a code.
 
     A whole batch of integers is taken at once: nearly all bytes of a file go by in `skip_ints`.
     """
