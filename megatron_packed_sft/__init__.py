@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
     from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
-    from megatron_packed_sft.records.schemas.registry import register_schema
-    from megatron_packed_sft.records.schemas.schema import Schema
+    from megatron_packed_sft.records.schemas.registry import Schema, register_schema
     from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
@@ -104,7 +103,7 @@ _HOMES = {
     "RecordError": "records.record",
     "SampleOrder": "data.order.sample_order",
     "SamplePackDataset": "data.sample_packs",
-    "Schema": "records.schemas.schema",
+    "Schema": "records.schemas.registry",
     "ShardManifest": "storage.memmap_v1.manifest",
     "Steps": "packing.options",
     "Storage": "storage.interface",

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft"
-DATA = Path(os.environ.get("PACKED_SFT_DATA") or Path(__file__).parents[2] / "shared" / "data")
+# Beside the checkout, or further up where a worktree is nested deeper.
+_PLACES = [folder / "shared" / "data" for folder in Path(__file__).parents[2:]]
+DATA = Path(os.environ.get("PACKED_SFT_DATA") or next((place for place in _PLACES if place.is_dir()), _PLACES[0]))
 TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or _CACHE / "tokenizers")
 # A few rows and one tokenizer; `make test-real` takes all, and some minutes.
 IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))

@@ -28,8 +28,8 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.disk.json_document import MANIFEST, parse_file_records
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, TargetExistsError
+from megatron_packed_sft.support.paths import local_path
 
 FORMAT = "sample_lengths_v1"
 LENGTHS = "lengths.npy"

@@ -23,7 +23,6 @@ from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, Shard
 from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.interface import PackedShard
@@ -31,6 +30,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
 from megatron_packed_sft.storage.registry import not_a_shard, storage_named
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from megatron_packed_sft.data.datasets import (
 )
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -30,6 +29,7 @@ from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 

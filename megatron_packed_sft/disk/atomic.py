@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import (
     InvalidInputError,
     NoSpaceError,
@@ -32,6 +31,7 @@ from megatron_packed_sft.errors import (
     StorageIOError,
     TargetExistsError,
 )
+from megatron_packed_sft.support.paths import local_path
 
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:32] or "host"
 _AT_FDCWD = -100

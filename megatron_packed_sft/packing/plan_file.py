@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.disk.atomic import Staging, os_errors, write_at
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.packing.accounting import REASONS, Accounting
 from megatron_packed_sft.packing.items import MEASURES, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.support.paths import local_path
 
 _VERSION = 1
 _HEADER = "plan.json"

@@ -24,8 +24,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
-from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Record, RecordError
+from megatron_packed_sft.records.record import Record, RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity

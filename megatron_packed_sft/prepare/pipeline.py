@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
@@ -52,6 +51,7 @@ from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, s
 from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import byte_count, counted
 
 

@@ -15,7 +15,7 @@ import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.streams import file_system, read_blocks, reading
-from megatron_packed_sft.support.urls import is_url
+from megatron_packed_sft.support.paths import is_url
 
 Format = Literal["jsonl", "json", "parquet", "hf_dataset"]
 Compression = Literal["gzip", "zstd"]

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
 from megatron_packed_sft.support.dependencies import load
-from megatron_packed_sft.support.urls import is_url
+from megatron_packed_sft.support.paths import is_url
 
 BLOCK_BYTES = 1 << 20
 # Four bytes of zstd may expand to 128 KB, so a file is fed in portions that shrink when much comes out of them.

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -30,6 +29,7 @@ from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.support.paths import local_path
 
 PathLike = str | os.PathLike[str]
 

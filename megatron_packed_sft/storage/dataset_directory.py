@@ -21,13 +21,13 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, stored_size
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
 from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.support.paths import local_path
 
 DATASET = "dataset.json"
 CARD = "README.md"

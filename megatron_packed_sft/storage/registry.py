@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
 from megatron_packed_sft.plugins import Registry
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.support.paths import local_path
 
 DEFAULT_STORAGE = "memmap_v1"
 

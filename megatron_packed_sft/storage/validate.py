@@ -17,7 +17,6 @@ from tqdm import tqdm
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
 from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -25,6 +24,7 @@ from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, Dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.support.paths import local_path
 
 
 def validate(

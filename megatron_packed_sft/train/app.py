@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, run_application
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
 from megatron_packed_sft.train.config_checks import check_config

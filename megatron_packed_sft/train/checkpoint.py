@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import ModelConfig
 
 STATE: Final = "training_state.json"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatron_packed_sft.data.order.state import COMPARED
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
     ModelConfig,

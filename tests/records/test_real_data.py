@@ -5,8 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.record import Conversation, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from tests.real_data import DATA
 from tests.records.chat_files import raw_records, values

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
-from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.record import Conversation, content_hash
 from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
 from megatron_packed_sft.records.schemas.registry import adapter, recognise
 from tests.records.chat_files import values

@@ -13,10 +13,23 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.content_hash import content_hash
-from megatron_packed_sft.records.record import Conversation, Location, RecordError, TextRecord, TokenizedRecord
-from megatron_packed_sft.records.schemas.registry import SCHEMAS, adapter, recognise, register_schema, schema_choices
-from megatron_packed_sft.records.schemas.schema import Schema, has_keys
+from megatron_packed_sft.records.record import (
+    Conversation,
+    Location,
+    RecordError,
+    TextRecord,
+    TokenizedRecord,
+    content_hash,
+)
+from megatron_packed_sft.records.schemas.registry import (
+    SCHEMAS,
+    Schema,
+    adapter,
+    has_keys,
+    recognise,
+    register_schema,
+    schema_choices,
+)
 
 USER = {"role": "user", "content": "Add.\n\n2, 2"}
 ASSISTANT = {"role": "assistant", "content": "4"}

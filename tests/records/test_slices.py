@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.content_hash import content_hash
 from megatron_packed_sft.records.files import find_files
 from megatron_packed_sft.records.formats import json_files as cutting
 from megatron_packed_sft.records.formats.json_files import cut_stream
-from megatron_packed_sft.records.record import RecordError
+from megatron_packed_sft.records.record import RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
 from tests.records.chat_files import FORMATS, chats, lines_of, raw_records, values, write_records

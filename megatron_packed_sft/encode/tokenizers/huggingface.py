@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -16,8 +16,7 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
-from megatron_packed_sft.encode.tokenizers._byte_level import byte_lengths, is_left_alone
-from megatron_packed_sft.encode.tokenizers._control_tokens_as_text import private_names, renamed
+from megatron_packed_sft.encode.tokenizers._byte_level import byte_lengths, is_left_alone, merge_product
 from megatron_packed_sft.encode.tokenizers._huggingface_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
 from megatron_packed_sft.encode.tokenizers._tiktoken_path import TiktokenPath, checked_by, open_tiktoken_path
 from megatron_packed_sft.encode.tokenizers._token_positions import (
@@ -30,6 +29,9 @@ from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
+# Code points without a meaning, which no normalizer touches.
+_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
+_FILLER = "\U0010fffd"
 
 
 class HuggingFaceTokenizer:
@@ -254,11 +256,11 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _private_names(self) -> dict[str, str]:
-        return private_names(self._controls.ids)
+        return _private_names(self._controls.ids)
 
     @cached_property
     def _literal_backend(self) -> Any:
-        return _backend(renamed(self._document, self._private_names), Path(self._path))
+        return _backend(_renamed(self._document, self._private_names), Path(self._path))
 
     def _id_of(self, name: str) -> int | None:
         token = self._template_variables.get(name)
@@ -306,3 +308,29 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
         raise InvalidInputError(
             f"{folder / TOKENIZER_FILE} is not a tokenizer that `tokenizers` can load ({error}); download it again"
         ) from None
+
+
+def _private_names(control_tokens: Iterable[str]) -> dict[str, str]:
+    """Return a name of private characters for each control token, as long as the token itself."""
+    codes = range(_FIRST_PRIVATE, _LAST_PRIVATE + 1)
+    return {token: chr(code) + _FILLER * (len(token) - 1) for code, token in zip(codes, control_tokens, strict=False)}
+
+
+def _renamed(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tokenizer.json whose control tokens have other names, in its vocabulary as well.
+
+    `tokenizers` recognises added tokens wherever they occur, and some models also know them as words. Under private
+    names of the same length, the text of a control token is ordinary text; ids and positions stay the same.
+    """
+    model = dict(document["model"])
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), *rest] for token, *rest in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if merge_product(merge) not in names]
+    added = [{**token, "content": names.get(token["content"], token["content"])} for token in document["added_tokens"]]
+    return {**document, "model": model, "added_tokens": added}

@@ -96,7 +96,7 @@ def array_elements(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
         >>> b"".join(array_elements([b'[{"a": 1},', b'{"b": 2}]'], "chats.json"))
         b'{"a": 1}\x1e{"b": 2}\x1e'
     """
-    from megatron_packed_sft.records.formats import json_array_kernel as kernel
+    from megatron_packed_sft.records.formats import _json_array_kernel as kernel
 
     state = np.zeros(kernel.STATE_SIZE, np.int64)
     num_elements = 0
@@ -126,7 +126,7 @@ def array_elements(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
 
 
 def _refuse_broken(status: int, num_elements: int, path: str) -> None:
-    from megatron_packed_sft.records.formats import json_array_kernel as kernel
+    from megatron_packed_sft.records.formats import _json_array_kernel as kernel
 
     if status == kernel.BROKEN_STRING:
         raise InvalidInputError(

@@ -23,11 +23,11 @@ import orjson
 
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.records.record import Conversation
-from megatron_packed_sft.records.samples.arithmetic import ARITHMETIC
-from megatron_packed_sft.records.samples.exchange import Exchange
-from megatron_packed_sft.records.samples.explaining import EXPLAINING, lecture
-from megatron_packed_sft.records.samples.planning import LONG_PLANS, PLANNING
-from megatron_packed_sft.records.samples.tool_chats import tool_chat
+from megatron_packed_sft.records.samples._arithmetic import ARITHMETIC
+from megatron_packed_sft.records.samples._exchange import Exchange
+from megatron_packed_sft.records.samples._explaining import EXPLAINING, lecture
+from megatron_packed_sft.records.samples._planning import LONG_PLANS, PLANNING
+from megatron_packed_sft.records.samples._tool_chats import tool_chat
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

@@ -19,7 +19,7 @@ import orjson
 
 from megatron_packed_sft.records.formats import json_files
 from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
-from megatron_packed_sft.records.schemas.schema import Schema, has_keys
+from megatron_packed_sft.records.schemas.registry import Schema, has_keys
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import Registry
 from megatron_packed_sft.records.record import Record, RecordError
-from megatron_packed_sft.records.schemas.field_mapping import MappedRecords
-from megatron_packed_sft.records.schemas.schema import Adapter, Schema
+
+Adapter = Callable[[dict[str, Any]], Record]
+
+
+class Schema(NamedTuple):
+    """One shape that records come in.
+
+    Args:
+        recognise: return whether a parsed record has this schema, for `schema: auto`; it should look at keys only.
+        adapt: turn a parsed record into a `Record`, or raise `RecordError` with the field that is wrong.
+    """
+
+    recognise: Callable[[dict[str, Any]], bool]
+    adapt: Adapter
+
+
+def has_keys(*names: str) -> Callable[[dict[str, Any]], bool]:
+    """Return a test for records that have all of some keys; a key whose value is null does not count.
+
+    Example:
+        >>> has_keys("prompt", "completion")({"prompt": "2 + 2 = ", "completion": None})
+        False
+    """
+    return lambda record: all(record.get(name) is not None for name in names)
+
 
 _HERE = "megatron_packed_sft.records.schemas"
 # In the order in which `auto` asks them, surest keys first: chats often carry a rendered `text` or a `prompt` as well.
@@ -80,6 +103,8 @@ def adapter(schema: str = _AUTO, mapping: Mapping[str, Any] | None = None) -> Ad
     if mapping is not None:
         if schema not in (_AUTO, _MAPPING):
             raise InvalidInputError(f"there is a mapping, but schema is {schema!r}; set schema to mapping")
+        from megatron_packed_sft.records.schemas.field_mapping import MappedRecords  # imports the schemas
+
         return MappedRecords(mapping)
     if schema == _MAPPING:
         raise InvalidInputError("schema is mapping, but there is no mapping; give one, or use another schema")

@@ -13,7 +13,7 @@ from megatron_packed_sft.records.schemas.messages import (
     train_flag,
     with_system_and_tools,
 )
-from megatron_packed_sft.records.schemas.schema import Schema, has_keys
+from megatron_packed_sft.records.schemas.registry import Schema, has_keys
 
 _CALL = "function_call"
 SPEAKERS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord, kind_of
 from megatron_packed_sft.records.schemas.messages import ROLES, read_messages, with_system_and_tools
-from megatron_packed_sft.records.schemas.schema import Schema, has_keys
+from megatron_packed_sft.records.schemas.registry import Schema, has_keys
 
 IGNORED_LABEL = -100  # what PyTorch's cross entropy leaves out, and so what `labels` columns hold
 _LARGEST_ID = 2**31 - 1

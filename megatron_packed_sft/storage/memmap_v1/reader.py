@@ -13,12 +13,12 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps, will_need
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import ShardChangedError, ShardFileError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, ShardManifest, parse_manifest
 from megatron_packed_sft.storage.registry import not_a_shard
+from megatron_packed_sft.support.paths import local_path
 
 
 class CheckedShard(NamedTuple):

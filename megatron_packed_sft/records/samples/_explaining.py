@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from megatron_packed_sft.records.samples.exchange import Exchange, asked
+from megatron_packed_sft.records.samples._exchange import Exchange, asked
 
 
 class _Subject(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from megatron_packed_sft.records.samples.exchange import NAMES, Exchange, asked, counted, joined, money
+from megatron_packed_sft.records.samples._exchange import NAMES, Exchange, asked, counted, joined, money
 
 _GOODS = ("apple", "notebook", "candle", "postcard", "lemon", "bread roll", "pencil", "ticket", "light bulb", "mug")
 _UNITS = (

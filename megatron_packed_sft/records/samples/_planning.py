@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from megatron_packed_sft.records.samples.exchange import NAMES, Exchange, asked, clock, counted, joined
+from megatron_packed_sft.records.samples._exchange import NAMES, Exchange, asked, clock, counted, joined
 
 _TASKS = (
     "answer the letters", "water the plants", "call the plumber", "clean the kitchen", "read the report", "bake a cake",

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from megatron_packed_sft.records.record import Conversation
-from megatron_packed_sft.records.samples.exchange import NAMES, clock
+from megatron_packed_sft.records.samples._exchange import NAMES, clock
 
 _CITIES = ("Lisbon", "Ankara", "Oslo", "Nairobi", "Lima", "Hanoi", "Leipzig", "Quebec", "Cairo", "Perth")
 _DAYS = ("today", "tomorrow", "Monday", "Wednesday", "Friday", "Sunday")
