@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
+    from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
     from megatron_packed_sft.storage.parquet.reader import ParquetShard
     from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
     from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
@@ -89,6 +90,7 @@ _HOMES = {
     "MemmapShard": "storage.memmap_v1.reader",
     "MemmapShardWriter": "storage.memmap_v1.writer",
     "MicroBatchSampler": "data.order.samplers",
+    "OrderedShardWriter": "storage.ordered_writer",
     "PackOptions": "packing.options",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
@@ -164,6 +166,7 @@ __all__ = [
     "MemmapShard",
     "MemmapShardWriter",
     "MicroBatchSampler",
+    "OrderedShardWriter",
     "PackOptions",
     "PackPlan",
     "PackedBin",

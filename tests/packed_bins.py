@@ -9,23 +9,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_packed_sft import BinBlock, MemmapShardWriter, PackedBin, ShardManifest
+from megatron_packed_sft.storage.testing import assert_same_bins, make_bin, make_bins
 
-
-def make_bin(rng: np.random.Generator, pack_size: int, vocab_size: int = 1000) -> PackedBin:
-    """One sound bin of random length, sequences and mask."""
-    length = int(rng.integers(1, pack_size + 1))
-    num_sequences = int(rng.integers(1, min(length, 6) + 1))
-    starts = np.sort(rng.choice(np.arange(1, length), num_sequences - 1, replace=False)) if length > 1 else []
-    starts = np.concatenate(([0], starts)).astype(np.uint32)
-    mask = rng.integers(0, 2, length).astype(np.uint8)
-    mask[np.append(starts[1:].astype(np.int64), length) - 1] = 0
-    return PackedBin(rng.integers(0, vocab_size, length).astype(np.int32), mask, starts)
-
-
-def make_bins(num_bins: int, pack_size: int, vocab_size: int = 1000, seed: int = 0) -> list[PackedBin]:
-    """Several of them."""
-    rng = np.random.default_rng(seed)
-    return [make_bin(rng, pack_size, vocab_size) for _ in range(num_bins)]
+__all__ = [
+    "assert_same_bins",
+    "bins",
+    "block_of",
+    "files_of",
+    "make_bin",
+    "make_bins",
+    "write_seed_shard",
+    "write_shard",
+]
 
 
 @st.composite
@@ -87,15 +82,6 @@ def write_seed_shard(path: Path, rows: list[PackedBin], pack_size: int) -> None:
         "bins_written": len(rows),
     }
     (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
-
-
-def assert_same_bins(actual: object, expected: list[PackedBin]) -> None:
-    """Equal in number, lengths and every element."""
-    found = list(actual)  # type: ignore[call-overload]
-    assert len(found) == len(expected)
-    for got, want in zip(found, expected, strict=True):
-        for got_field, want_field in zip(got, want, strict=True):
-            np.testing.assert_array_equal(got_field, want_field)
 
 
 def files_of(path: Path) -> dict[str, bytes]:

@@ -50,10 +50,8 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
 
 def test_every_storage_group_names_a_storage_that_exists(tmp_path: Path) -> None:
     files = sorted((ROOT / "conf" / "storage").glob("*.yaml"))
-    assert {path.stem for path in files} == {"auto", *storage_names()}  # auto: whatever the data is, to train on
+    assert {path.stem for path in files} == set(storage_names())
     for path in files:
         config = OmegaConf.load(path)
-        if path.stem == "auto":
-            continue
         with create_shard_writer(config.packed_storage, tmp_path / "out.npy", num_bins=1, pack_size=8):
             pass

@@ -25,7 +25,7 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_shard,
 )
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
@@ -91,6 +91,7 @@ class ShardBinReader:
     figures: BinFigures
     description: str
     of_directory: bool = False  # opened by the name of a directory that holds the shards
+    is_listed: bool = False  # in a dataset.json, which the entries are from
     _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,13 +115,13 @@ class ShardBinReader:
             storage,
             paths,
             [
-                ShardEntry(path.name, len(shard), getattr(shard, "fingerprint", None) or storage.checksum(path))
+                ShardEntry(path.name, len(shard), _identity(storage, path, shard))
                 for path, shard in zip(paths, shards, strict=True)
             ],
             BinFigures.over(figures),
             f"{_count(storage, len(shards))}, {paths[0]}{' ...' if len(shards) > 1 else ''}",
             of_directory,
-            dict(enumerate(shards)),
+            _open=dict(enumerate(shards)),
         )
 
     @classmethod
@@ -130,7 +131,9 @@ class ShardBinReader:
         paths = [dataset.shard_path(split, entry) for entry in entries]
         _announce(dataset.storage, paths)
         description = f"split {split!r} of {dataset.path}, {_count(dataset.storage, len(entries))}"
-        return cls(dataset.storage, paths, entries, dataset.figures[split], description, True)
+        return cls(
+            dataset.storage, paths, entries, dataset.figures[split], description, of_directory=True, is_listed=True
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -161,9 +164,20 @@ class ShardBinReader:
         """Return shard `number`, opened now if it was not."""
         shard = self._open.get(number)
         if shard is None:
-            shard = open_listed_shard(self.storage, self.paths[number], self.entries[number])
+            path, entry = self.paths[number], self.entries[number]
+            shard = open_listed_shard(self.storage, path, entry) if self.is_listed else self._reopened(path, entry)
             self._open[number] = shard
         return shard
+
+    def _reopened(self, path: Path, entry: ShardEntry) -> PackedShard:
+        shard = self.storage.open(path)
+        if _identity(self.storage, path, shard) != entry.checksum:
+            raise ShardError(f"{path} was changed after its dataset was opened; open the dataset again")
+        return shard
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers open the shards that they read; the arrays of a legacy file would be gigabytes to send.
+        return {**self.__dict__, "_open": {}}
 
     def bin(self, index: int) -> PackedBin:
         """Return one bin, as read-only views where the storage has some."""
@@ -196,6 +210,11 @@ class ShardBinReader:
         for place, index in enumerate(bins.tolist()):
             places.setdefault(bisect.bisect_right(self._offsets_list, index) - 1, []).append(place)
         return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
+
+
+def _identity(storage: Storage, path: Path, shard: Any) -> str:
+    """Return what identifies the content of a shard that no dataset.json lists."""
+    return getattr(shard, "fingerprint", None) or storage.checksum(path)
 
 
 def _locate_in(shard: Any, source: str, bins: Numbers, positions: Numbers, is_padding: Flags) -> LocatedBins:

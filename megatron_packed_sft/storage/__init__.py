@@ -1,10 +1,10 @@
-"""Packed bins on disk: memmap_v1 shards and the legacy pickled .npy.
+"""Packed bins on disk, in one of several storages.
 
     bins ── writers ──▶ staged files ── one rename ──▶ shard ── readers ──▶ read-only arrays
-            every invariant checked      atomic.py       │      all checks before the first map
-                                                         ├─ validate: every byte, every row
-                                                         └─ convert:  legacy, Parquet <-> memmap_v1
+            every invariant checked      disk.atomic     │      all checks before the first read
+                                                         ├─ validate: every byte, every bin
+                                                         └─ convert:  from any storage to any other
 
-Where to look: `layout` (names, dtypes, headers), `manifest` and `json_document` (manifest.json), `dataset_directory`
-(dataset.json), `atomic` (publish), `bins` (what a bin is and must obey), `memmap_*` and `legacy_*` (the two storages).
+Where to look: `interface` (what a storage is), `registry` (the storages by name), `memmap_v1`, `legacy` and `parquet`
+(the storages), `bins` (what a bin is and must obey), `dataset_directory` (dataset.json), `testing` (checks to run).
 """

@@ -9,11 +9,11 @@ works through this interface, so a new storage is one class:
 
         def recognises(self, path): return path.suffix == ".mine"
         def shard_name(self, number): return f"shard_{number:06d}.mine"
-        def open(self, path): return MyShard(path)              # __len__, pack_size, __getitem__ are enough
-        def create_writer(self, path, **options): return MyWriter(path, **options)
+        def open(self, path): return MyShard(path)  # __len__, pack_size and __getitem__ are enough
+        def create_writer(self, path, **options): return MyWriter(path, **options)  # an `OrderedShardWriter`
 
-Readers use faster ways when a shard offers them: `arrays` (memory-mapped, see `MemmapShard`) or `flat` (in memory, see
-`FlatShard`). `megatron_packed_sft.storage.testing` checks that a storage keeps its promises.
+Without `create_writer` a storage is read-only. Bins are read one by one, unless the shard is a `MemmapShard` or a
+`FlatShard`, whose arrays are read directly. `storage.testing` checks that a storage keeps its promises.
 """
 
 from __future__ import annotations
@@ -130,8 +130,17 @@ class Storage(abc.ABC):
         """Return the small files that consumers of this storage expect beside the shards of a split."""
         return {}
 
-    def validate(self, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
-        """Check one shard; add findings to `report`, and return its figures unless it cannot be opened."""
+    def validate(
+        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    ) -> BinFigures | None:
+        """Check one shard; add findings to `report`, and return its figures unless it cannot be opened.
+
+        Args:
+            path: the shard.
+            report: takes the findings and the counts.
+            bar: shows the bytes read.
+            shard: the same shard, if it is open already, so that it need not be read twice.
+        """
         from megatron_packed_sft.storage.validate import validate_bins
 
-        return validate_bins(self, path, report, bar)
+        return validate_bins(self, path, report, bar, shard)

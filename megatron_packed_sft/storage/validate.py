@@ -81,20 +81,22 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
         for entry in entries:
             path = dataset.shard_path(split, entry)
             try:
-                dataset.open_shard(split, entry)
+                shard = dataset.open_shard(split, entry)
             except PackedSFTError as error:
                 report.add(Finding(f"{split}/{entry.name}", str(error)))
                 continue
-            found = _validate_shard(dataset.storage, path, report, bar)
+            found = _validate_shard(dataset.storage, path, report, bar, shard)
             if found is not None:
                 figures.append(found)
         if len(figures) == len(entries):
             _compare_split_totals(dataset, split, BinFigures.over(figures), report)
 
 
-def _validate_shard(storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+def _validate_shard(
+    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+) -> BinFigures | None:
     report.num_shards += 1
-    return storage.validate(path, report, bar)
+    return storage.validate(path, report, bar, shard)
 
 
 def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigures, report: ValidationReport) -> None:
@@ -108,10 +110,12 @@ def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigur
             report.add(Finding(DATASET, message, field=name))
 
 
-def validate_bins(storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
-    """Check one shard of any storage: it opens, and every bin obeys the rules."""
+def validate_bins(
+    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+) -> BinFigures | None:
+    """Check one shard of any storage: it opens, unless it is open already, and every bin obeys the rules."""
     try:
-        shard = storage.open(path)
+        shard = storage.open(path) if shard is None else shard
         report.num_bins += len(shard)
         size = stored_size(path)
         report.num_bytes += size

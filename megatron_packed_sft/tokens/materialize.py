@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
@@ -86,11 +87,6 @@ def materialize(
         width: the writer's pack size; the plan's pack_size when not given.
         pad_id: fills bins and padded sequences; the writer's pad_id.
         on_bins: called with the number of bins after each block, such as a progress bar's `update`.
-
-    Example:
-        >>> with MemmapShardWriter("out", plan.num_bins, plan.pack_size) as writer:  # doctest: +SKIP
-        ...     materialize(plan, store, writer, on_bins=tqdm(total=plan.num_bins).update)
-        ...     writer.finalize()
     """
     chosen = plan.bin_order.astype(np.int64) if bins is None else np.asarray(bins, np.int64)
     width = plan.pack_size if width is None else width
@@ -119,13 +115,14 @@ def materialize_shards(
     if num_workers < 1:
         raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
     _check_fit(plan, store, stored_width(plan))
+    places = [local_path(path) for path in paths]
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
     job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id, storage_named(storage).name)
     on_bins = on_bins or _no_progress
     if num_workers == 1 or len(paths) == 1:
-        return [job.write_shard(Path(path), run, on_bins) for path, run in zip(paths, runs, strict=True)]
+        return [job.write_shard(path, run, on_bins) for path, run in zip(places, runs, strict=True)]
     with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
-        futures = {pool.submit(_write_shard, Path(path), run): run for path, run in zip(paths, runs, strict=True)}
+        futures = {pool.submit(_write_shard, path, run): run for path, run in zip(places, runs, strict=True)}
         for future in as_completed(futures):
             future.result()
             on_bins(len(futures[future]))

@@ -17,6 +17,7 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
 from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
@@ -47,7 +48,7 @@ class TokenPart(LazyMaps[PartArrays]):
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TokenPart:
         """Open a part directory; nothing is mapped yet."""
-        location = Path(os.path.abspath(path))
+        location = local_path(path)
         with CheckedDirectory.open(location) as directory:
             manifest, fingerprint = _read_manifest(directory)
             for spec in part_arrays(manifest):
@@ -166,7 +167,7 @@ class TokenStore:
 
 def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
     """Open a token store, or a single part of one."""
-    location = Path(os.path.abspath(path))
+    location = local_path(path)
     if (location / MANIFEST).exists():
         return TokenStore(location, [TokenPart.open(location)])
     with CheckedDirectory.open(location) as directory:
@@ -198,7 +199,7 @@ def publish_store(path: str | os.PathLike[str]) -> TokenStore:
     Many processes publish parts one by one; this call comes last, so a store that opens is complete. An existing
     store.json is replaced in one step.
     """
-    location = Path(os.path.abspath(path))
+    location = local_path(path)
     with os_errors("list", location):
         names = sorted(entry.name for entry in os.scandir(location) if _PART_NAME.fullmatch(entry.name))
     if not names:

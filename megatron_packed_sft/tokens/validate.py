@@ -12,6 +12,7 @@ from tqdm import tqdm
 from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
@@ -30,7 +31,7 @@ def validate_token_store(
     path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
 ) -> ValidationReport:
     """Check a token store or a part of one, and report as `validate` does for shards."""
-    report = ValidationReport(os.path.abspath(path), level, max_findings=max_findings)
+    report = ValidationReport(str(local_path(path)), level, max_findings=max_findings)
     try:
         store = open_token_store(path)
     except PackedSFTError as error:

@@ -15,6 +15,7 @@ from megatron_packed_sft.disk.array_file import GrowingArrayFile
 from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
@@ -143,7 +144,7 @@ def part_path(store: str | os.PathLike[str], number: int) -> Path:
     """Return the path of part `number` of a store.
 
     Example:
-        >>> str(part_path("store", 3))
-        'store/part_000003'
+        >>> str(part_path("/data/store", 3))
+        '/data/store/part_000003'
     """
-    return Path(store) / f"part_{number:06d}"
+    return local_path(store) / f"part_{number:06d}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, PackedBin, PackedLoader
+from megatron_packed_sft import (
+    DatasetWriter,
+    LegacyPickleWriter,
+    MemmapShardWriter,
+    PackedBin,
+    PackedLoader,
+    convert,
+    convert_legacy_to_memmap,
+    create_shard_writer,
+    open_dataset,
+    open_shard,
+    validate,
+)
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -24,7 +37,9 @@ from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.tokens.materialize import materialize_shards
-from megatron_packed_sft.tokens.store import open_token_store
+from megatron_packed_sft.tokens.store import open_token_store, publish_store
+from megatron_packed_sft.tokens.validate import validate_token_store
+from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import make_bins, write_shard
 from tests.tokens.test_store import make_sequences, write_store
 
@@ -287,13 +302,101 @@ def test_the_factory_says_what_it_found(tmp_path: Path, caplog: pytest.LogCaptur
     assert "10 bins of up to 24 tokens, 10 samples" in caplog.text
 
 
-def test_a_pickled_dataset_carries_no_rows(tmp_path: Path) -> None:
-    write_shard(tmp_path / "shard", make_bins(200, 256), 256)
-    dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=256)
+@pytest.mark.parametrize("storage", ["memmap_v1", "legacy", "parquet"])
+@pytest.mark.parametrize("named", ["shard", "dataset directory"])
+def test_a_pickled_dataset_carries_no_bins_and_opens_its_shards_again(storage: str, named: str, tmp_path: Path) -> None:
+    bins = make_bins(200, 256)
+    with DatasetWriter(tmp_path / "data", storage=storage) as writer:
+        with writer.shard_writer("train", 0, num_bins=200, pack_size=256) as shard:
+            for index, one in enumerate(bins):
+                shard.write_bin(index, *one)
+            shard.finalize()
+        published = writer.finalize()
+    path = (
+        tmp_path / "data"
+        if named == "dataset directory"
+        else published.shard_path("train", published.entries("train")[0])
+    )
+    dataset = create_sft_dataset(path, EOS, seq_length=256)
     dataset.fetch_batch([0, 1])
     data = pickle.dumps(dataset)
     assert len(data) < 8192
-    assert_same_batch(pickle.loads(data).fetch_batch([7, 3]), dataset.fetch_batch([7, 3]))
+    received = pickle.loads(data)
+    assert received.fingerprint == dataset.fingerprint
+    assert_same_batch(received.fetch_batch([7, 3]), dataset.fetch_batch([7, 3]))
+    if named == "shard" and storage != "memmap_v1":
+        received = pickle.loads(data)
+        with create_shard_writer(storage, path, num_bins=1, pack_size=256, overwrite=True) as writer:
+            writer.write_bin(0, *bins[0])
+            writer.finalize()
+        with pytest.raises(ShardError, match="was changed after its dataset was opened"):
+            received.fetch_batch([0])
+
+
+def test_the_factory_returns_the_classes_that_its_users_expect(tmp_path: Path) -> None:
+    paths = write_everything(tmp_path)
+    convert(tmp_path / "one", tmp_path / "bins.idx.parquet", to="parquet")
+    write_store(tmp_path / "store", [make_sequences(20)], vocab_size=1000)
+    plan = pack(open_token_store(tmp_path / "store").lengths, pack_size=64)
+    expected = {
+        "shard": GPTSFTPackedMemmapDataset,
+        "legacy": GPTSFTPackedDataset,
+        **dict.fromkeys(("directory of shards", "dataset directory", "glob", "list"), GPTSFTPackedMultiShardDataset),
+    }
+    opened = {name: create_sft_dataset(paths[name], EOS) for name in expected}
+    for name, kind in expected.items():
+        assert type(opened[name]) is kind, name
+        assert isinstance(opened[name], PackedDataset)
+    assert type(create_sft_dataset(tmp_path / "bins.idx.parquet", EOS)) is PackedDataset
+    assert type(create_sft_dataset(tmp_path / "store", EOS, plan=plan)) is GPTSFTPlannedDataset
+    shard, listed = opened["shard"], opened["dataset directory"]
+    assert isinstance(shard, GPTSFTPackedMemmapDataset)
+    assert shard.manifest["num_bins"] == 10
+    assert isinstance(listed, GPTSFTPackedMultiShardDataset)
+    assert listed.shard_offsets.tolist() == [0, 7, 10]
+    assert [len(one) for one in listed.shards] == [7, 3]
+
+
+URL = "s3://bucket/x"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: create_sft_dataset(URL, EOS),
+        lambda: create_sft_dataset(["a", URL], EOS),
+        lambda: GPTSFTPackedMemmapDataset(URL, EOS),
+        lambda: GPTSFTPackedMultiShardDataset([URL], EOS),
+        lambda: GPTSFTPackedDataset(URL, EOS),
+        lambda: GPTSFTPlannedDataset(URL, "plan.npz", EOS),
+        lambda: MemmapShardWriter(URL, 1, 8),
+        lambda: LegacyPickleWriter(URL),
+        lambda: create_shard_writer("parquet", URL, num_bins=1, pack_size=8),
+        lambda: DatasetWriter(URL),
+        lambda: open_dataset(URL),
+        lambda: open_shard(URL),
+        lambda: open_token_store(URL),
+        lambda: publish_store(URL),
+        lambda: TokenPartWriter(part_path(URL, 0), vocab_size=10),
+        lambda: validate_token_store(URL),
+        lambda: materialize_shards(pack([3, 4], pack_size=8), open_token_store("store"), [URL]),
+        lambda: validate(URL),
+        lambda: convert("one", URL, to="legacy"),
+        lambda: convert(URL, "out"),
+        lambda: convert_legacy_to_memmap(URL, "out"),
+        lambda: convert_legacy_to_memmap("legacy.npy", URL),
+    ],
+)
+def test_a_url_is_refused_everywhere_and_never_becomes_a_local_directory(
+    call: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_everything(tmp_path)
+    write_store(tmp_path / "store", [[([1, 2, 3], [0, 1, 1]), ([4, 5, 6, 7], [0, 1, 1, 1])]])
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InvalidInputError, match="s3://bucket/x is a URL"):
+        call()
+    assert not (tmp_path / "s3:").exists()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

@@ -140,7 +140,7 @@ def open_dataset(
     if metadata is not None:
         options["pack_metadata_file_path"] = str(directory / "metadata.json")
         Path(options["pack_metadata_file_path"]).write_text(json.dumps([dict(metadata)]))
-    with _own_random_state():
+    with own_random_state():
         return (oracle.parquet_dataset if parquet else oracle.dataset)(
             file_path=str(path),
             tokenizer=SimpleNamespace(eos_id=eos_id),
@@ -152,7 +152,7 @@ def open_dataset(
 
 
 @contextlib.contextmanager
-def _own_random_state() -> Iterator[None]:
+def own_random_state() -> Iterator[None]:
     # Its constructor seeds NumPy's global generator.
     state = np.random.get_state()  # noqa: NPY002
     try:

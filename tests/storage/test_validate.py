@@ -12,6 +12,7 @@ from megatron_packed_sft import BinBlock, DatasetWriter, validate
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.memmap_v1 import validate as shard_content
+from megatron_packed_sft.storage.registry import storage_named
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 ROWS = make_bins(30, 16, seed=2)
@@ -165,3 +166,21 @@ def test_a_block_that_points_outside_its_starts_is_found_not_read() -> None:
     )
     violations, _ = find_violations(block, vocab_size=10, pad_id=0)
     assert [violation.field for violation in violations] == ["seq_offsets", "seq_offsets"]
+
+
+@pytest.mark.parametrize("storage", ["legacy", "parquet"])
+def test_a_file_that_is_read_whole_is_opened_once(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DatasetWriter(tmp_path / "dataset", storage=storage) as dataset:
+        with dataset.shard_writer("train", 0, num_bins=30, pack_size=16) as writer:
+            for index, one in enumerate(ROWS):
+                writer.write_bin(index, *one)
+            writer.finalize()
+        dataset.finalize()
+    kind = type(storage_named(storage))
+    opened = []
+    real = kind.open
+    monkeypatch.setattr(kind, "open", lambda self, path: opened.append(path) or real(self, path))
+    assert validate(tmp_path / "dataset").ok
+    assert len(opened) == 1

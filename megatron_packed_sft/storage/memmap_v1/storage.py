@@ -14,7 +14,7 @@ from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.storage.bins import BinFigures
-from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 
@@ -79,7 +79,9 @@ class MemmapStorage(Storage):
         with CheckedDirectory.open(path) as directory:
             return checksum(directory.read(MANIFEST, MAX_MANIFEST_BYTES))
 
-    def validate(self, path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+    def validate(
+        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    ) -> BinFigures | None:
         """Check names, manifest, headers and, at level `full`, every byte and every bin."""
         from megatron_packed_sft.storage.memmap_v1.validate import validate_shard
 
