@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def make_bin(rng: np.random.Generator, pack_size: int, vocab_size: int = 1000) -
     """Return one sound bin of random length, sequences and mask."""
     length = int(rng.integers(1, pack_size + 1))
     num_sequences = int(rng.integers(1, min(length, 6) + 1))
-    starts = np.sort(rng.choice(np.arange(1, length), num_sequences - 1, replace=False)) if length > 1 else []
-    starts = np.concatenate(([0], starts)).astype(np.uint32)
+    later = np.sort(rng.choice(np.arange(1, length), num_sequences - 1, replace=False)) if length > 1 else np.array([])
+    starts = np.concatenate(([0], later)).astype(np.uint32)
     mask = rng.integers(0, 2, length).astype(np.uint8)
     mask[np.append(starts[1:].astype(np.int64), length) - 1] = 0
     return PackedBin(rng.integers(0, vocab_size, length).astype(np.int32), mask, starts)
@@ -104,7 +105,7 @@ def check_round_trip(name: str, directory: Path) -> None:
             f"pack_size is {shard.pack_size}, the longest bin has {longest}"
         )
         for outside in (-1, len(bins)):
-            _expect(IndexError, lambda shard=shard, outside=outside: shard[outside], f"bin {outside} can be read")
+            _expect(IndexError, partial(shard.__getitem__, outside), f"bin {outside} can be read")
     assert storage.checksum(one_by_one) == storage.checksum(one_by_one), "checksum differs from call to call"
     assert [path for path, _ in shards_inside(directory)] == [one_by_one, blocks], "a writer left other files behind"
 
@@ -165,7 +166,7 @@ def check_refusals(name: str, directory: Path) -> None:
     }
     with _writer(storage, directory / storage.shard_name(0), 2) as writer:
         for problem, one in wrong.items():
-            _expect(InvalidInputError, lambda one=one: writer.write_bin(0, *one), f"the writer accepts {problem}")
+            _expect(InvalidInputError, partial(writer.write_bin, 0, *one), f"the writer accepts {problem}")
         _expect(InvalidInputError, lambda: writer.write_bin(2, *sound), "the writer accepts more bins than num_bins")
         writer.write_bin(0, *sound)
         _expect(WriterStateError, lambda: writer.write_bin(0, *sound), "the writer accepts a bin twice")

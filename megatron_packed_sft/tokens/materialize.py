@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.processes import process_pool
 from megatron_packed_sft.tokens.store import TokenStore
 

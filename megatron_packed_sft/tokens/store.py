@@ -17,9 +17,9 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
 
 STORE = "store.json"

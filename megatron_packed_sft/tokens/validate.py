@@ -12,9 +12,9 @@ from tqdm import tqdm
 from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
 from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
 

@@ -15,11 +15,11 @@ from megatron_packed_sft.disk.array_file import GrowingArrayFile
 from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.paths import local_path
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
 

@@ -91,7 +91,7 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
         ("on_error=ignore", "on_error is 'ignore'; choose raise or skip"),
         ("limit=0", "limit is 0"),
         ("shard_megabytes=0", "shard_megabytes is 0"),
-        ("packed_storage=parquet", "packed_storage 'parquet' is unknown"),
+        ("packed_storage=zarr", "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
         ("tokenizer.path=/nowhere", "/nowhere"),
         ("template.name=/nowhere.jinja", "/nowhere.jinja"),
         ("packing.strategy=best", "strategy 'best' is unknown"),

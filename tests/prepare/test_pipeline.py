@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -152,21 +151,6 @@ def test_what_is_stored_is_the_rendered_chat(few: Path, tokenizer_path: str, tmp
         f"<|im_start|>user\nSay {number}.<|im_end|>\n<|im_start|>assistant\nIt is {number}.<|im_end|>\n"
         for number in range(40)
     ]
-
-
-def test_legacy_and_shards_hold_the_same_rows(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
-    for storage in ("memmap_v1", "legacy"):
-        arguments = (f"output={tmp_path / storage}", f"work_dir={tmp_path / 'work'}", f"storage={storage}")
-        done = prepare(f"input={few}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, *arguments)
-        assert done.code == 0, done.err
-    shards = create_sft_dataset(tmp_path / "memmap_v1", 2, seq_length=1024)
-    legacy = create_sft_dataset(tmp_path / "legacy" / "train.npy", 2, seq_length=1024, packed_storage="legacy")
-    assert len(shards) == len(legacy)
-    for index in range(len(shards)):
-        for key, value in shards[index].items():
-            assert np.array_equal(value, legacy[index][key])
-    metadata = json.loads((tmp_path / "legacy" / "train_metadata.json").read_text())
-    assert metadata[0]["pack_size"] == 1024
 
 
 def test_a_rerun_redoes_nothing_and_says_so(few: Path, tokenizer_path: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_every_storage_is_prepared_validated_and_opened_alike(published: Path, s
     assert "sound (full: 2 shards" in done.stdout
     assert open_dataset(published / storage).storage.name == storage
     assert_same_data(published / storage, published / "memmap_v1")
+    if storage != "memmap_v1":  # what Megatron-Bridge expects beside the files
+        metadata = json.loads((published / storage / "train" / "metadata.json").read_text())
+        assert metadata[0]["pack_size"] == PACK_SIZE
 
 
 @pytest.mark.parametrize(("source", "target"), itertools.permutations(STORAGES, 2))
