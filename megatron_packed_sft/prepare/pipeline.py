@@ -251,7 +251,7 @@ class Pipeline:
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
         what = "is up to date; left as it is" if reused else "published"
-        return "publish", f"{self.output} ({self.config.packed_storage}) {what}"
+        return "publish", f"{self.output} ({self.packed_storage}) {what}"
 
 
 def _check(config: PrepareConfig) -> None:

@@ -14,14 +14,14 @@ from tests.records.chat_files import FORMATS, chats, write_records
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_units_share_the_bytes_of_their_file_to_within_a_block_and_together_exactly(
+def test_slices_share_the_bytes_of_their_file_to_within_a_block_and_together_exactly(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"text": f"{number} {(number * 7919) ** 40}"} for number in range(20_000)]  # so that it compresses badly
     path = write_records(tmp_path / f"a.{suffix}", rows)
-    monkeypatch.setattr(sources, "_SMALLEST_UNIT", 1 << 17)
+    monkeypatch.setattr(sources, "_SMALLEST_SLICE", 1 << 17)
     [scanned] = scan([Source("one", (str(path),))])
-    shares = [share for _, share in scanned.units()]
+    shares = [share for _, share in scanned.slices()]
     assert sum(shares) == scanned.num_bytes
     assert len(shares) >= 8
     evenly = np.arange(1, len(shares) + 1) / len(shares)
@@ -37,7 +37,7 @@ def test_a_file_in_two_sources_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"name": "../x"}, "a source's name is letters"),
+        ({"name": "../x"}, "the name of a source may have letters"),
         ({"weight": 0.0}, "sources.one.weight is 0.0; it must be above 0"),
         ({"weight": float("nan")}, "sources.one.weight is nan"),
         ({"split": "dev"}, "sources.one.split is 'dev'; choose one of train, validation, test"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from megatron_packed_sft.cli import main
+from megatron_packed_sft.cli.main import main
 from tests.prepare.preparing import chat, prepare, write_records
 
 TEMPLATE = "template=chatml"
