@@ -1,1 +1,1 @@
-"""Records to token ids and an exact train mask: tokenizers, chat templates, and who wrote which character."""
+"""Records to token ids and an exact train mask: tokenizers, chat templates and masks."""

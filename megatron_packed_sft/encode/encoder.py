@@ -1,4 +1,4 @@
-"""Records to sequences of ids with a train mask: the whole of `encode` behind one call."""
+"""`RecordEncoder`: records to sequences of ids with a train mask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EncodedRecords(NamedTuple):
 
     Args:
         sequences: in the order of their records, none empty.
-        dropped: the records that gave none, in order.
+        dropped: the records that gave no sequence, in order.
         num_cut_sequences: sequences that were cut to `max_len`.
         num_cut_tokens: tokens cut off, including those of records that were dropped because of it.
         num_cut_trained_tokens: the trained ones among them.
@@ -47,15 +47,15 @@ class EncodedRecords(NamedTuple):
 
 
 class RecordEncoder:
-    """Encodes records with one tokenizer, template and set of options.
+    """Encode records with one tokenizer, template and set of options.
 
-    It is pickled by its arguments, so that a worker process builds its own. A record gives the same sequence whatever
-    comes with it or before it.
+    A record gives the same sequence whatever else is in its batch. The encoder is pickled by its arguments, and each
+    worker process builds its own.
 
     Args:
-        tokenizer: to encode with.
+        tokenizer: the tokenizer to encode with.
         template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
-            is loaded with the first conversation, so text records need none.
+            is loaded with the first conversation; text records need none.
         options: what is trained, and how long a sequence may be.
     """
 
@@ -75,7 +75,7 @@ class RecordEncoder:
                 )
         self._marker: ChatMarker | None = None
         escapes_text = self.options.special_tokens_in_text == "escape"
-        # Some tokenizers list whitespace as tokens of their own; there is no point in escaping those.
+        # Some tokenizers have control tokens of white space only; escaping those would be pointless.
         escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
         self._escaped_in_text = control_pattern(escaped)
 
@@ -170,7 +170,7 @@ class RecordEncoder:
         return sequences
 
     def _finish(self, sequences: Sequences, dropped: list[Dropped]) -> EncodedRecords:
-        """Cut, drop what has nothing left to train, and count both."""
+        """Cut long sequences, drop those with nothing left to train, and count both."""
         num_trained = sequences.num_trained()
         kept = sequences
         max_len, truncation = self.options.max_len, self.options.truncation

@@ -28,8 +28,8 @@ class EncodeOptions:
         special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
         add_bos: begin every sequence with the beginning-of-sequence token, unless it is there already.
         add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
-        max_len: the longest sequence in tokens; longer ones are cut there and counted.
-        truncation: how to cut them; right or left, or drop to drop them.
+        max_len: the longest sequence in tokens; longer ones are truncated and counted, null for no limit.
+        truncation: the end to cut off, right or left; drop removes the sequence instead.
         on_empty: what to do with a record without a trained token; drop or error.
 
     Example:

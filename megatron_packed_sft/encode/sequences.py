@@ -1,4 +1,4 @@
-"""Many sequences in flat arrays: what tokenizers return, the encoder finishes and the token store takes.
+"""Many sequences in flat arrays, from the tokenizer through the encoder to the token store.
 
 input_ids   5 6 7 8 9      lengths  2 3
 train       0 1 0 1 1      record   0 4      the second sequence came from record 4
@@ -24,7 +24,7 @@ class Sequences(NamedTuple):
         train: uint8, flat: 1 where the model should learn to produce the token.
         lengths: int64, one per sequence; a tokenizer may return empty ones.
         record: int64: the position of each sequence's text or record in its batch.
-        num_straddling: tokens of the batch, as tokenized, with both trained and untrained characters; they are trained.
+        num_straddling: tokens with both trained and untrained characters, which are trained; counted before any cut.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -69,7 +69,7 @@ class Sequences(NamedTuple):
         )
 
     def only(self, kept: Bools) -> Sequences:
-        """Keep some of the sequences."""
+        """Return only the sequences to keep."""
         if kept.all():
             return self
         tokens = np.repeat(kept, self.lengths)
@@ -110,7 +110,7 @@ class Sequences(NamedTuple):
 
 
 def in_record_order(batches: Sequence[Sequences]) -> Sequences:
-    """Merge batches that were encoded apart into one, in the order of their records.
+    """Merge batches into one, in the order of their records.
 
     Example:
         >>> one = Sequences(*(np.array(values) for values in ([5, 6], [0, 1], [2], [1])))

@@ -1,4 +1,4 @@
-"""Which files a run reads: paths, globs, lists and URLs to a checked list with formats and checksums."""
+"""The input files of a run: paths, globs and URLs to a checked list with formats and checksums."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class InputFile:
 
     Args:
         path: absolute local path, or URL.
-        format: how it holds records; a `.json` file that does not begin with `[` is JSON lines.
-        compression: of JSON files.
-        size: stored bytes.
+        format: by suffix; a `.json` file that does not begin with `[` is JSON lines.
+        compression: of JSON files; None for none.
+        size: in bytes, as stored.
         checksum: xxh3_128 of the stored bytes, in hex.
-        modified: when a local file was last written, in nanoseconds, before its checksum was taken; None: unknown.
+        modified: modification time in nanoseconds, taken before the checksum; None if unknown.
     """
 
     path: str
@@ -52,7 +52,7 @@ class InputFile:
     def refuse_changed(self) -> None:
         """Raise an error if the file was written to since it was found."""
         if self.modified is not None and _modified(self.path) != self.modified:
-            raise InvalidInputError(f"{self.path} changed while it was read; run again when nothing writes to it")
+            raise InvalidInputError(f"{self.path} changed while it was being read; run again when nothing writes to it")
 
 
 def find_files(
@@ -75,12 +75,12 @@ def find_files(
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
-        raise InvalidInputError("no input files were named; give at least one path")
+        raise InvalidInputError("no input files; give at least one path")
     found = [path for pattern in given for path in _expand(os.fspath(pattern))]
     for path, num_times in Counter(found).items():
         if num_times > 1:
             raise InvalidInputError(
-                f"{path} is named {num_times} times; name it once (a source's weight repeats records)"
+                f"{path} is listed {num_times} times; list it once (weight repeats the records of a source)"
             )
     return [_inspect(path, on_read or _ignore) for path in found]
 
@@ -101,7 +101,7 @@ def _expand(pattern: str) -> list[str]:
         if os.path.lexists(path):
             return [path]
         found = sorted(glob.glob(path, recursive=True))
-        if "**" in path:  # which matches the folders in between as well
+        if "**" in path:  # also matches folders
             found = [name for name in found if not os.path.isdir(name)]
     if not found:
         raise InvalidInputError(f"{pattern} does not exist and matches no file; check the path")
@@ -110,7 +110,7 @@ def _expand(pattern: str) -> list[str]:
 
 def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
     if path != path.encode("utf-8", "replace").decode():
-        raise InvalidInputError(f"{path!r} is not valid UTF-8, so a manifest cannot name it; rename it")
+        raise InvalidInputError(f"{path!r} is not valid UTF-8, so a manifest cannot record it; rename it")
     if _is_folder(path):
         return _inspect_folder(path, on_read)
     stem, suffix = posixpath.splitext(path.lower())
@@ -136,10 +136,10 @@ def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
     names = _names_in(path)
     if _HF_SPLITS in names:
         splits = ", ".join(_strings_in(f"{path}/{_HF_SPLITS}", lambda document: document["splits"]))
-        raise InvalidInputError(f"{path} holds the splits {splits}; name one of them, such as {path}/train")
+        raise InvalidInputError(f"{path} holds the splits {splits}; give one of them, such as {path}/train")
     if not {_HF_STATE, _HF_INFO} <= names:
         raise InvalidInputError(
-            f"{path} is a folder that `datasets.save_to_disk` did not write; name its files, such as {path}/*.jsonl"
+            f"{path} is a folder that `datasets.save_to_disk` did not write; give its files, such as {path}/*.jsonl"
         )
     data_files = _strings_in(
         f"{path}/{_HF_STATE}", lambda document: [entry["filename"] for entry in document["_data_files"]]

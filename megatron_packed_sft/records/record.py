@@ -1,4 +1,4 @@
-"""What a record of any file becomes: a conversation, a text with trained parts, or ids; or an error about it."""
+"""Records in our form, whatever their file looks like: a conversation, a text, or token ids; and `RecordError`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from megatron_packed_sft.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat in OpenAI's form, whatever the file looks like.
+    """A chat in OpenAI's form.
 
     Args:
         messages: each a dict with `role` and, as given, `content`, `tool_calls` (arguments as objects), `tool_call_id`,
-            `name`, `reasoning_content`; null values are left out.
+            `name`, `reasoning_content`; keys with null values are removed.
         tools: the tools' JSON schemas, as chat templates take them.
-        train: per message: True or False where the record says so (`train`, or `weight` 0 or not), None: by role.
-
-    Example:
-        >>> Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]).train is None
-        True
+        train: for each message True or False if the record says so (`train`, or `weight` 0 or not), None for by role.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -37,10 +33,6 @@ class TextRecord:
     """A text in parts, each trained or not: prompt and completion, or one plain text that is all trained.
 
     The parts are joined as they are and tokenized as one text, so ids do not depend on where the parts meet.
-
-    Example:
-        >>> TextRecord((("2 + 2 = ", False), ("4", True))).parts[1]
-        ('4', True)
     """
 
     parts: Sequence[tuple[str, bool]]
@@ -48,12 +40,7 @@ class TextRecord:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRecord:
-    """Ids and a mask of the same length: `train[k]` is 1 if the model should learn to produce token k.
-
-    Example:
-        >>> TokenizedRecord([5, 6, 7], [0, 1, 1]).input_ids
-        [5, 6, 7]
-    """
+    """Ids and a mask of the same length: `train[k]` is 1 if the model should learn to produce token k."""
 
     input_ids: Sequence[int]
     train: Sequence[int]
@@ -79,12 +66,12 @@ class Location(NamedTuple):
 
 
 class RecordError(InvalidInputError):
-    """One record cannot be used; the ones after it can. The only error that `on_error=skip` skips.
+    """One record cannot be used, but the records after it can. The only error that `on_error=skip` skips.
 
     Args:
         field: the path inside the record, such as `messages[3].content`; empty for the record as a whole.
-        problem: what is wrong and what to do; it continues the sentence after the field.
-        where: file and line, once known.
+        problem: what is wrong and what to do, as a sentence that begins with the field.
+        where: file and line, if known.
 
     Example:
         >>> error = RecordError("messages[3].content", "is a number; give a string")
@@ -93,7 +80,7 @@ class RecordError(InvalidInputError):
     """
 
     def __init__(self, field: str, problem: str, where: Location | None = None) -> None:
-        super().__init__(field, problem, where)  # all of them, so that the error can be pickled
+        super().__init__(field, problem, where)  # all arguments, so that the error can be pickled
         self.field = field
         self.problem = problem
         self.where = where
@@ -108,7 +95,7 @@ class RecordError(InvalidInputError):
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value, for messages.
+    """Return what kind of JSON value this is, for error messages.
 
     Example:
         >>> kind_of(None), kind_of(2.5), kind_of({})
@@ -119,9 +106,9 @@ def kind_of(value: Any) -> str:
 
 
 def content_hash(record: Record) -> bytes:
-    """Sixteen bytes that depend on the record alone: not on its file, schema, or the order of keys.
+    """Return a hash of the content of a record, for splits and exact duplicates.
 
-    Flags that say which messages are trained on are part of it.
+    It depends on the messages, tools and train flags, but not on the file, the schema or the order of keys.
 
     Example:
         >>> from megatron_packed_sft.records.schemas.registry import adapter
@@ -140,7 +127,7 @@ def content_hash(record: Record) -> bytes:
         content = ("tokenized", record.input_ids, record.train)
     try:
         return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
-    except TypeError as error:  # columns of Parquet may hold what JSON cannot, and files integers beyond 64 bits
+    except TypeError as error:  # Parquet columns may hold what JSON cannot, and JSON files integers beyond 64 bits
         raise RecordError(
-            "", f"cannot be written as JSON ({error}); write such values as strings, or leave them out"
+            "", f"cannot be written as JSON ({error}); write such values as strings, or remove them"
         ) from error

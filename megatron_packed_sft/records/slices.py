@@ -1,15 +1,15 @@
-"""Work for many processes: files cut into slices, by rules that look at the file alone.
+"""Files cut into slices for many processes; where to cut depends on the file alone.
 
     scan_slices(file)         in one process: where to cut
     read_slice(file_slice)    in any process: the records of one slice
 
-| format | a slice is |
-|---|---|
-| JSON lines | a range of bytes that ends with a line; the reader fetches it |
-| JSON lines, gzip or zstd | the same range of the decompressed lines, carried with it |
-| JSON array | the same of its elements, carried with it |
-| Parquet | a range of records: whole row groups that the reader fetches; parts of very large ones are carried with it |
-| Hugging Face dataset | a range of records that the reader fetches |
+| format | a slice is | its content |
+|---|---|---|
+| JSON lines | a range of bytes that ends with a line | read by the worker |
+| JSON lines, gzip or zstd | a range of the decompressed bytes that ends with a line | carried |
+| JSON array | a range of whole elements | carried |
+| Parquet | whole row groups; parts of very large ones | read by the worker; carried |
+| Hugging Face dataset | a range of records | read by the worker |
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FileSlice:
 
     Args:
         file: the file it is a part of.
-        number: of the slice in its file, from 0.
-        start: first byte of the (decompressed) lines or elements; for tables, the first record, from 0.
+        number: position of the slice in its file, from 0.
+        start: first byte of the (decompressed) lines or elements; for tables the first record, from 0.
         stop: end of that range.
         first_record: number of its first line or record, from 1.
-        payload: the content, where readers cannot fetch a part of the file themselves.
+        payload: the content, if a worker cannot read a part of the file by itself.
     """
 
     file: InputFile
@@ -63,12 +63,12 @@ class FileSlice:
 
 
 class RawRecord(NamedTuple):
-    """A record as it is in the file, or what is wrong with it; the records after it are read either way.
+    """A parsed record, or what is wrong with it; the records after it are read either way.
 
     Args:
-        value: the parsed object, or the error with its place.
+        value: the parsed object, or the error with its location.
         file: the file it came from.
-        number: of its line or record, from 1.
+        number: its line or record number, from 1.
     """
 
     value: dict[str, Any] | RecordError
@@ -84,10 +84,10 @@ class RawRecord(NamedTuple):
 def scan_slices(
     file: InputFile, slice_bytes: int = SLICE_BYTES, on_read: Callable[[int], None] | None = None
 ) -> Iterator[FileSlice]:
-    r"""Cut a file into slices of about `slice_bytes`; the file is streamed, never held.
+    r"""Cut a file into slices of about `slice_bytes`; the file is streamed, never held in memory.
 
     Args:
-        file: what to cut.
+        file: the file to cut.
         slice_bytes: minimum size of every slice but the last.
         on_read: called with the number of stored bytes read, after each block.
 

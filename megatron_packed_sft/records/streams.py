@@ -1,4 +1,4 @@
-"""Bytes of a local file or an fsspec URL: in part, or decompressed block by block in bounded memory."""
+"""Read a local file or an fsspec URL: a range of bytes, or decompressed blocks in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_packed_sft.support.dependencies import load
 from megatron_packed_sft.support.paths import is_url
 
 BLOCK_BYTES = 1 << 20
-# Four bytes of zstd may expand to 128 KB, so a file is fed in portions that shrink when much comes out of them.
+# Four bytes of zstd may expand to 128 KB, so portions shrink while their output is large.
 _ZSTD_SMALLEST_PORTION = 128
 _ZSTD_LARGEST_PORTION = 8 << 10
 _ZSTD_LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes
@@ -23,7 +23,7 @@ _ZSTD_LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn an OSError inside the block into ours; for URLs any error, since each file system has its own.
+    """Turn an OSError inside the block into a StorageIOError; for URLs any error, since file systems differ.
 
     Example:
         >>> with reading("/no/such/file"):
@@ -63,13 +63,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a local file or a URL for reading.
-
-    Example:
-        >>> with open_file(__file__) as file:
-        ...     file.read(3)
-        b'\"\"\"'
-    """
+    """Open a local file or a URL for reading."""
     with reading(path):
         if is_url(path):
             system, name = file_system(path)
@@ -78,12 +72,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
-    """Return the bytes [start, stop) of a local file or a URL.
-
-    Example:
-        >>> read_range(__file__, 0, 3)
-        b'\"\"\"'
-    """
+    """Return the bytes [start, stop) of a local file or a URL."""
     with reading(path):
         if is_url(path):
             system, name = file_system(path)
@@ -93,7 +82,7 @@ def read_range(path: str, start: int, stop: int) -> bytes:
                 file.seek(start)
                 data = file.read(stop - start)
     if len(data) != stop - start:
-        raise InvalidInputError(f"{path} ended before byte {stop:,}: it changed while it was read; run again")
+        raise InvalidInputError(f"{path} ended before byte {stop:,}: it changed while it was being read; run again")
     return data
 
 
@@ -104,12 +93,8 @@ def read_blocks(
 
     Args:
         path: a local file or a URL.
-        compression: `gzip`, `zstd` or none.
+        compression: `gzip`, `zstd` or None.
         on_read: called with the number of stored bytes after each read.
-
-    Example:
-        >>> b"".join(read_blocks(__file__))[:3]
-        b'\"\"\"'
     """
     decompress = {None: _plain, "gzip": _gunzip, "zstd": _unzstd}[compression]
     num_bytes = 0
@@ -126,7 +111,7 @@ def read_blocks(
 
 
 class _CountedFile:
-    """A file that reports how much of it was read; it has what decompressors use."""
+    """A file that reports how much of it was read; it has only the method that decompressors use."""
 
     def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
         self._file, self._on_read = file, on_read
@@ -156,7 +141,7 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    # Not zstandard's own stream reader: it takes a truncated file for a complete one.
+    # zstandard's own stream reader would take a truncated file for a complete one.
     zstandard = load("zstandard", "zstd", "reading .zst files")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_LARGEST_WINDOW)
     frame = None

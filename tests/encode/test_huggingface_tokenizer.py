@@ -276,8 +276,8 @@ def test_an_added_token_with_an_impossible_id_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("token", "reason"),
     [
-        (AddedToken("<mask>", lstrip=True), "takes notice of its surroundings"),
-        (AddedToken("word", single_word=True), "takes notice of its surroundings"),
+        (AddedToken("<mask>", lstrip=True), "depends on its surroundings"),
+        (AddedToken("word", single_word=True), "depends on its surroundings"),
         (AddedToken("\n\n", normalized=False), "some of its added tokens are ordinary text"),
         (AddedToken("end|><x>", normalized=True), "may overlap"),
     ],

@@ -172,7 +172,10 @@ def test_an_encoder_is_pickled_by_its_arguments() -> None:
 def test_text_records_need_no_template_and_chats_say_that_they_do() -> None:
     bare = RecordEncoder(ByteTokenizer(MISTRAL, eos="</s>"))
     assert len(bare.encode_records([TextRecord((("ab", True),))]).sequences.lengths) == 1
-    with pytest.raises(InvalidInputError, match="tokenizer bytes has no chat template; name a file, or one of chatml"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"tokenizer bytes has no chat template; set template\.name to a Jinja file, or to one of chatml",
+    ):
         bare.encode_records([chat("q", "a")])
 
 

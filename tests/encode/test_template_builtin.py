@@ -107,8 +107,8 @@ def test_what_is_no_template_is_refused_with_the_names_there_are(tmp_path: Path)
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     for name, message in [
-        ("alpaca", "alpaca is not a file; name a file, or one of chatml, llama3, mistral, plain"),
-        (str(tmp_path / "empty.json"), "holds no text under 'chat_template'"),
+        ("alpaca", "alpaca is not a file; use a Jinja file, or one of chatml, llama3, mistral, plain"),
+        (str(tmp_path / "empty.json"), "has no text under the key chat_template"),
         (str(tmp_path / "latin.jinja"), "is not UTF-8 text"),
     ]:
         with pytest.raises(InvalidInputError, match=message):

@@ -76,7 +76,7 @@ def test_what_fails_inside_a_template_refuses_the_record() -> None:
 
 
 def test_a_syntax_error_names_the_line() -> None:
-    with pytest.raises(InvalidInputError, match=r"mine, line 2: .*; correct the template"):
+    with pytest.raises(InvalidInputError, match=r"mine, line 2: .*; fix the template"):
         Renderer("{{ a }}\n{% endif %}", name="mine")
 
 

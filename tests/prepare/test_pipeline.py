@@ -138,7 +138,8 @@ def test_texts_need_no_template_and_chats_say_that_they_do(tokenizer_path: str, 
     assert "No chat template" in (tmp_path / "data" / "README.md").read_text()
     write_records(rows, [chat("Yes?", "Yes.")])
     assert (
-        "has no chat template; name a file, or one of chatml" in prepare(f"input={rows}", *arguments, "--overwrite").err
+        "has no chat template; set template.name to a Jinja file, or to one of chatml"
+        in prepare(f"input={rows}", *arguments, "--overwrite").err
     )
 
 

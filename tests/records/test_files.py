@@ -71,7 +71,7 @@ def test_a_json_file_is_an_array_or_lines_by_its_first_character(
         ("{}/nothing-*.jsonl", "does not exist and matches no file"),
         ("{}/readme.txt", r"no known format; rename it to one of .jsonl .ndjson .json .parquet.*\.gz or \.zst"),
         ("{}/x.parquet.gz", "no known format"),
-        ("{}", r"is a folder that `datasets.save_to_disk` did not write; name its files"),
+        ("{}", r"is a folder that `datasets.save_to_disk` did not write; give its files"),
         ("memory://nowhere/a.jsonl", "matches no file"),
         ("nonsense://a.jsonl", "check the part before ://"),
     ],
@@ -91,7 +91,7 @@ def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
 def test_naming_no_file_or_one_file_twice_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInputError, match="at least one path"):
         find_files([])
-    with pytest.raises(InvalidInputError, match=r"a\.jsonl is named 2 times"):
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl is listed 2 times"):
         find_files([f"{folder}/a.jsonl", f"{folder}/*.jsonl"])
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_written_to_after_it_was_found_is_noticed(tmp_path: Path)
     file.refuse_changed()
     path.write_text('{"text": "two"}')
     os.utime(path, ns=(0, 0))
-    with pytest.raises(InvalidInputError, match=r"a\.jsonl changed while it was read; run again"):
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl changed while it was being read; run again"):
         file.refuse_changed()
 
 
@@ -133,7 +133,7 @@ def test_a_saved_dataset_dictionary_asks_for_one_split(tmp_path: Path) -> None:
     records = chats(3)
     data = datasets.Dataset.from_list(records)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(InvalidInputError, match="holds the splits train, test; name one of them"):
+    with pytest.raises(InvalidInputError, match="holds the splits train, test; give one of them"):
         find_files(tmp_path / "saved")
     assert [record["id"] for record in values(tmp_path / "saved" / "train")] == [record["id"] for record in records]
 

@@ -117,7 +117,7 @@ def messages(*given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (messages(), "messages is empty; give at least one element or leave the record out"),
+        (messages(), "messages is empty; give at least one element, or remove the record"),
         ({"messages": {"role": "user"}}, "messages is an object; give a list"),
         ({"messages": "[{"}, "messages is not valid JSON (unexpected end of data at character 3)"),
         (messages(USER, "Hi"), "messages[1] is a string; give an object with role and content"),
@@ -129,7 +129,7 @@ def messages(*given: Any) -> dict[str, Any]:
         (messages({"role": "user", "content": None}), "messages[0].content is missing, and there are no tool_calls"),
         (
             messages({"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url"}]}),
-            "messages[0].content[1] is a part of type 'image_url'; only text can be trained on",
+            "messages[0].content[1] is a part of type 'image_url'; only text is supported",
         ),
         (messages({"role": "user", "content": ["Hi"]}), "messages[0].content[0] is a part of type a string"),
         (messages({**ASSISTANT, "reasoning_content": 5}), "messages[0].reasoning_content is a number; give a string"),
@@ -149,12 +149,12 @@ def messages(*given: Any) -> dict[str, Any]:
             "messages[0].tool_calls[0].function.arguments is a list; give an object, or its JSON text",
         ),
         ({"messages": [USER], "tools": {"name": "f"}}, "tools is an object; give a list"),
-        ({"messages": [USER], "tools": [TOOL, {"type": "code"}]}, "tools[1] describes no function"),
+        ({"messages": [USER], "tools": [TOOL, {"type": "code"}]}, "tools[1] does not describe a function"),
         ({"messages": [USER], "tools": "nothing"}, "tools is not valid JSON ("),
         ({"messages": [USER], "system": ["Be brief."]}, "system is a list; give a string"),
         (
             {"messages": [{"role": "system", "content": "A"}], "system": "B"},
-            "system differs from the system message that the chat begins with; keep one of them",
+            "system differs from the system message at the start of the chat; keep one of them",
         ),
     ],
 )

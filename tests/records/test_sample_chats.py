@@ -104,7 +104,7 @@ def test_calls_name_given_tools_with_all_their_arguments_and_every_call_has_a_re
 
 
 def test_too_few_records_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="num_records is 3; give at least 10"):
+    with pytest.raises(InvalidInputError, match="num_records is 3; use at least 10"):
         write_sample_data(tmp_path, num_records=3)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageIOError, match="cannot write sample chats into"):

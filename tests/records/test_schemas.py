@@ -65,7 +65,7 @@ def test_every_schema_has_an_example_here_and_unknown_ones_are_refused() -> None
     assert set(schema_choices()) == {"auto", *EXAMPLES, "mapping"}
     with pytest.raises(InvalidInputError, match="schema 'chatml' is unknown; use one of auto, messages"):
         adapter("chatml")
-    with pytest.raises(InvalidInputError, match="there is no mapping"):
+    with pytest.raises(InvalidInputError, match="mapping is not set"):
         adapter("mapping")
     with pytest.raises(InvalidInputError, match="schema is 'text'; set schema to mapping"):
         adapter("text", {"text": "body"})
@@ -152,14 +152,14 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
         ("text", {"text": ["a"]}, "text is a list; give a string"),
         ("tokenized", {"input_ids": "5 6"}, "input_ids is a string; give a list of integers"),
         ("tokenized", {"input_ids": []}, "input_ids is empty; give at least one id"),
-        ("tokenized", {"input_ids": [5, 6.5]}, "input_ids holds something that is no 64-bit integer"),
-        ("tokenized", {"input_ids": [5, "6"]}, "input_ids holds something that is no 64-bit integer"),
-        ("tokenized", {"input_ids": [5, None]}, "input_ids holds something that is no 64-bit integer"),
-        ("tokenized", {"input_ids": [[5], [6, 7]]}, "input_ids holds something that is no 64-bit integer"),
+        ("tokenized", {"input_ids": [5, 6.5]}, "input_ids holds something other than 64-bit integers"),
+        ("tokenized", {"input_ids": [5, "6"]}, "input_ids holds something other than 64-bit integers"),
+        ("tokenized", {"input_ids": [5, None]}, "input_ids holds something other than 64-bit integers"),
+        ("tokenized", {"input_ids": [[5], [6, 7]]}, "input_ids holds something other than 64-bit integers"),
         ("tokenized", {"input_ids": [5, -1]}, "input_ids has ids from -1 to 5; give at least one id, each in 0.."),
         ("tokenized", {"input_ids": [5, 2**40]}, "input_ids has ids from 5 to 1099511627776"),
-        ("tokenized", {"input_ids": [5, 2**70]}, "input_ids holds something that is no 64-bit integer"),
-        ("tokenized", {"input_ids": [2**63]}, "input_ids holds something that is no 64-bit integer"),
+        ("tokenized", {"input_ids": [5, 2**70]}, "input_ids holds something other than 64-bit integers"),
+        ("tokenized", {"input_ids": [2**63]}, "input_ids holds something other than 64-bit integers"),
         ("tokenized", {"input_ids": [5]}, "loss_mask is missing, and so is labels"),
         ("tokenized", {"input_ids": [5, 6], "loss_mask": [1]}, "loss_mask has 1 values, but there are 2 input_ids"),
         ("tokenized", {"input_ids": [5, 6], "loss_mask": [1, 2]}, "loss_mask[1] is 2, at the input id 6; give 0 or 1"),
@@ -250,14 +250,14 @@ def test_faults_of_mapped_records_are_told_with_the_names_in_the_file(
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"messages": "log", "speaker": "who"}, "mapping names speaker; the known names are completion, content,"),
-        ({"role": "who"}, "does not say where the text is; name one of: messages; completion and prompt; "),
-        ({"text": "body", "role": "who"}, "mapping names role, which do not go with text"),
-        ({"messages": "log", "prompt": "q"}, "mapping names prompt, which do not go with messages"),
+        ({"messages": "log", "speaker": "who"}, "mapping has unknown keys: speaker; use keys of completion, content,"),
+        ({"role": "who"}, "does not say where the text is; set one of: messages; completion and prompt; "),
+        ({"text": "body", "role": "who"}, "mapping has keys that do not go with text: role"),
+        ({"messages": "log", "prompt": "q"}, "mapping has keys that do not go with messages: prompt"),
         ({"text": 5}, "mapping.text is 5; give a dotted path"),
         ({"text": ""}, "mapping.text is ''; give a dotted path"),
-        ({"messages": "log", "roles": "bot"}, r"mapping.roles is 'bot'; give names"),
-        ({"messages": "log", "roles": {"bot": 1}}, r"mapping.roles is \{'bot': 1\}; give names"),
+        ({"messages": "log", "roles": "bot"}, r"mapping.roles is 'bot'; map names to roles"),
+        ({"messages": "log", "roles": {"bot": 1}}, r"mapping.roles is \{'bot': 1\}; map names to roles"),
     ],
 )
 def test_a_mapping_that_makes_no_sense_is_refused_before_any_record(mapping: dict[str, Any], message: str) -> None:

@@ -218,7 +218,7 @@ def test_a_file_cut_while_it_is_read_is_our_error(tmp_path: Path) -> None:
     path.write_bytes(lines_of(chats(10)))
     [part] = scan_slices(find_files(path)[0])
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InvalidInputError, match="it changed while it was read"):
+    with pytest.raises(InvalidInputError, match="it changed while it was being read"):
         list(read_slice(part))
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: the tokenizer's own, a file, or one of a small set that comes with the package."""
+"""Chat templates: the tokenizer's own, a file, or a built-in one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class ChatTemplate:
     Args:
         name: what errors and manifests call it.
         source: the Jinja text.
-
-    Example:
-        >>> ChatTemplate("mine", "{{ messages }}").fingerprint
-        '6b3d80cfa9a53fc3a5863d2d1164e7a8'
     """
 
     name: str
@@ -37,7 +33,7 @@ class ChatTemplate:
 
 
 def builtin_template_names() -> list[str]:
-    """Return the names of the templates that come with the package.
+    """Return the names of the built-in templates.
 
     Example:
         >>> builtin_template_names()
@@ -52,7 +48,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
     Args:
         name_or_path: a built-in name, a Jinja file, a JSON file with a `chat_template` (such as tokenizer_config.json),
             the Jinja text itself, or None for the tokenizer's own.
-        tokenizer: asked when no name is given.
+        tokenizer: where to take the template from if no name is given.
 
     Example:
         >>> load_template("chatml").name
@@ -63,7 +59,9 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
         source = tokenizer.chat_template if tokenizer is not None else None
         if source is None:
             whose = f"tokenizer {tokenizer.name}" if tokenizer is not None else "no tokenizer was given, which"
-            raise InvalidInputError(f"{whose} has no chat template; name a file, or one of {', '.join(names)}")
+            raise InvalidInputError(
+                f"{whose} has no chat template; set template.name to a Jinja file, or to one of {', '.join(names)}"
+            )
         return ChatTemplate("the tokenizer's template", source)
     if name_or_path in names:
         return ChatTemplate(name_or_path, (_BUILTIN / f"{name_or_path}.jinja").read_text(encoding="utf-8"))
@@ -73,7 +71,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
 
 
 def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load a chat template as `load_template` does; None when none is named and the tokenizer has none.
+    """Load a chat template as `load_template` does; return None if none is named and the tokenizer has none.
 
     Text and tokenized records need no template.
     """
@@ -84,7 +82,7 @@ def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> Chat
 
 def _read(path: Path, names: list[str]) -> ChatTemplate:
     if not path.is_file():
-        raise InvalidInputError(f"chat template {path} is not a file; name a file, or one of {', '.join(names)}")
+        raise InvalidInputError(f"template.name {path} is not a file; use a Jinja file, or one of {', '.join(names)}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -100,5 +98,5 @@ def _template_in_json(path: Path, text: str) -> str:
     except (ValueError, KeyError, TypeError):
         source = None
     if not isinstance(source, str):
-        raise InvalidInputError(f"{path} holds no text under 'chat_template'; give the template as a Jinja file")
+        raise InvalidInputError(f"{path} has no text under the key chat_template; give the template as a Jinja file")
     return source

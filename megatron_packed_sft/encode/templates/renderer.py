@@ -1,4 +1,4 @@
-"""Jinja, sandboxed and set up as Hugging Face's chat templates expect it; the same text on every day and machine."""
+"""Sandboxed Jinja, set up as Hugging Face's chat templates expect; the result depends on no clock or machine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jinja2.utils import Namespace
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
 
-# Variables that stand where a generation block begins and ends: empty texts, or its marks.
+# Variables at the beginning and end of a generation block: empty, or its marks.
 _BEGIN, _END = "generation_block_begins", "generation_block_ends"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-# Not `format`, by which a template could reach attributes of its arguments.
+# Without `format`, through which a template could reach attributes of its arguments.
 _STRING_METHODS = frozenset(
     {"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip", "upper"}
 )
-# Blocks whose output a template may change before it writes it, so that marks inside them may change the text.
+# Blocks whose output a template may change before writing it, so that marks inside may change the text.
 _INDIRECT = (nodes.AssignBlock, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
 
 
 class RecordRefusedError(PackedSFTError):
-    """A record that cannot be encoded: `reason` to count by, `detail` a sentence."""
+    """A record cannot be encoded: `reason` is counted, `detail` explains it."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -38,14 +38,14 @@ class RecordRefusedError(PackedSFTError):
 
 
 class GenerationMarks(NamedTuple):
-    """Two texts that stand around what a template's `generation` blocks write."""
+    """Two texts to write around the output of a template's `generation` blocks."""
 
     open: str
     close: str
 
 
 class _Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`: what the assistant writes."""
+    """The tag `{% generation %} ... {% endgeneration %}` around what the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -53,13 +53,13 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (_BEGIN, _END))
-        return nodes.Scope([begin, *body, end], lineno=line)  # what it sets is not visible outside
+        return nodes.Scope([begin, *body, end], lineno=line)  # variables set inside are not visible outside
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, quicker at what chat templates do most: `message.role`, `loop.last`, `content.split`.
+    """The sandbox with shortcuts for what chat templates do most: `message.role`, `loop.last`, `content.split`.
 
-    Each short cut gives what Jinja gives after some twenty checks of the object's type.
+    Each shortcut returns what Jinja returns after some twenty type checks.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -79,7 +79,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Dict:
-    """The global `dict`, without the class behind it."""
+    """The global `dict`, without access to the class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -93,9 +93,9 @@ class Renderer:
 
     Args:
         source: the Jinja text.
-        name: what errors call it.
-        variables: what every render knows, such as `bos_token`.
-        date: what `strftime_now` takes for now, `YYYY-MM-DD`.
+        name: its name in errors.
+        variables: variables of every render, such as `bos_token`.
+        date: the date that `strftime_now` formats, as YYYY-MM-DD.
 
     Example:
         >>> renderer = Renderer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
@@ -119,15 +119,15 @@ class Renderer:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise InvalidInputError(
-                f"{name}, line {error.lineno}: {error.message}; correct the template or choose another"
+                f"{name}, line {error.lineno}: {error.message}; fix the template or choose another"
             ) from None
         self.name = name
-        # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
+        # Jinja would rebuild its globals for every render, a fifth of the time for a short chat.
         self._variables = {**self._template.globals, "documents": None, **(variables or {})}
         self._template.globals = {}
         blocks = _generation_blocks(self.tree)
         if any(_generation_blocks(block) for block in blocks):
-            raise InvalidInputError(f"{name} has a generation block inside another; leave one of them out")
+            raise InvalidInputError(f"{name} has a generation block inside another; remove one of them")
         self.has_generation_marks = bool(blocks)
         self.marks_are_direct = not any(_generation_blocks(node) for node in self.tree.find_all(_INDIRECT))
 
@@ -139,7 +139,7 @@ class Renderer:
         add_generation_prompt: bool = False,
         marks: GenerationMarks | None = None,
     ) -> str:
-        """Render a chat; with `marks`, what `generation` blocks write stands between them."""
+        """Render a chat, with `marks` around the output of `generation` blocks."""
         variables = {
             **self._variables,
             "messages": messages,
@@ -153,7 +153,7 @@ class Renderer:
         except InvalidInputError:
             raise
         except Exception as error:
-            # Templates fail in as many ways as Python does; whatever it was, this record cannot be rendered.
+            # A template can raise anything; whatever it was, this record cannot be rendered.
             raise RecordRefusedError(
                 DropReason.TEMPLATE_ERROR, f"{self.name}: {type(error).__name__}: {error}"
             ) from None
@@ -174,7 +174,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes HTML characters and sorts keys; chat templates want neither.
+    # Jinja's own filter escapes HTML and sorts keys; chat templates expect neither.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,10 +1,10 @@
-"""What a byte-level BPE tokenizer.json says, and whether tiktoken would say the same.
+"""A byte-level BPE tokenizer.json: what its tokens are, and whether tiktoken would give the same ids.
 
-tiktoken merges any two neighbours whose union is a token, lowest id first; `tokenizers` merges only the listed pairs,
-first in the list first. They agree when the list is in the order of the ids it makes and every token can be reached
-through the list: up to a token's own turn a stretch of bytes develops as it would alone, so its last two parts are
-always the same two. A token that cannot be reached is harmless where whole words are looked up first
-(`ignore_merges`), unless it ends as two parts, which tiktoken would still join.
+tiktoken merges any two neighbours that form a token, lowest id first. `tokenizers` merges only the listed pairs, in the
+order of the list. They agree if the list is sorted by the ids it produces and every token can be reached through
+it: until a token's own merge is due, its bytes are merged as they would be alone, so the last two parts are always the
+same. A token that cannot be reached is harmless if whole words are looked up first (`ignore_merges`), unless its merges
+stop at two parts, which tiktoken would still join.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import tokenizers
 
-# The pattern that ByteLevel brings along when `use_regex` is on.
+# The pattern that ByteLevel uses if `use_regex` is on.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Settings of a model by which a token may stand for other bytes than it is spelled with.
+# Model settings with which a token may stand for other bytes than its spelling.
 _NOT_BYTES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 
 
 def byte_alphabet() -> dict[int, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary: code point -> byte.
+    """Return the byte that each printable character of a byte-level vocabulary stands for: code point -> byte.
 
     Example:
         >>> alphabet = byte_alphabet(); alphabet[ord("a")] == ord("a"), alphabet[ord("Ġ")] == ord(" ")
@@ -38,7 +38,7 @@ def byte_alphabet() -> dict[int, int]:
 
 
 def split_pattern(document: dict[str, Any]) -> str | None:
-    """The one pattern that cuts text into words, or None when words are cut in any other way.
+    """Return the one pattern that splits text into words, or None if words are split in any other way.
 
     Example:
         >>> split_pattern({"pre_tokenizer": {"type": "Whitespace"}}) is None
@@ -61,7 +61,7 @@ def split_pattern(document: dict[str, Any]) -> str | None:
 
 
 def token_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[bytes, int] | None:
-    """The bytes of every token but those left out -> its id, or None when a token is not spelled in bytes.
+    """Return bytes -> id of all tokens except those to leave out, or None if a token is not spelled in bytes.
 
     Example:
         >>> token_bytes({"model": {"vocab": {"Ġa": 3, "<s>": 4}}}, {"<s>"})
@@ -76,9 +76,9 @@ def token_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[bytes, in
 
 
 def byte_lengths(document: dict[str, Any]) -> npt.NDArray[np.int64] | None:
-    """How many bytes of text each id stands for, or None when that depends on more than the id.
+    """Return how many bytes of text each id stands for, or None if that depends on more than the id.
 
-    Where tokens are bytes of the text as it is, they follow each other without a gap, so lengths say where each lies.
+    Tokens that are bytes of the unchanged text follow each other without gaps, so their lengths give their positions.
 
     Example:
         >>> level = {"type": "ByteLevel", "add_prefix_space": False}
@@ -105,7 +105,7 @@ def byte_lengths(document: dict[str, Any]) -> npt.NDArray[np.int64] | None:
 
 
 def other_normalizer(document: dict[str, Any]) -> str | None:
-    """The normalizer of a tokenizer that does more than to compose characters (form C); None when it has no such one.
+    """Return the type of a normalizer that does more than compose characters (NFC), or None.
 
     Example:
         >>> other_normalizer({"normalizer": {"type": "NFC"}}), other_normalizer({"normalizer": {"type": "Lowercase"}})
@@ -118,7 +118,7 @@ def other_normalizer(document: dict[str, Any]) -> str | None:
 
 
 def is_left_alone(document: dict[str, Any], text: str) -> bool:
-    r"""Whether a text is in form C already, or the tokenizer does not compose characters; see `other_normalizer`.
+    r"""Return whether the normalizer leaves a text unchanged, given that it does nothing but NFC or nothing at all.
 
     Example:
         >>> is_left_alone({"normalizer": {"type": "NFC"}}, "e\u0301"), is_left_alone({}, "e\u0301")
@@ -133,7 +133,7 @@ def _spelled_in_bytes(document: dict[str, Any], leave_out: set[str]) -> dict[str
 
 
 def merge_product(merge: str | list[str]) -> str:
-    """The token that a merge makes; files hold merges as text or as pairs.
+    """Return the token that a merge makes; files hold merges as text or as pairs.
 
     Example:
         >>> merge_product("Ġ a"), merge_product(["Ġ", "a"])
@@ -143,7 +143,7 @@ def merge_product(merge: str | list[str]) -> str:
 
 
 def structural_refusal(document: dict[str, Any]) -> str | None:
-    """Why a tokenizer.json has no tiktoken form, as far as its settings tell; None when they tell nothing against it.
+    """Return why the settings of a tokenizer.json rule out tiktoken, or None if they do not.
 
     Example:
         >>> structural_refusal({"model": {"type": "Unigram"}})
@@ -162,10 +162,10 @@ def structural_refusal(document: dict[str, Any]) -> str | None:
     added = document.get("added_tokens", [])
     for token in added:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            return f"its added token {token['content']!r} takes notice of its surroundings"
+            return f"its added token {token['content']!r} depends on its surroundings"
         if not unicodedata.is_normalized("NFC", token["content"]):
-            return f"its added token {token['content']!r} is not in normal form C"
-    # Those of one kind are looked for before those of the other.
+            return f"its added token {token['content']!r} is not in Unicode normal form C"
+    # `tokenizers` finds those that are not normalized first.
     early = [token["content"] for token in added if not token["normalized"]]
     late = [token["content"] for token in added if token["normalized"]]
     if early and late and _may_overlap(early, late):
@@ -174,13 +174,9 @@ def structural_refusal(document: dict[str, Any]) -> str | None:
 
 
 def merge_refusal(document: dict[str, Any], backend: tokenizers.Tokenizer, leave_out: set[str]) -> str | None:
-    """Why merging by ids would not give what the listed merges give; see the top of this file.
+    """Return why merging by ids would differ from the listed merges (see the top of this file), or None.
 
-    Half a second for 150,000 tokens: worth it once per file, not once per process.
-
-    Example:
-        >>> merge_refusal(document, backend, {"<s>"})  # doctest: +SKIP
-        "its merges are not in the order of ids"
+    This takes half a second for 150,000 tokens, so it is done once per file, not once per process.
     """
     model = document["model"]
     vocabulary: dict[str, int] = model["vocab"]
@@ -189,7 +185,7 @@ def merge_refusal(document: dict[str, Any], backend: tokenizers.Tokenizer, leave
         return "its merges are not in the order of ids"
     ignore_merges = bool(model.get("ignore_merges"))
     bpe: Any = backend.model
-    bpe.ignore_merges = False  # to see what the merges alone can reach
+    bpe.ignore_merges = False  # shows what the merges alone can reach
     try:
         for token, number in vocabulary.items():
             if token in leave_out:

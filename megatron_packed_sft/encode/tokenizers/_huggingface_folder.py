@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer folder, read without importing transformers where its files say all there is to say."""
+"""A Hugging Face tokenizer folder, read without transformers unless its files leave something open."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 class TokenizerFolder(NamedTuple):
-    """What a folder says.
+    """The content of a tokenizer folder.
 
     Args:
         document: the parsed tokenizer.json, with the added tokens of all files.
         special_tokens: bos_token, eos_token, ... -> text; `additional_special_tokens` -> a list of texts.
-        chat_template: Jinja, if there is one.
+        chat_template: the Jinja text, if any.
     """
 
     document: dict[str, Any]
@@ -32,12 +32,7 @@ class TokenizerFolder(NamedTuple):
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
-    """Read a folder; only what tokenizer.json leaves open is asked of transformers.
-
-    Example:
-        >>> read_tokenizer_folder(Path("qwen")).special_tokens["eos_token"]  # doctest: +SKIP
-        '<|im_end|>'
-    """
+    """Read a tokenizer folder; transformers is imported only if tokenizer.json leaves something open."""
     if not (folder / TOKENIZER_FILE).is_file():
         return _ask_transformers(folder, f"{folder} has no {TOKENIZER_FILE}")
     document = _read_json(folder / TOKENIZER_FILE)
@@ -65,7 +60,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _merge_added_tokens(document: dict[str, Any], config: dict[str, Any]) -> None:
-    """Added tokens of tokenizer_config.json count as well, and its flags win: so does transformers."""
+    """Add the tokens of tokenizer_config.json; its flags win, as in transformers."""
     known = {token["content"]: token for token in document["added_tokens"]}
     for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         flags = {name: token[name] for name in _FLAGS if name in token}
@@ -77,7 +72,7 @@ def _merge_added_tokens(document: dict[str, Any], config: dict[str, Any]) -> Non
 
 
 def _left_open(document: dict[str, Any], config: dict[str, Any], special_tokens: dict[str, Any]) -> str | None:
-    """What only transformers can settle, in words."""
+    """Return what only transformers can decide, or None."""
     known = {token["content"] for token in document["added_tokens"]}
     for name, value in special_tokens.items():
         for token in value if isinstance(value, list) else [value]:
@@ -127,11 +122,11 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
     except Exception as error:  # transformers raises whatever its parts raise
         cause = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
-            f"{folder} is not a tokenizer that transformers can load ({cause[0]}); it needs a {TOKENIZER_FILE}"
+            f"{folder} is not a tokenizer that transformers can load ({cause[0]}); add a {TOKENIZER_FILE}"
         ) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise InvalidInputError(f"{folder} has no fast tokenizer; convert it to one with a {TOKENIZER_FILE}")
+        raise InvalidInputError(f"{folder} has no fast tokenizer; convert it, so that it has a {TOKENIZER_FILE}")
     template = tokenizer.chat_template
     return TokenizerFolder(
         document=orjson.loads(backend.to_str()),

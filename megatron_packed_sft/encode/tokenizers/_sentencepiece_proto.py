@@ -1,4 +1,4 @@
-"""SentencePiece's protocol buffers, as far as its library does not read or change them for us.
+"""The parts of SentencePiece's protocol buffers that its library neither reads nor changes for us.
 
 ModelProto (the .model file)   1 pieces, 2 trainer_spec, 3 normalizer_spec
   SentencePiece                1 piece, 3 type (4 is USER_DEFINED, 5 is UNUSED)
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
 
-# Types of pieces. One that is unused stays in the vocabulary, but no text gives it.
+# Types of pieces. An unused piece keeps its id, but no text produces it.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class Field(NamedTuple):
-    """One field of a message: its number, and where its value is in the file. A varint also has its value."""
+    """One field of a message: its number, where its value is in the file, and the value itself if it is a varint."""
 
     number: int
     begin: int
@@ -42,8 +42,8 @@ class ModelFacts(NamedTuple):
     """How a model treats text.
 
     Args:
-        has_dummy_prefix: a space is put in front of the text.
-        keeps_text: nothing else is changed, so the pieces spell the text byte by byte.
+        has_dummy_prefix: whether a space is put in front of the text.
+        keeps_text: whether nothing else changes, so that the pieces spell the text byte by byte.
     """
 
     has_dummy_prefix: bool
@@ -51,7 +51,7 @@ class ModelFacts(NamedTuple):
 
 
 def model_facts(model: bytes) -> ModelFacts:
-    """Read them out of a file.
+    """Return how a model treats text.
 
     Example:
         >>> model_facts(b"")  # the defaults of the format
@@ -71,7 +71,7 @@ def model_facts(model: bytes) -> ModelFacts:
 
 
 def model_pieces(model: bytes) -> list[Piece]:
-    r"""All pieces, in the order of their ids.
+    r"""Return all pieces, in the order of their ids.
 
     Example:
         >>> model_pieces(b"\x0a\x05\x0a\x01x\x18\x04")
@@ -91,9 +91,9 @@ def model_pieces(model: bytes) -> list[Piece]:
 
 
 def piece_spans(result: bytes, byte_ids: Container[int]) -> list[tuple[int, int]]:
-    r"""The bytes of the text that each piece of an encoded text stands for.
+    r"""Return the byte range of the text that each piece of an encoded text stands for.
 
-    Where bytes spell one character, SentencePiece gives all of it to the last of them; here each of them holds it.
+    If byte pieces spell one character, SentencePiece assigns it to the last of them; here each of them gets it.
 
     Example:
         >>> piece_spans(b"\x12\x06\x10\x07\x20\x00\x28\x00" + b"\x12\x06\x10\x08\x20\x00\x28\x02", byte_ids={7, 8})
@@ -115,18 +115,18 @@ def piece_spans(result: bytes, byte_ids: Container[int]) -> list[tuple[int, int]
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
-    """The same model, but with no space put in front of the text.
+    """Return the model without the space in front of the text.
 
     Example:
         >>> model_facts(without_dummy_prefix(b"")).has_dummy_prefix
         False
     """
-    # Two messages in a row are one: the later value wins. This is normalizer_spec { add_dummy_prefix: false }.
+    # Repeated messages are merged, and later values win. This is normalizer_spec { add_dummy_prefix: false }.
     return model + bytes([3 << 3 | _BYTES, 2, 3 << 3 | _VARINT, 0])
 
 
 def without_pieces(model: bytes, pieces: Iterable[Piece]) -> bytes:
-    r"""The same model, but some pieces, which have a type of their own in the file, are never found in text.
+    r"""Return the model with some pieces marked as unused; each must have a type in the file.
 
     Example:
         >>> model = b"\x0a\x05\x0a\x01x\x18\x04"

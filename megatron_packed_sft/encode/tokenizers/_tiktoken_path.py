@@ -2,10 +2,10 @@
 
     tokenizer.json ─ structural_refusal ─ merge_refusal ─▶ TiktokenPath ─ difference ─▶ used
                            │                   │                              │
-                           └───────────────────┴── one reason in words ───────┴──▶ `tokenizers` does all the work
+                           └───────────────────┴────── the reason ────────────┴──▶ `tokenizers` does all the work
 
-Single texts are left to `tokenizers` as well: those that are not in normal form C when the tokenizer asks for it, and
-those with a run so long that tiktoken's regular expressions give up.
+Some texts go to `tokenizers` either way: those that its normalizer would change, and those with a run of characters so
+long that tiktoken's regular expressions fail.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 if TYPE_CHECKING:
     import tokenizers
 
-# tiktoken 0.14 overflows its stack on a million spaces and is sound at 100,000; older ones are quadratic in long words.
+# tiktoken 0.14 overflows its stack on a million spaces and copes with 100,000; older versions are quadratic in words.
 MAX_RUN = 10_000
 _LONG_RUN = re.compile(rf"\s{{{MAX_RUN}}}|\S{{{MAX_RUN}}}")
-# System prompts and tool lists recur; this many characters of them are remembered.
+# System prompts and tool lists recur: cache up to this many characters.
 _CACHE_CHARACTERS = 4_000_000
 _ID_BYTES = 4
-# Letters, digits, marks and signs that Unicode 13 to 17 added, a line each: tables of different age show here.
+# Characters that Unicode 13 to 17 added, one line each: they reveal Unicode tables of different versions.
 _RECENT = (
     "\u08be\U00010e80\U00011950\U00030000"
     "\u0870\U0001df00\U00016ac0\U00010570"
@@ -45,7 +45,7 @@ _RECENT = (
     "\U00010d40\U000105c0\u1c89\ua7cb\U00011bf0\u0897\U00016d40\U0001ccf0\U0001cc00"
     "\U000323b0\U00010940\U00011de0\ua7ce\u1acf\u20c1\U00016ea0"
 )
-# Texts on which tokenizers that are not quite the same tend to differ.
+# Texts on which almost equal tokenizers tend to differ.
 _TEXTS = (
     "",
     " ",
@@ -66,22 +66,18 @@ _TEXTS = (
 
 
 class TiktokenPath:
-    """Encodes texts through tiktoken.
+    """Encode texts through tiktoken.
 
     Args:
         document: a parsed tokenizer.json that passed the checks of `open_tiktoken_path`.
         controls: its added tokens.
         ranks: the bytes of its other tokens -> their ids.
-
-    Example:
-        >>> path = TiktokenPath(document, controls, ranks)  # doctest: +SKIP
-        >>> ids, lengths = path.encode([MarkedText("Hello")])  # doctest: +SKIP
     """
 
     def __init__(self, document: dict[str, Any], controls: ControlTokens, ranks: dict[bytes, int]) -> None:
         import tiktoken
 
-        # Control tokens are cut off before tiktoken sees the text; it knows them, but it is never allowed to make one.
+        # The text is split at control tokens before tiktoken sees it, so tiktoken itself never produces one.
         self._encoding = tiktoken.Encoding(
             "megatron_packed_sft",
             pat_str=split_pattern(document) or "",
@@ -90,33 +86,33 @@ class TiktokenPath:
         )
         self._document = document
         self._controls = controls
-        self._control_chunks = {text: np.uint32(number).tobytes() for text, number in controls.ids.items()}
-        self._cache: dict[str, bytes] = {}  # ids as tiktoken gives them: joining bytes is quicker than joining arrays
+        self._control_ids = {text: np.uint32(number).tobytes() for text, number in controls.ids.items()}
+        self._cache: dict[str, bytes] = {}  # ids as bytes, which are faster to join than arrays
         self._cached_characters = 0
 
     def accepts(self, text: str) -> bool:
-        """Whether this one text may go through tiktoken."""
+        """Return whether a text may go through tiktoken."""
         if len(text) > MAX_RUN and _LONG_RUN.search(text):
             return False
         return is_left_alone(self._document, text)
 
     def encode(self, texts: Sequence[MarkedText]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Flat ids of texts that are accepted, and how many each has."""
-        chunks: list[bytes] = []
+        """Return the flat ids of accepted texts, and the number of ids of each."""
+        found: list[bytes] = []
         lengths = []
         for text, _, literal in texts:
-            before = len(chunks)
+            before = len(found)
             for index, part in enumerate(self._controls.split(text, literal).parts):
                 if index % 2:
-                    chunks.append(self._control_chunks[part])
+                    found.append(self._control_ids[part])
                 elif part:
-                    chunks.append(self._cache.get(part) or self._encode_part(part))
-            lengths.append(sum(map(len, chunks[before:])) // _ID_BYTES)
-        ids = np.frombuffer(bytearray().join(chunks), np.int32)  # of a bytearray, so that the array can be written to
+                    found.append(self._cache.get(part) or self._encode_part(part))
+            lengths.append(sum(map(len, found[before:])) // _ID_BYTES)
+        ids = np.frombuffer(bytearray().join(found), np.int32)  # a bytearray keeps the array writable
         return ids, np.array(lengths, np.int64)
 
     def difference(self, backend: tokenizers.Tokenizer) -> str | None:
-        """A text that tiktoken gives other ids than `tokenizers`, or a control token where none is meant."""
+        """Return a text on which tiktoken and `tokenizers` differ, or None."""
         for text in check_texts(self._controls.ids):
             if self.accepts(text):
                 ids, _ = self.encode([MarkedText(text)])
@@ -127,13 +123,13 @@ class TiktokenPath:
         return lookalikes if set(self._controls.ids.values()) & set(ids.tolist()) else None
 
     def _encode_part(self, part: str) -> bytes:
-        chunk = self._encoding.encode_to_numpy(part, disallowed_special=()).tobytes()
+        ids = self._encoding.encode_to_numpy(part, disallowed_special=()).tobytes()
         if self._cached_characters > _CACHE_CHARACTERS:
             self._cache = {}
             self._cached_characters = 0
-        self._cache[part] = chunk
+        self._cache[part] = ids
         self._cached_characters += len(part)
-        return chunk
+        return ids
 
 
 def open_tiktoken_path(
@@ -143,18 +139,14 @@ def open_tiktoken_path(
     *,
     passed_with: str | None = None,
 ) -> TiktokenPath | str:
-    """The fast path of a tokenizer, or the reason why it has none.
+    """Return the fast path of a tokenizer, or the reason why it has none.
 
     Args:
         document: the parsed tokenizer.json.
         controls: its added tokens.
-        backend: gives the same tokenizer in `tokenizers`, which decides.
-        passed_with: what `checked_by` said where this very file passed all checks; they are left out where it says
-            the same.
-
-    Example:
-        >>> open_tiktoken_path({"model": {"type": "Unigram"}}, controls, lambda: backend)  # doctest: +SKIP
-        'its model is Unigram, not BPE'
+        backend: returns the same tokenizer in `tokenizers`, the reference.
+        passed_with: the `checked_by` of a process in which this file passed all checks; with the same versions they are
+            skipped.
     """
     try:
         import tiktoken  # noqa: F401
@@ -181,17 +173,12 @@ def open_tiktoken_path(
 
 
 def checked_by() -> str:
-    """The versions of both sides: what one process has checked, another with the same need not check again.
-
-    Example:
-        >>> checked_by()  # doctest: +SKIP
-        'tiktoken 0.14.0, tokenizers 0.23.3'
-    """
+    """Return the versions of tiktoken and tokenizers; equal versions need no second check."""
     return ", ".join(f"{name} {version(name)}" for name in ("tiktoken", "tokenizers"))
 
 
 def check_texts(control_tokens: Iterable[str]) -> list[str]:
-    r"""The fixed texts, and all control tokens: in a row, in words, between spaces and broken.
+    r"""Return the fixed texts, and texts of all control tokens: adjacent, inside words, between spaces, and broken.
 
     Example:
         >>> check_texts(["<s>"])[-1]

@@ -1,7 +1,7 @@
-"""Where tokens lie in their text, and so which of them are trained.
+"""Where tokens are in their text, and so which of them are trained.
 
-A position is a character or a UTF-8 byte of the text, whichever the tokenizer can tell cheaply; texts of a batch are
-laid end to end, so that one pass marks them all:
+A position is a character or a UTF-8 byte, whichever the tokenizer gives cheaply. The texts of a batch are placed end to
+end, so that one pass marks them all:
 
     text        u s e r : h i | b o t : h o          trained: (4, 6) of the second text
     tokens      [user] [:] [hi] [bot] [:] [ho]
@@ -23,7 +23,7 @@ Positions = npt.NDArray[np.int64]
 
 
 def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
-    """How many bytes each text has in UTF-8; a text that has no UTF-8 form is refused.
+    """Return the length of each text in UTF-8; raise an error if one cannot be encoded.
 
     Example:
         >>> utf8_lengths([MarkedText("abc"), MarkedText("né")])
@@ -45,7 +45,7 @@ def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
 
 
 def byte_positions(text: str) -> Positions:
-    """The UTF-8 position of every character, and of the end.
+    """Return the UTF-8 position of every character, and of the end.
 
     Example:
         >>> byte_positions("née").tolist()
@@ -59,7 +59,7 @@ def byte_positions(text: str) -> Positions:
 def trained_ranges(
     texts: Sequence[MarkedText], lengths: Sequence[int], *, in_bytes: bool
 ) -> tuple[Positions, Positions]:
-    """Begins and ends of all trained ranges of a batch whose texts are laid end to end.
+    """Return where all trained ranges of a batch begin and end, with its texts placed end to end.
 
     Args:
         texts: the batch.
@@ -110,7 +110,7 @@ def with_train_mask(
     record = np.arange(len(lengths))
     if len(begins) == 0:
         return Sequences(input_ids, np.zeros(len(input_ids), np.uint8), lengths, record)
-    # Ranges ascend and do not touch: if a token overlaps any, it overlaps the first that ends after the token begins.
+    # Ranges ascend and do not touch: a token that overlaps any overlaps the first that ends after the token begins.
     candidate = np.searchsorted(ends, token_starts, side="right")
     is_behind_all = candidate == len(ends)
     candidate[is_behind_all] = 0

@@ -1,4 +1,4 @@
-"""Control tokens in a text: where they stand, and where something merely looks like one."""
+"""Control tokens in a text: where they are, and where ordinary text only looks like one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HTML_TAG = re.compile(
 )
 
 
-class Pieces(NamedTuple):
-    """A text taken apart: ordinary text, control token, ordinary text, ..., ordinary text; the texts may be empty.
+class SplitText(NamedTuple):
+    """A text split at its control tokens.
 
     Args:
-        parts: an odd number of them; joined they give the text again.
+        parts: ordinary text, control token, ordinary text, ..., ordinary text; ordinary text may be empty.
         has_lookalike: whether an ordinary part holds the text of a control token.
     """
 
@@ -29,38 +29,38 @@ class Pieces(NamedTuple):
 
 
 class ControlTokens:
-    """Finds control tokens as tokenizers do: leftmost first, then the longest.
+    """Find control tokens as tokenizers do: the leftmost first, then the longest.
 
     Args:
-        ids: text -> id of each.
+        ids: text -> id of each control token.
 
     Example:
         >>> controls = ControlTokens({"<s>": 1, "</s>": 2})
         >>> controls.split("<s>a</s>").parts
         ['', '<s>', 'a', '</s>', '']
         >>> controls.split("<s>a</s>", literal=[(3, 8)])
-        Pieces(parts=['', '<s>', 'a</s>'], has_lookalike=True)
+        SplitText(parts=['', '<s>', 'a</s>'], has_lookalike=True)
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
         self._pattern = control_pattern(self.ids)
 
-    def split(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Pieces:
-        """Take a text apart at its control tokens, but at none that begins or ends in a literal range."""
+    def split(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> SplitText:
+        """Split a text at its control tokens, except those that begin or end in a literal range."""
         parts = self._pattern.split(text)
         if not literal or len(parts) == 1:
-            return Pieces(parts, has_lookalike=False)
-        # Almost always each literal range lies in one ordinary part, which is quick to see.
+            return SplitText(parts, has_lookalike=False)
+        # Almost always each literal range is inside one ordinary part, which is quick to check.
         ends = list(accumulate(map(len, parts)))
         for begin, end in literal:
             place = bisect_right(ends, begin)
             if begin < end and (place % 2 or ends[place] < end):
                 return self._split_around(text, literal)
-        return Pieces(parts, has_lookalike=False)
+        return SplitText(parts, has_lookalike=False)
 
-    def _split_around(self, text: str, literal: Sequence[tuple[int, int]]) -> Pieces:
-        """The same, one match after the other: after a look-alike the search continues one character later."""
+    def _split_around(self, text: str, literal: Sequence[tuple[int, int]]) -> SplitText:
+        """Split match by match; after a lookalike the search continues one character later."""
         parts: list[str] = []
         has_lookalike = False
         begins = [begin for begin, _ in literal]
@@ -74,25 +74,25 @@ class ControlTokens:
             parts += (text[done:start], match[0])
             done = position = end
         parts.append(text[done:])
-        return Pieces(parts, has_lookalike)
+        return SplitText(parts, has_lookalike)
 
 
 def control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern, with one group, for the longest of some tokens; without tokens it matches nothing.
+    """Return a pattern with one group that matches the longest of some tokens; without tokens it matches nothing.
 
     Example:
         >>> control_pattern(["<s>", "</s>"]).findall("<s>Hi</s>")
         ['<s>', '</s>']
     """
-    nothing = r"\0\A"  # a character before the beginning: in no text, and quick to miss
+    nothing = r"\0\A"  # a character before the start of the text: never matches, and fails fast
     return re.compile(f"({_any_of(tokens) or nothing})")
 
 
 def is_control_text(text: str, *, special: bool) -> bool:
-    r"""Whether a token that is recognised as a whole steers the model.
+    r"""Return whether a token that is recognised as a whole controls the model.
 
-    White space and HTML (Gemma has tokens for both) are text like any other: a message that holds them must get the
-    ids that the model knows.
+    White space and HTML (Gemma has tokens for both) are ordinary text: a message that contains them must get the ids
+    that the model knows.
 
     Example:
         >>> [is_control_text(text, special=False) for text in ("<|im_end|>", "<think>", "\n\n", "</td>")]
@@ -109,7 +109,7 @@ def _holds(ranges: Sequence[tuple[int, int]], begins: list[int], position: int) 
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of many words. Shared beginnings are tried once, so thousands of words cost little."""
+    """Return a pattern for the longest of many words; shared beginnings are tried once, so that thousands are cheap."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -125,5 +125,5 @@ def _pattern_of(node: dict[str, Any]) -> str:
         return ""
     if len(branches) == 1 and "" not in node:
         return branches[0]
-    # A word that ends here is taken only when no longer one continues.
+    # A word that ends here matches only if no longer one does.
     return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through tiktoken where that is the same."""
+"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through tiktoken where it gives the same."""
 
 from __future__ import annotations
 
@@ -35,26 +35,20 @@ _FILLER = "\U0010fffd"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer folder as Hugging Face saves it. Satisfies `encode.interface.Tokenizer`.
+    """A tokenizer folder as Hugging Face saves it. Implements the `Tokenizer` protocol.
 
-    Ids are those of `AutoTokenizer.apply_chat_template(tokenize=True)`: text as it is, nothing added.
+    Ids are those of `AutoTokenizer.apply_chat_template(tokenize=True)`: the text as it is, with nothing added.
 
     Args:
-        path: the folder, or a tokenizer.json in it.
-        fast: go through tiktoken where it gives the same ids; `fast_path` says whether it does, and
-            `fast_path_refusal` why it does not.
-
-    Example:
-        >>> tokenizer = HuggingFaceTokenizer("qwen2.5")  # doctest: +SKIP
-        >>> tokenizer.encode_many([MarkedText("Hello there", trained=[(5, 11)])]).train  # doctest: +SKIP
-        array([0, 1], dtype=uint8)
+        path: the folder, or the tokenizer.json in it.
+        fast: use tiktoken if it gives the same ids; `fast_path` says whether it does, `fast_path_refusal` why not.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fast: bool = True) -> None:
         self._load(path, fast, None)
 
     def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, str | None] | None) -> None:
-        """Read the files; `expected` is the fingerprint they had before, and what the fast path was checked by."""
+        """Read the files; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
         folder = Path(os.path.abspath(path))
         folder = folder.parent if folder.name == TOKENIZER_FILE else folder
         if not folder.is_dir():
@@ -70,7 +64,7 @@ class HuggingFaceTokenizer:
         elif expected[0] != self._fingerprint:
             raise InvalidInputError(
                 f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
-                "now); start again with one tokenizer"
+                "now); run again, and leave the tokenizer unchanged"
             )
         self._controls = ControlTokens(
             {
@@ -87,11 +81,11 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer itself: half a second that a process with the fast path may never need."""
+        """The tokenizer of `tokenizers`; loading takes half a second, which the fast path may never need."""
         return _backend(self._document, Path(self._path))
 
     def _check_added_tokens(self) -> None:
-        backend = self._backend  # read here, so that a broken file is found even if it has no added tokens
+        backend = self._backend  # loaded here, so that a broken file is found even without added tokens
         for token in self._document["added_tokens"]:
             found = backend.token_to_id(token["content"])
             if found != token["id"]:
@@ -129,29 +123,29 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """All ids are below it, those of added tokens too."""
+        """One more than the largest id, added tokens included."""
         vocabulary = self._document["model"]["vocab"]
         last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         return 1 + int(max([last, *(token["id"] for token in self._document["added_tokens"])]))
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of sequence, if it has one."""
+        """The beginning-of-sequence id, if any."""
         return self._id_of("bos_token")
 
     @property
     def eos_id(self) -> int | None:
-        """End of sequence, if it has one."""
+        """The end-of-sequence id, if any."""
         return self._id_of("eos_token")
 
     @property
     def pad_id(self) -> int | None:
-        """Padding, if it has one."""
+        """The padding id, if any."""
         return self._id_of("pad_token")
 
     @property
     def chat_template(self) -> str | None:
-        """Its own Jinja template, if it has one."""
+        """Its own Jinja template, if any."""
         return self._chat_template
 
     @property
@@ -161,7 +155,7 @@ class HuggingFaceTokenizer:
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
-        """Its added tokens, but for those that are text: white space, HTML, whole words."""
+        """Text -> id of its added tokens, except those that are text: white space, HTML, whole words."""
         return self._controls.ids
 
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
@@ -183,15 +177,15 @@ class HuggingFaceTokenizer:
         return in_record_order(batches)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, control tokens included."""
+        """Return the text of some ids, control tokens included."""
         return str(self._backend.decode([int(number) for number in ids], skip_special_tokens=False))
 
     def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
-        # If not in place: the pattern left characters out, which `tokenizers` keeps as words of their own.
+        # None means that the pattern skipped characters, which `tokenizers` keeps as words of their own.
         return self._in_place(*path.encode(texts), texts, num_bytes) or self._encode_slowly(texts, num_bytes)
 
     def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
-        """Through `tokenizers`; where ids tell their length, without its offsets, which take a third of the time."""
+        """Encode through `tokenizers`; without its offsets, a third of the time, if ids tell their lengths."""
         if self._byte_lengths is not None and all(is_left_alone(self._document, text.text) for text in texts):
             encodings = self._encodings(texts, "encode_batch_fast")
             if (encoded := self._in_place(*_flat_ids(encodings), texts, num_bytes)) is not None:
@@ -217,7 +211,7 @@ class HuggingFaceTokenizer:
         texts: Sequence[MarkedText],
         num_bytes: Sequence[int],
     ) -> Sequences | None:
-        """Lay tokens side by side by their lengths in bytes; None if they do not fill their texts."""
+        """Place tokens by their lengths in bytes; return None if they do not fill their texts."""
         if self._byte_lengths is None:
             return None
         widths = self._byte_lengths[ids]
@@ -249,7 +243,7 @@ class HuggingFaceTokenizer:
         if any(name in text.text for name in self._private_names.values()):
             raise InvalidInputError(
                 f"text {index} of the batch holds private characters (U+F0000 to U+FFFFD) and the text of a control "
-                "token; take one of them out of the record"
+                "token; remove one of them from the record"
             )
         parts[1::2] = [self._private_names[part] for part in parts[1::2]]
         return "".join(parts)
@@ -283,12 +277,12 @@ def _flat_ids(encodings: Sequence[Any]) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _only_what_decides_ids(document: dict[str, Any]) -> dict[str, Any]:
-    """Without truncation and padding, and without a post-processor, which adds tokens and trims positions."""
+    """Return the document without truncation, padding and post-processor, which adds tokens and trims positions."""
     return document | {"truncation": None, "padding": None, "post_processor": None}
 
 
 def _fingerprint(document: dict[str, Any]) -> str:
-    """A hash that does not depend on how the file is written: order of keys, and merges as text or as pairs."""
+    """Return a hash that depends neither on the order of keys nor on merges being text or pairs."""
     model = dict(document["model"])
     if "merges" in model:
         model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]

@@ -1,4 +1,4 @@
-"""What templates hand to tokenizers, and tokenizers hand on: a small contract between the two halves of `encode`."""
+"""What passes between templates and tokenizers: marked texts in, sequences out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_packed_sft.encode.sequences import Sequences
 
 
 class MarkedText(NamedTuple):
-    """A rendered text that knows which of its characters are to be trained.
+    """A rendered text and which of its characters are trained.
 
     Args:
-        text: what is tokenized, as it is: no token is added in front or behind.
+        text: what is tokenized, as it is; no token is added at either end.
         trained: half-open character ranges, ascending, not touching or overlapping.
-        literal: half-open character ranges, ascending, in which no control token may begin or end: the text that came
-            from a message and merely looks like one. Ordinary text for the tokenizer.
+        literal: half-open character ranges, ascending, in which no control token may begin or end: text of a message
+            that only looks like one, and is ordinary text for the tokenizer.
     """
 
     text: str
@@ -24,7 +24,7 @@ class MarkedText(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer. Picklable by its path, cheap to load again."""
+    """What the package needs of a tokenizer. It is pickled by its path and cheap to load again."""
 
     @property
     def path(self) -> str:
@@ -36,38 +36,38 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides ids; equal files give equal fingerprints wherever they lie."""
+        """A hash of everything that decides ids; equal files have equal fingerprints, wherever they are."""
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it, those of added tokens too."""
+        """One more than the largest id, added tokens included."""
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of sequence, if it has one."""
+        """The beginning-of-sequence id, if any."""
 
     @property
     def eos_id(self) -> int | None:
-        """End of sequence, if it has one."""
+        """The end-of-sequence id, if any."""
 
     @property
     def pad_id(self) -> int | None:
-        """Padding, if it has one."""
+        """The padding id, if any."""
 
     @property
     def chat_template(self) -> str | None:
-        """Its own Jinja template, if it has one."""
+        """Its own Jinja template, if any."""
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
-        """What its template may name: bos_token, eos_token and the other special tokens, as text."""
+        """Variables for its template: bos_token, eos_token and the other special tokens, as text."""
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
-        """Text -> id of every token that is recognised in text as a whole (added tokens, user-defined symbols)."""
+        """Text -> id of every token that is recognised as a whole (added tokens, user-defined symbols)."""
 
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, control tokens included."""
+        """Return the text of some ids, control tokens included."""

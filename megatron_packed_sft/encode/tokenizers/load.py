@@ -1,4 +1,4 @@
-"""`load_tokenizer`: one call for whatever tokenizer is at the path, never over the network."""
+"""`load_tokenizer` loads any tokenizer from a local path; it never uses the network."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bo
 
     Args:
         path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder.
-        kind: `auto` looks at the files: a folder with Hugging Face's files is `huggingface`.
-        fast: for Hugging Face, go through tiktoken where that gives the same ids.
-
-    Example:
-        >>> tokenizer = load_tokenizer("Qwen2.5-7B-Instruct")  # doctest: +SKIP
-        >>> tokenizer.control_tokens["<|im_end|>"]  # doctest: +SKIP
-        151645
+        kind: sentencepiece, huggingface, or auto to decide by the files.
+        fast: for Hugging Face, use tiktoken if it gives the same ids.
     """
     if kind not in ("auto", "sentencepiece", "huggingface"):
-        raise InvalidInputError(f"tokenizer kind {kind!r} is unknown; use auto, sentencepiece or huggingface")
+        raise InvalidInputError(f"tokenizer.kind {kind!r} is unknown; use one of auto, sentencepiece, huggingface")
     location = Path(path)
     if not location.exists():
         raise InvalidInputError(
-            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded: fetch a hub "
-            "tokenizer first)"
+            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded, so fetch a "
+            "tokenizer from a hub first)"
         )
     models = [location] if location.is_file() else sorted(location.glob("*.model"))
     if kind == "auto":
@@ -45,7 +40,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bo
                 f"{path} has no tokenizer.json and no SentencePiece .model file; give the folder or file of a tokenizer"
             )
         names = ", ".join(model.name for model in models)
-        raise InvalidInputError(f"{path} holds several SentencePiece models, {names}; name one of them")
+        raise InvalidInputError(f"{path} holds several SentencePiece models ({names}); give the path of one of them")
     from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
 
     return SentencePieceTokenizer(models[0])

@@ -1,8 +1,8 @@
-"""SentencePiece models: text between control tokens goes through the model, the rest is looked up.
+"""SentencePiece models: text between control tokens goes through the model; control tokens are looked up.
 
-The model's dummy prefix (a space in front of the text, on in many models) is put at the very start of a text and
-nowhere else: what follows a control token is encoded as it stands. Llama's tokenizers in Hugging Face do so as well
-(`legacy=False`). A model that trims white space (T5's) trims each stretch between two control tokens.
+Many models have a dummy prefix, a space in front of the text. It goes to the start of a text and nowhere else: what
+follows a control token is encoded as it is, as Hugging Face does for Llama (`legacy=False`). A model that trims white
+space (T5's) trims the text between any two control tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_packed_sft.errors import InvalidInputError
 _SPECIAL = ("bos", "eos", "pad", "unk")
 
 
-class _Chunk(NamedTuple):
+class _Part(NamedTuple):
     """A control token, or the text between two of them."""
 
     text: str
@@ -38,17 +38,12 @@ class _Chunk(NamedTuple):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece .model file. Satisfies `encode.interface.Tokenizer`.
+    """A SentencePiece .model file. Implements the `Tokenizer` protocol.
 
     Control symbols (`<s>`) and user-defined symbols are recognised in text, outside of literal ranges.
 
     Args:
         path: the .model file.
-
-    Example:
-        >>> tokenizer = SentencePieceTokenizer("tokenizer.model")  # doctest: +SKIP
-        >>> tokenizer.encode_many([MarkedText("<s>Hello", trained=[(3, 8)])]).train  # doctest: +SKIP
-        array([0, 1], dtype=uint8)
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -63,7 +58,7 @@ class SentencePieceTokenizer:
             self._facts = proto.model_facts(self._model)
             self._pieces = proto.model_pieces(self._model)
             self._processor = _processor(self._model)
-            # Without a dummy prefix the start of a text is like what follows a control token.
+            # For text after a control token, which gets no dummy prefix.
             has_prefix = self._facts.has_dummy_prefix
             self._inner = _processor(proto.without_dummy_prefix(self._model)) if has_prefix else self._processor
         except (InvalidInputError, RuntimeError, OSError, UnicodeDecodeError):
@@ -84,7 +79,7 @@ class SentencePieceTokenizer:
 
     @property
     def name(self) -> str:
-        """The file's name, or the folder's where the file has the usual one."""
+        """The name of the file, or of its folder if the file is called tokenizer.model."""
         path = Path(self._path)
         return path.parent.name if path.name == "tokenizer.model" and path.parent.name else path.name
 
@@ -95,69 +90,69 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """One more than the largest id."""
         return len(self._pieces)
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of sequence, if it has one."""
+        """The beginning-of-sequence id, if any."""
         return self._id_of("bos")
 
     @property
     def eos_id(self) -> int | None:
-        """End of sequence, if it has one."""
+        """The end-of-sequence id, if any."""
         return self._id_of("eos")
 
     @property
     def pad_id(self) -> int | None:
-        """Padding, if it has one."""
+        """The padding id, if any."""
         return self._id_of("pad")
 
     @property
     def chat_template(self) -> None:
-        """A .model file has none."""
+        """None: a .model file has no template."""
         return
 
     @cached_property
     def template_variables(self) -> Mapping[str, Any]:
-        """bos_token, eos_token, pad_token and unk_token, as far as there are such."""
+        """Those of bos_token, eos_token, pad_token and unk_token that the model has."""
         ids = {name: self._id_of(name) for name in _SPECIAL}
         return {f"{name}_token": self._pieces[number].text for name, number in ids.items() if number is not None}
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
-        """Its control symbols and user-defined symbols, but for those that are text: white space and HTML."""
+        """Text -> id of its control and user-defined symbols, except those that are text: white space and HTML."""
         return self._controls.ids
 
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
         num_bytes = utf8_lengths(texts)
-        chunks: list[_Chunk] = []
-        num_chunks = []
+        parts: list[_Part] = []
+        num_parts = []
         for text, _, literal in texts:
-            parts, has_lookalike = self._controls.split(text, literal)
-            before = len(chunks)
-            for index, part in enumerate(parts):
+            split, has_lookalike = self._controls.split(text, literal)
+            before = len(parts)
+            for index, part in enumerate(split):
                 if part:
                     takes_prefix = index == 0 and self._facts.has_dummy_prefix
-                    chunks.append(_Chunk(part, bool(index % 2), takes_prefix, has_lookalike))
-            num_chunks.append(len(chunks) - before)
-        found = self._ids_of(chunks)
+                    parts.append(_Part(part, bool(index % 2), takes_prefix, has_lookalike))
+            num_parts.append(len(parts) - before)
+        found = self._ids_of(parts)
         counts = np.array([len(ids) for ids in found], np.int64)
         ids = np.fromiter(chain.from_iterable(found), np.int32, int(counts.sum()))
-        starts, ends = self._positions(chunks, ids, counts)
+        starts, ends = self._positions(parts, ids, counts)
         tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        lengths = np.diff(tokens_before[np.cumsum([0, *num_chunks])])
+        lengths = np.diff(tokens_before[np.cumsum([0, *num_parts])])
         return with_train_mask(ids, lengths, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, control tokens included."""
+        """Return the text of some ids, control tokens included."""
         texts = {number: text for text, number in self._controls.ids.items()}
         parts: list[str] = []
         run: list[int] = []
 
         def finish_run() -> None:
-            # The first run lost a dummy prefix if the model has one; others never had it.
+            # Only the first run can have a dummy prefix to remove.
             parts.append((self._inner if parts else self._processor).decode(run))
             run.clear()
 
@@ -170,44 +165,44 @@ class SentencePieceTokenizer:
         finish_run()
         return "".join(parts)
 
-    def _ids_of(self, chunks: list[_Chunk]) -> list[list[int]]:
-        found: list[list[int]] = [[]] * len(chunks)
+    def _ids_of(self, parts: list[_Part]) -> list[list[int]]:
+        found: list[list[int]] = [[]] * len(parts)
         places: dict[tuple[bool, bool], list[int]] = {}
-        for place, chunk in enumerate(chunks):
-            if chunk.is_control:
-                found[place] = [self._controls.ids[chunk.text]]
+        for place, part in enumerate(parts):
+            if part.is_control:
+                found[place] = [self._controls.ids[part.text]]
             else:
-                places.setdefault((chunk.takes_prefix, chunk.has_lookalike), []).append(place)
+                places.setdefault((part.takes_prefix, part.has_lookalike), []).append(place)
         for wanted in places.values():
-            processor = self._processor_of(chunks[wanted[0]])
-            many = processor.encode([chunks[place].text for place in wanted], num_threads=1)
+            processor = self._processor_of(parts[wanted[0]])
+            many = processor.encode([parts[place].text for place in wanted], num_threads=1)
             for place, ids in zip(wanted, many, strict=True):
                 found[place] = ids
         return found
 
-    def _processor_of(self, chunk: _Chunk) -> Any:
-        if chunk.has_lookalike:
-            return self._literal_processor if chunk.takes_prefix else self._literal_inner
-        return self._processor if chunk.takes_prefix else self._inner
+    def _processor_of(self, part: _Part) -> Any:
+        if part.has_lookalike:
+            return self._literal_processor if part.takes_prefix else self._literal_inner
+        return self._processor if part.takes_prefix else self._inner
 
     def _positions(
-        self, chunks: list[_Chunk], ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int64]
+        self, parts: list[_Part], ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Which bytes each token covers, by the lengths of the pieces where they spell the text; else by asking."""
-        sizes = np.array([len(chunk.text.encode()) for chunk in chunks], np.int64)
+        """Return the byte range of each token: from the lengths of pieces that spell the text, else from the model."""
+        sizes = np.array([len(part.text.encode()) for part in parts], np.int64)
         first = np.cumsum(counts) - counts
-        prefixed = [place for place, chunk in enumerate(chunks) if chunk.takes_prefix and counts[place]]
+        prefixed = [place for place, part in enumerate(parts) if part.takes_prefix and counts[place]]
         widths = self._widths[ids]
-        widths[first[prefixed]] -= 1  # the dummy prefix is in no text
+        widths[first[prefixed]] -= 1  # the dummy prefix is not in the text
         ends = np.cumsum(widths)
         sums = np.diff(np.concatenate([np.zeros(1, np.int64), ends])[np.append(first, len(ids))])
         bases = np.cumsum(sizes) - sizes
         ends += np.repeat(bases - (np.cumsum(sums) - sums), counts)
         starts = ends - widths
-        for place, chunk in enumerate(chunks):
-            if chunk.is_control or (self._facts.keeps_text and sums[place] == sizes[place]):
+        for place, part in enumerate(parts):
+            if part.is_control or (self._facts.keeps_text and sums[place] == sizes[place]):
                 continue
-            result = self._processor_of(chunk).encode(chunk.text, out_type="serialized_proto")
+            result = self._processor_of(part).encode(part.text, out_type="serialized_proto")
             spans = np.array(proto.piece_spans(result, self._byte_ids), np.int64).reshape(-1, 2) + bases[place]
             own = slice(first[place], first[place] + counts[place])
             starts[own], ends[own] = spans[:, 0], spans[:, 1]
@@ -236,7 +231,7 @@ def _load_again(path: str, fingerprint: str) -> SentencePieceTokenizer:
     if tokenizer.fingerprint != fingerprint:
         raise InvalidInputError(
             f"the tokenizer {path} changed while it was in use ({fingerprint} before, {tokenizer.fingerprint} now); "
-            "start again with one tokenizer"
+            "run again, and leave the tokenizer unchanged"
         )
     return tokenizer
 
@@ -249,7 +244,7 @@ def _is_control(piece: proto.Piece) -> bool:
 
 def _num_bytes(piece: proto.Piece) -> int:
     if piece.type == proto.UNKNOWN:
-        return 0  # it stands for any text: with it a chunk never adds up, so its positions are asked for
+        return 0  # stands for any text: its part does not add up, so the model is asked for positions
     return 1 if piece.type == proto.BYTE else len(piece.text.replace(SPACE_MARK, " ").encode())
 
 

@@ -21,15 +21,16 @@ def train_sentencepiece(
     user_defined_symbols: Sequence[str] = CHATML_SYMBOLS,
     seed: int = 0,
 ) -> Path:
-    """Train a BPE model that gives every text back as it was: no normalization, all white space kept, bytes as a last
-    resort. The same texts and arguments give the same file, byte by byte.
+    """Train a BPE model that loses nothing: no normalization, all white space kept, bytes for unknown characters.
+
+    The same texts and arguments give the same file, byte for byte.
 
     Args:
-        texts: what to learn from; a few megabytes are plenty.
-        path: where the .model file goes.
-        vocab_size: ids in total: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, the symbols, 256 bytes, and what is learned.
-        user_defined_symbols: texts that become one token each, wherever they stand.
-        seed: chooses among the texts when there are more than a million of them.
+        texts: training texts; a few megabytes are plenty.
+        path: the .model file to write.
+        vocab_size: number of ids: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, the symbols, 256 bytes, and learned pieces.
+        user_defined_symbols: texts that are always one token.
+        seed: selects lines if there are more than a million.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -41,9 +42,9 @@ def train_sentencepiece(
     smallest = 4 + len(user_defined_symbols) + 256
     if vocab_size <= smallest:
         raise InvalidInputError(
-            f"vocab_size is {vocab_size}; symbols and bytes alone take {smallest}, so give a larger one"
+            f"vocab_size is {vocab_size}; use more than {smallest}, which symbols and bytes alone take"
         )
-    # SentencePiece reads lines; a text with line breaks inside is several.
+    # SentencePiece trains on lines.
     lines = (line for text in texts for line in text.splitlines() if line.strip())
     first = next(lines, None)
     if first is None:
@@ -56,7 +57,7 @@ def train_sentencepiece(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # little text has fewer pieces than asked for
+            hard_vocab_limit=False,  # a short text may not have enough pieces
             user_defined_symbols=list(user_defined_symbols),
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -70,12 +71,12 @@ def train_sentencepiece(
             pad_id=3,
             input_sentence_size=1_000_000,
             shuffle_input_sentence=True,
-            num_threads=1,  # more would make the file depend on their number
+            num_threads=1,  # with more, the file would depend on their number
             minloglevel=2,
         )
     except RuntimeError as error:
         raise InvalidInputError(
-            f"SentencePiece could not train on these texts ({error}); give more text or another vocab_size"
+            f"SentencePiece could not train on these texts ({error}); give more text, or change vocab_size"
         ) from None
     target = Path(path)
     target.write_bytes(model.getvalue())

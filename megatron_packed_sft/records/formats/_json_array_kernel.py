@@ -1,4 +1,4 @@
-"""Finds where the elements of a JSON array end, block by block, without parsing them."""
+"""Find where the elements of a JSON array end, block by block, without parsing them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT = ord("["), ord("{"), ord("
 def mark_elements(block: npt.NDArray[np.uint8], state: npt.NDArray[np.int64], mark: int) -> Any:
     """Overwrite the comma or bracket after each element with `mark`, the rest of the array's own syntax with spaces.
 
-    Returns how many bytes were looked at: fewer than the block has when something is broken; STATUS says what.
+    Return how many bytes were read: fewer than the block has if something is broken; STATUS says what.
     """
     depth, in_string, escaped, status = state[DEPTH], state[IN_STRING], state[ESCAPED], state[STATUS]
     position = 0
@@ -38,7 +38,9 @@ def mark_elements(block: npt.NDArray[np.uint8], state: npt.NDArray[np.int64], ma
                     escaped = 1
                 elif byte == _QUOTE:
                     in_string = 0
-                elif byte == _NEWLINE:  # never legal here: a quote is missing, and all that follows is inside out
+                elif (
+                    byte == _NEWLINE
+                ):  # never legal here: a quote is missing, so inside and outside are swapped from here on
                     status = BROKEN_STRING
                     break
             elif byte == _QUOTE:

@@ -1,7 +1,7 @@
 r"""JSON files: where to cut lines and arrays into slices, and how to parse a record without changing it.
 
-Cuts depend on byte offsets alone, so that equal content is always cut alike. An array becomes a stream that can be cut
-like lines, with a mark after each element:
+Cuts depend on byte offsets alone, so equal content is always cut the same way. An array becomes a stream that can be
+cut like lines, with a mark after each element:
 
     [{"a": 1},            {"a": 1}<mark>
      {"b": [2, 3]}]        {"b": [2, 3]}<mark>
@@ -28,7 +28,7 @@ _LONG_RUN = b"0" * 20  # an integer beyond 64 bits has at least this many digits
 
 
 class Cut(NamedTuple):
-    """Where a slice is: [start, stop) in bytes or records, its first record counted from 1, its bytes if carried."""
+    """Where a slice is: [start, stop) in bytes or records, its first record, from 1, and its carried bytes."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ def cut_stream(
 
     Args:
         blocks: the stream, in blocks of any sizes.
-        separator: one byte, at the end of each record; the last record may lack it.
+        separator: the byte that ends each record, except perhaps the last.
         slice_bytes: minimum length of every slice but the last.
         carry: whether slices carry their bytes.
         path: for errors.
@@ -90,7 +90,7 @@ def cut_stream(
 def array_elements(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
     r"""Turn the blocks of a JSON array into blocks in which every element ends with `MARK`.
 
-    Elements are found by their brackets and quotes alone, so a broken one does not hide the others.
+    Elements are found by brackets and quotes alone, so a broken element does not hide the others.
 
     Example:
         >>> b"".join(array_elements([b'[{"a": 1},', b'{"b": 2}]'], "chats.json"))
@@ -140,7 +140,7 @@ def _refuse_broken(status: int, num_elements: int, path: str) -> None:
 
 
 def has_long_number(text: bytes) -> bool:
-    """Return whether a text may hold a number beyond 64 bits; far faster than looking for one exactly.
+    """Return whether a text may hold a number beyond 64 bits; much faster than an exact check.
 
     Example:
         >>> has_long_number(b'{"id": 12345678901234567890}'), has_long_number(b'{"id": 1234567890}')
@@ -160,7 +160,7 @@ def parse(text: bytes, field: str = "") -> Any:
         >>> parse(b"[36893488147419103232]")
         [36893488147419103232]
     """
-    value = orjson.loads(text)  # first, because it is stricter, and refuses what not even a float can hold
+    value = orjson.loads(text)  # first, because it is stricter and refuses what not even a float can hold
     if not has_long_number(text):
         return value
     try:

@@ -1,7 +1,7 @@
-"""Rows of Parquet files and of Hugging Face datasets, by ranges of records.
+"""Records of Parquet files and Hugging Face datasets, by range.
 
-Parquet is cut between row groups, which readers fetch themselves. A row group far larger than a slice (some
-writers make one per file) is decoded once, by the scanning process, and carried in slices.
+Parquet is cut between row groups, which workers read by themselves. A row group far larger than a slice (some writers
+make one per file) is decoded once, by the scanning process, and carried in slices.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read_parquet(file: InputFile, start: int, stop: int, payload: bytes | None) 
                 groups.append(group_number)
             record += parquet.metadata.row_group(group_number).num_rows
         if record < stop:
-            raise InvalidInputError(f"{file.path} has {record} records now: it changed while it was read; run again")
+            raise InvalidInputError(
+                f"{file.path} has {record} records now: it changed while it was being read; run again"
+            )
         for batch in parquet.iter_batches(_RECORDS_AT_ONCE, row_groups=groups, use_threads=False):
             yield from _records(batch)
 
@@ -115,7 +117,7 @@ def _open_parquet(path: str) -> Iterator[Any]:
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno:
-                raise  # from the operating system; pyarrow's own errors about damaged pages have no number
+                raise  # from the operating system; pyarrow's errors about damaged pages have no errno
             reason = str(error).partition("\n")[0]
             raise InvalidInputError(f"{path} is not a valid Parquet file: {reason}; write it again") from error
 
@@ -128,6 +130,6 @@ def _open_dataset(path: str, checksum: str) -> Any:
         return datasets.load_from_disk(path).with_format(None)
     except PackedSFTError:
         raise
-    except Exception as error:  # from pyarrow, datasets or the file system; all mean the same here
+    except Exception as error:  # pyarrow, datasets and file systems raise many types
         reason = str(error).partition("\n")[0]
         raise InvalidInputError(f"{path} is not a valid saved dataset: {reason}; save it again") from error

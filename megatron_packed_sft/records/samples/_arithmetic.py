@@ -1,4 +1,4 @@
-"""Small sums: shopping, sharing, travelling, gardens, discounts, units, sequences and words."""
+"""Short arithmetic: shopping, sharing, travelling, gardens, discounts, units, sequences and words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = (
 
 
 def shopping(random: Random) -> Exchange:
-    """Buying several things and paying with a note."""
+    """Return a question about the change from a purchase."""
     name, goods = random.choice(NAMES), random.choice(_GOODS)
     number, price = random.randint(2, 12), random.randrange(20, 400, 5)
     total = number * price
@@ -38,7 +38,7 @@ def shopping(random: Random) -> Exchange:
 
 
 def sharing(random: Random) -> Exchange:
-    """Dividing with a remainder."""
+    """Return a division with a remainder."""
     number, people = random.randint(10, 150), random.randint(2, 12)
     goods = random.choice(_GOODS)
     each, left = divmod(number, people)
@@ -50,7 +50,7 @@ def sharing(random: Random) -> Exchange:
 
 
 def travelling(random: Random) -> Exchange:
-    """Speed, time and distance."""
+    """Return a question about speed, time and distance."""
     means, low, high = random.choice((("cyclist", 12, 28), ("train", 80, 220), ("walker", 3, 6), ("bus", 40, 90)))
     speed, hours = random.randint(low, high), random.randint(2, 9)
     if random.random() < 0.5:
@@ -65,7 +65,7 @@ def travelling(random: Random) -> Exchange:
 
 
 def measuring(random: Random) -> Exchange:
-    """Area and perimeter of a rectangle."""
+    """Return a question about the area and perimeter of a rectangle."""
     place = random.choice(("garden", "room", "playground", "field", "terrace", "parking lot"))
     length, width = random.randint(3, 60), random.randint(2, 40)
     question = f"A {place} is {length} metres long and {width} metres wide. What are its area and its perimeter?"
@@ -78,7 +78,7 @@ def measuring(random: Random) -> Exchange:
 
 
 def discounting(random: Random) -> Exchange:
-    """A price with a discount in per cent."""
+    """Return a question about a discount in per cent."""
     thing = random.choice(("jacket", "bicycle", "lamp", "table", "radio", "backpack", "keyboard"))
     price, percent = random.randrange(20, 400, 10), random.choice((10, 20, 25, 30, 50))
     off = price * percent
@@ -89,7 +89,7 @@ def discounting(random: Random) -> Exchange:
 
 
 def converting(random: Random) -> Exchange:
-    """Units into smaller ones."""
+    """Return a conversion into a smaller unit of measure."""
     large, small, factor = random.choice(_UNITS)
     number = random.randint(2, 40)
     question = f"How many {small}s are {counted(number, large)}?"
@@ -98,7 +98,7 @@ def converting(random: Random) -> Exchange:
 
 
 def continuing(random: Random) -> Exchange:
-    """The next numbers of a sequence."""
+    """Return a question about the next numbers of a series."""
     start, step = random.randint(1, 60), random.randint(2, 15)
     shown = [start + step * index for index in range(5)]
     more = [shown[-1] + step * index for index in (1, 2, 3)]
@@ -108,7 +108,7 @@ def continuing(random: Random) -> Exchange:
 
 
 def ordering(random: Random) -> Exchange:
-    """Words in the order of the alphabet, backwards, or by length."""
+    """Return a request to sort, reverse or capitalize words."""
     words = random.sample(_WORDS, random.randint(3, 9))
     how, result = random.choice(
         (

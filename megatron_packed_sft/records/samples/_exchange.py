@@ -1,4 +1,4 @@
-"""A question and its answer, and what all topics share."""
+"""A question with its answer, and helpers that all topics share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = (
 
 
 class Exchange(NamedTuple):
-    """One turn of each: what is asked, how it may be thought through, what is answered."""
+    """A question, its answer, and the reasoning between them."""
 
     question: str
     answer: str
@@ -21,7 +21,7 @@ class Exchange(NamedTuple):
 
 
 def joined(words: Sequence[str], last: str = "and") -> str:
-    """Words as one says them.
+    """Return words as an English list.
 
     Example:
         >>> joined(["tea", "milk", "bread"])
@@ -31,7 +31,7 @@ def joined(words: Sequence[str], last: str = "and") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun; the plural takes an s.
+    """Return a number with its noun; the plural takes an s.
 
     Example:
         >>> counted(1, "pear"), counted(12, "pear")
@@ -41,7 +41,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def money(cents: int) -> str:
-    """An amount in euros.
+    """Return an amount in euros.
 
     Example:
         >>> money(1205)
@@ -51,7 +51,7 @@ def money(cents: int) -> str:
 
 
 def clock(minutes: int) -> str:
-    """A time of day.
+    """Return a time of day.
 
     Example:
         >>> clock(8 * 60 + 5)
@@ -61,7 +61,7 @@ def clock(minutes: int) -> str:
 
 
 def asked(random: Random, question: str) -> str:
-    """A question as different people would put it: some are short, some are polite."""
+    """Return a question as different people would put it: briefly, or politely."""
     before = random.choice(("", "", "", "", "Quick question. ", "Please help me with this. ", "Hi! ", "Good morning. "))
     after = random.choice(("", "", "", "", " Thanks!", " Thank you.", " I am in a hurry."))
     return f"{before}{question}{after}"

@@ -1,4 +1,4 @@
-"""Explanations put together from what is known about a few subjects: short, long, or as a comparison."""
+"""Explanations of a few subjects: short, long, or as a comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_packed_sft.records.samples._exchange import Exchange, asked
 
 
 class _Subject(NamedTuple):
-    what: str  # goes on after "is"
+    what: str  # continues after "is"
     facts: tuple[str, ...]
     example: str
 
@@ -121,7 +121,7 @@ _LINKS = ("", "", "", "It also helps to know this. ", "Another point matters her
 
 
 def explanation(random: Random) -> Exchange:
-    """What something is, in one sentence or with everything that is known here."""
+    """Return an explanation of one subject, in one or several sentences."""
     name = random.choice(tuple(_SUBJECTS))
     subject = _SUBJECTS[name]
     num_facts = random.randint(0, len(subject.facts))
@@ -136,7 +136,7 @@ def explanation(random: Random) -> Exchange:
 
 
 def comparison(random: Random) -> Exchange:
-    """Two subjects beside each other."""
+    """Return a comparison of two subjects."""
     first, second = random.sample(tuple(_SUBJECTS), 2)
     parts = []
     for name in (first, second):
@@ -149,7 +149,7 @@ def comparison(random: Random) -> Exchange:
 
 
 def lecture(random: Random) -> Exchange:
-    """Several subjects in a row, each under a heading: the longest answers that are not plans."""
+    """Return a talk on several subjects, each under a heading: the longest answers besides plans."""
     chosen = random.sample(tuple(_SUBJECTS), random.randint(3, len(_SUBJECTS)))
     audience = random.choice(("a school class", "my grandparents", "an evening course", "the museum's visitors"))
     sections = []

@@ -69,7 +69,7 @@ _STUDY_HOW = (
 
 
 def day_plan(random: Random) -> Exchange:
-    """Tasks one after the other, with the time at which each begins."""
+    """Return a list of tasks with their times."""
     start = random.randrange(7 * 60, 14 * 60, 15)
     tasks = [(task, random.randrange(10, 90, 5)) for task in random.sample(_TASKS, random.randint(2, 7))]
     told = joined([f"{task} ({length} minutes)" for task, length in tasks])
@@ -85,7 +85,7 @@ def day_plan(random: Random) -> Exchange:
 
 
 def leaving(random: Random) -> Exchange:
-    """When to leave in order to be there on time."""
+    """Return a question about when to leave to be on time."""
     arrival, way, spare = random.randrange(8 * 60, 20 * 60, 5), random.randrange(10, 100, 5), random.choice((5, 10, 15))
     goal = random.choice(("the station", "the theatre", "the dentist", "a concert", "the airport bus", "school"))
     question = (
@@ -100,7 +100,7 @@ def leaving(random: Random) -> Exchange:
 
 
 def recipe(random: Random) -> Exchange:
-    """A recipe for some number of people."""
+    """Return a recipe for some number of people."""
     dish = random.choice(tuple(_DISHES))
     ingredients, steps = _DISHES[dish]
     people = random.randint(2, 9)
@@ -122,7 +122,7 @@ def recipe(random: Random) -> Exchange:
 
 
 def training_plan(random: Random) -> Exchange:
-    """A running plan over several weeks; distances grow and are added up."""
+    """Return a running plan over several weeks; distances grow and are added up."""
     weeks, extra = random.randint(1, 4), random.randint(1, 3)
     name = random.choice(NAMES)
     parts, total = [], 0
@@ -143,7 +143,7 @@ def training_plan(random: Random) -> Exchange:
 
 
 def study_plan(random: Random) -> Exchange:
-    """A study plan over many days; minutes are added up."""
+    """Return a study plan over many days; minutes are added up."""
     days, language = random.randint(3, 16), random.choice(("Spanish", "Turkish", "Korean", "Danish", "Swahili"))
     parts, total = [], 0
     for day in range(1, days + 1):

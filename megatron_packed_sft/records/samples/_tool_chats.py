@@ -37,7 +37,7 @@ CALCULATE = _tool("calculate", "Work out an expression.", expression="Numbers an
 
 
 class _Dialogue:
-    """Messages in the order in which they are said; calls get running ids."""
+    """Messages in order; tool calls get consecutive ids."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class _Dialogue:
         self.messages.append({"role": "assistant", "content": text})
 
     def call(self, *calls: tuple[str, dict[str, Any], Any]) -> None:
-        """One message with all calls, and one with each result."""
+        """Add one message with all calls, and one with each result."""
         made, results = [], []
         for name, arguments, result in calls:
             self._num_calls += 1
@@ -155,7 +155,7 @@ _SCENES = (_weather, _two_cities, _booking, _agenda, _calculation, _small_talk)
 
 
 def tool_chat(random: Random) -> Conversation:
-    """A chat of one to four scenes, with the tools it may use."""
+    """Return a chat of one to four scenes, with the tools it may use."""
     dialogue = _Dialogue()
     if random.random() < 0.5:
         text = "You help with the weather, the calendar and sums. Ask when something is missing."

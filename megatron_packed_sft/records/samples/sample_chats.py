@@ -1,6 +1,6 @@
-"""Sample chats that the project makes itself: seeded, natural enough to learn from, and in every common shape.
+"""Generated sample chats: seeded, natural enough to learn from, and in every common schema.
 
-| file | shape |
+| file | schema |
 |---|---|
 | `chats.jsonl` | `messages`, one or several turns, with and without a system prompt |
 | `reasoning.jsonl.gz` | `messages` with `reasoning_content` |
@@ -40,7 +40,7 @@ _LONG = (*LONG_PLANS, lecture)
 
 
 def sample_conversations(num_records: int, seed: int = 0) -> Iterator[Conversation]:
-    """Chats of all kinds, mixed; record k is the same for every `num_records` above it.
+    """Yield chats of all kinds, mixed; record k is the same for every larger `num_records`.
 
     Example:
         >>> [chat] = sample_conversations(1, seed=3)
@@ -52,12 +52,12 @@ def sample_conversations(num_records: int, seed: int = 0) -> Iterator[Conversati
 
 
 def write_sample_data(directory: str | os.PathLike[str], *, num_records: int = 2000, seed: int = 0) -> list[Path]:
-    """Write sample chats in five shapes; the same bytes for the same arguments.
+    """Write sample chats in five files; the same arguments give the same bytes.
 
     Args:
-        directory: made if it is not there; files of the same names are replaced.
-        num_records: of all files together.
-        seed: another one gives other chats.
+        directory: created if needed; files of the same names are replaced.
+        num_records: total of all files.
+        seed: another seed gives other chats.
 
     Example:
         >>> import tempfile
@@ -65,7 +65,7 @@ def write_sample_data(directory: str | os.PathLike[str], *, num_records: int = 2
         ['chats.jsonl', 'reasoning.jsonl.gz', 'tools.jsonl', 'sharegpt.json', 'alpaca.jsonl']
     """
     if num_records < 10:
-        raise InvalidInputError(f"num_records is {num_records}; give at least 10, so that every file gets some")
+        raise InvalidInputError(f"num_records is {num_records}; use at least 10, so that no file is empty")
     folder = Path(directory)
     tenth = num_records // 10
     shapes: list[tuple[str, int, Callable[[Random], Conversation], Callable[[Conversation], dict[str, Any]]]] = [
@@ -81,7 +81,9 @@ def write_sample_data(directory: str | os.PathLike[str], *, num_records: int = 2
             records = (shape(make(random)) for random in _randoms(num_file_records, seed, name))
             (folder / name).write_bytes(_file_content(name, records))
     except OSError as error:
-        raise StorageIOError(f"cannot write sample chats into {folder}: {error.strerror}; choose another") from error
+        raise StorageIOError(
+            f"cannot write sample chats into {folder}: {error.strerror}; choose another directory"
+        ) from error
     return [folder / name for name, *_ in shapes]
 
 
@@ -93,7 +95,7 @@ def _file_content(name: str, records: Iterable[dict[str, Any]]) -> bytes:
 
 
 def _randoms(num_records: int, seed: int, kind: str) -> Iterator[Random]:
-    """One source of chance per record, so that records do not depend on each other."""
+    """Yield one random generator per record, so that records do not depend on each other."""
     return (Random(f"{seed}/{kind}/{number}") for number in range(num_records))
 
 

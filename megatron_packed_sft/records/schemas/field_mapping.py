@@ -1,4 +1,4 @@
-"""Records of any other shape, by a mapping that the user gives: our name -> dotted path in the record."""
+"""Records of any other shape, through the user's mapping: our name -> dotted path in the record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_packed_sft.records.schemas.texts import adapt_alpaca, adapt_prompt
 
 
 class _Target(NamedTuple):
-    """A schema that records can be mapped to: what must be named, what may be, and whether it has messages."""
+    """A schema that records can be mapped to: required and optional names, and whether it has messages."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -35,7 +35,7 @@ _FIELD = re.compile(r"(\w+)(\[\d+\])?(?:\.(\w+))?(.*)", re.DOTALL)
 
 
 class MappedRecords:
-    """An adapter made of a mapping. Callable and picklable.
+    """An adapter that follows a mapping. Callable and picklable.
 
     Args:
         mapping: one of `messages`; `prompt` and `completion`; `instruction` and `output`; `text`; `input_ids`, with
@@ -60,7 +60,7 @@ class MappedRecords:
         self._split = {path: path.split(".") for path in (*self._paths.values(), *self._message_paths.values())}
 
     def __call__(self, record: dict[str, Any]) -> Record:
-        """Turn one record into ours; errors name the fields as the file has them."""
+        """Adapt one record; errors name the fields as the file has them."""
         try:
             return self._adapt(record)
         except RecordError as error:
@@ -77,7 +77,7 @@ class MappedRecords:
 
     def _message(self, message: Any) -> Any:
         if type(message) is not dict:
-            return message  # the adapter says what is wrong with it
+            return message  # the adapter reports it
         found = {name: self._follow(message, path) for name, path in self._message_paths.items()}
         if type(found["role"]) is str:
             found["role"] = self._roles.get(found["role"], found["role"])
@@ -106,7 +106,9 @@ def _target_of(mapping: Mapping[str, Any]) -> _Target:
     known = {_ROLES, *_MESSAGE_KEYS}.union(*(target.required | target.optional for target in _TARGETS))
     unknown = sorted(set(mapping) - known)
     if unknown:
-        raise InvalidInputError(f"mapping names {', '.join(unknown)}; the known names are {', '.join(sorted(known))}")
+        raise InvalidInputError(
+            f"mapping has unknown keys: {', '.join(unknown)}; use keys of {', '.join(sorted(known))}"
+        )
     for target in _TARGETS:
         if target.required <= set(mapping):
             allowed = target.required | target.optional
@@ -115,14 +117,16 @@ def _target_of(mapping: Mapping[str, Any]) -> _Target:
             foreign = sorted(set(mapping) - allowed)
             if foreign:
                 wanted = " and ".join(sorted(target.required))
-                raise InvalidInputError(f"mapping names {', '.join(foreign)}, which do not go with {wanted}; drop them")
+                raise InvalidInputError(
+                    f"mapping has keys that do not go with {wanted}: {', '.join(foreign)}; remove them"
+                )
             return target
     choices = "; ".join(" and ".join(sorted(target.required)) for target in _TARGETS)
-    raise InvalidInputError(f"mapping does not say where the text is; name one of: {choices}")
+    raise InvalidInputError(f"mapping does not say where the text is; set one of: {choices}")
 
 
 def _roles_of(mapping: Mapping[str, Any]) -> dict[str, str]:
     roles = mapping.get(_ROLES) or {}
     if not isinstance(roles, Mapping) or not all(isinstance(text, str) for pair in roles.items() for text in pair):
-        raise InvalidInputError(f"mapping.{_ROLES} is {roles!r}; give names, such as {{'bot': 'assistant'}}")
+        raise InvalidInputError(f"mapping.{_ROLES} is {roles!r}; map names to roles, such as {{'bot': 'assistant'}}")
     return dict(roles)

@@ -1,13 +1,13 @@
 """Chats in OpenAI's form: `messages`, with tools, tool calls, reasoning and per-message training flags.
 
-What is made equal, so that chat templates and hashes see one form:
-- keys whose value is null are left out, at every depth (Parquet and Arrow give every message every key);
-- content in text parts is joined; parts of another type are refused;
-- tool calls are `{"type": "function", "function": {"name", "arguments"}}`, with arguments as an object. Templates
-  differ in what they do with a string: some print it as it is, some quote it twice, some fail. So text is parsed,
-  empty text is `{}`, and text that is not a JSON object is an error;
+Messages are normalized, so that chat templates and hashes see one form:
+- keys with null values are removed, at every depth (Parquet and Arrow give every message every key);
+- content in text parts is joined; parts of another type are an error;
+- tool calls are `{"type": "function", "function": {"name", "arguments"}}`, with arguments as an object. Given a string,
+  some templates print it as it is, some quote it twice, some fail. So text is parsed, empty text is `{}`, and text that
+  is not a JSON object is an error;
 - tools are `{"type": "function", "function": {...}}`;
-- `train` true or false, or else `weight`: 0 is false and any other number is true. All other weights count as 1.
+- a train flag is `train`, or else `weight`: 0 is false, any other number is true. Weights have no other effect.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TrainFlags = list[bool | None] | None
 
 
 def adapt_messages(record: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation:
-    """A record with `messages`, and perhaps `tools` and `system`.
+    """Adapt a record with `messages`, and perhaps `tools` and `system`.
 
     Args:
-        record: as parsed; messages that are in the one form already are taken over, not copied.
-        roles: the ones that messages may have.
+        record: the parsed record; messages that are already normalized are not copied.
+        roles: the roles that messages may have.
 
     Example:
         >>> adapt_messages({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
@@ -42,7 +42,7 @@ def adapt_messages(record: dict[str, Any], *, roles: Collection[str] = ROLES) ->
 
 
 def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tuple[list[dict[str, Any]], TrainFlags]:
-    """Messages in their one form, and the training flags if any message has one.
+    """Return normalized messages, and their train flags if any message has one.
 
     Example:
         >>> read_messages([{"role": "assistant", "content": "Hello.", "weight": 0}], "messages")
@@ -52,17 +52,17 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tup
     messages = given
     train: TrainFlags = None
     for index, message in enumerate(given):
-        try:  # nearly all messages are just a role and a text: kept as they are
+        try:  # nearly all messages are just a role and a text, and stay as they are
             if len(message) == 2 and message["role"] in roles and type(message["content"]) is str:
                 continue
         except (KeyError, TypeError):
-            pass  # said with the field below
+            pass  # reported with its field below
         place = f"{field}[{index}]"
         if type(message) is not dict:
             raise RecordError(place, f"is {kind_of(message)}; give an object with role and content")
         if messages is given:
             messages = list(given)
-        messages[index] = _one_form(message, place, roles)
+        messages[index] = _normalized(message, place, roles)
         flag = train_flag(message, place)
         if flag is not None:
             train = train or [None] * len(given)
@@ -71,7 +71,7 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tup
 
 
 def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, record: dict[str, Any]) -> Conversation:
-    """The conversation, with the record's own `system` in front and its `tools`.
+    """Return the conversation, with the record's own `system` in front and its `tools`.
 
     Example:
         >>> with_system_and_tools([{"role": "user", "content": "Hi"}], None, {"system": "Be brief."}).messages[0]
@@ -85,24 +85,24 @@ def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, rec
             messages = [{"role": "system", "content": system}, *messages]
             train = [None, *train] if train else None
         elif messages[0].get("content") != system:
-            raise RecordError("system", "differs from the system message that the chat begins with; keep one of them")
-    return Conversation(messages, read_tools(record.get("tools"), "tools"), train)
+            raise RecordError("system", "differs from the system message at the start of the chat; keep one of them")
+    return Conversation(messages, _read_tools(record.get("tools"), "tools"), train)
 
 
-def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Tools as chat templates take them; None when there are none.
+def _read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
+    """Return tools as chat templates take them, or None if there are none.
 
     Example:
-        >>> read_tools('[{"name": "now", "parameters": {}}]', "tools")
+        >>> _read_tools('[{"name": "now", "parameters": {}}]', "tools")
         [{'type': 'function', 'function': {'name': 'now', 'parameters': {}}}]
     """
     if value is None or value == "" or value == [] or value == "[]":
         return None
-    return [_tool(tool, f"{field}[{index}]") for index, tool in enumerate(without_nulls(list_of(value, field)))]
+    return [_tool(tool, f"{field}[{index}]") for index, tool in enumerate(_without_nulls(list_of(value, field)))]
 
 
 def read_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, arguments as objects.
+    """Return tool calls in OpenAI's form, with arguments as objects.
 
     Example:
         >>> read_tool_calls([{"name": "add", "arguments": '{"a": 1}'}], "tool_calls")
@@ -115,7 +115,7 @@ def read_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
             raise RecordError(place, f"is {kind_of(call)}; give an object with a function")
         function = call.get("function", call)
         if type(function) is not dict or type(function.get("name")) is not str:
-            raise RecordError(f"{place}.function.name", "is missing or no string; name the function that is called")
+            raise RecordError(f"{place}.function.name", "is missing or not a string; give the name of the function")
         arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
         outside = {"id": call["id"]} if "id" in call else {}
         calls.append({**outside, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
@@ -123,7 +123,7 @@ def read_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def train_flag(message: dict[str, Any], place: str) -> bool | None:
-    """What a message says about being trained on; None when it says nothing.
+    """Return the train flag of a message, or None if it has none.
 
     Example:
         >>> train_flag({"role": "assistant", "content": "Hello.", "weight": 0.5}, "messages[1]")
@@ -137,12 +137,12 @@ def train_flag(message: dict[str, Any], place: str) -> bool | None:
     if weight is None:
         return None
     if not isinstance(weight, int | float) or weight < 0:
-        raise RecordError(f"{place}.weight", f"is {weight!r:.40}; give 0 to leave the message untrained, else 1")
+        raise RecordError(f"{place}.weight", f"is {weight!r:.40}; give 0 to leave the message untrained, or 1")
     return weight != 0
 
 
 def list_of(value: Any, field: str) -> list[Any]:
-    """A list that is not empty, or the JSON text of one.
+    """Return a non-empty list from a value that is one, or the JSON text of one.
 
     Example:
         >>> list_of('[{"role": "user", "content": "Hi"}]', "messages")
@@ -153,12 +153,12 @@ def list_of(value: Any, field: str) -> list[Any]:
     if type(value) is not list:
         raise RecordError(field, "is missing; give a list" if value is None else f"is {kind_of(value)}; give a list")
     if not value:
-        raise RecordError(field, "is empty; give at least one element or leave the record out")
+        raise RecordError(field, "is empty; give at least one element, or remove the record")
     return value
 
 
 def parse_json(text: str, field: str) -> Any:
-    """The value of a field that holds JSON as text.
+    """Return the value of a field that holds JSON as text.
 
     Example:
         >>> parse_json('{"a": 1}', "arguments")
@@ -172,31 +172,31 @@ def parse_json(text: str, field: str) -> Any:
         ) from error
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null, at every depth; nulls in lists stay. Not a copy if there are none.
+def _without_nulls(value: Any) -> Any:
+    """Return a value without keys that are null, at every depth; nulls in lists stay. Without nulls it is not copied.
 
     Example:
-        >>> without_nulls({"a": None, "b": [{"c": None}, None]})
+        >>> _without_nulls({"a": None, "b": [{"c": None}, None]})
         {'b': [{}, None]}
     """
     try:
-        if b":null" not in orjson.dumps(value):  # far quicker than to walk through it
+        if b":null" not in orjson.dumps(value):  # much faster than walking through it
             return value
     except TypeError:
-        pass  # columns of Parquet may hold what JSON cannot
-    return _without_nulls(value)
+        pass  # Parquet columns may hold what JSON cannot
+    return _without_nulls_anywhere(value)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls_anywhere(value: Any) -> Any:
     if type(value) is dict:
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_nulls_anywhere(inner) for key, inner in value.items() if inner is not None}
     if type(value) is list:
-        return [_without_nulls(inner) for inner in value]
+        return [_without_nulls_anywhere(inner) for inner in value]
     return value
 
 
-def _one_form(message: dict[str, Any], place: str, roles: Collection[str]) -> dict[str, Any]:
-    message = dict(without_nulls(message))
+def _normalized(message: dict[str, Any], place: str, roles: Collection[str]) -> dict[str, Any]:
+    message = dict(_without_nulls(message))
     message.pop("train", None)
     message.pop("weight", None)
     role = message.get("role")
@@ -204,7 +204,7 @@ def _one_form(message: dict[str, Any], place: str, roles: Collection[str]) -> di
         said = "is missing" if role is None else f"is {role!r}"
         raise RecordError(f"{place}.role", f"{said}; use one of {', '.join(sorted(roles))}, or map it with `roles`")
     if "function_call" in message:
-        raise RecordError(f"{place}.function_call", "is the old form of a call; write tool_calls")
+        raise RecordError(f"{place}.function_call", "is the old form of a tool call; use tool_calls")
     if "content" in message:
         message["content"] = _text_of(message["content"], f"{place}.content")
     if type(message.get("reasoning_content", "")) is not str:
@@ -225,9 +225,7 @@ def _text_of(content: Any, field: str) -> str:
     for index, part in enumerate(content):
         if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
             kind = repr(part.get("type")) if type(part) is dict else kind_of(part)
-            raise RecordError(
-                f"{field}[{index}]", f"is a part of type {kind}; only text can be trained on, leave it out"
-            )
+            raise RecordError(f"{field}[{index}]", f"is a part of type {kind}; only text is supported, so remove it")
     return "".join(part["text"] for part in content)
 
 
@@ -248,7 +246,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
             return tool
         if type(tool.get("name")) is str:
             return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-    raise RecordError(place, "describes no function; give {'type': 'function', 'function': {'name': ...}}")
+    raise RecordError(place, "does not describe a function; give {'type': 'function', 'function': {'name': ...}}")
 
 
 MESSAGES = Schema(has_keys("messages"), adapt_messages)

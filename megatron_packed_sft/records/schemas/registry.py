@@ -1,4 +1,4 @@
-"""Which schema a record has, and the adapter that turns it into a `Record`."""
+"""Schemas: how to recognise a record by its keys, and the adapter that turns it into a `Record`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Schema(NamedTuple):
     """One shape that records come in.
 
     Args:
-        recognise: return whether a parsed record has this schema, for `schema: auto`; it should look at keys only.
-        adapt: turn a parsed record into a `Record`, or raise `RecordError` with the field that is wrong.
+        recognise: returns whether a parsed record has this schema, for `schema: auto`; it should look at keys only.
+        adapt: turns a parsed record into a `Record`, or raises `RecordError` with the field that is wrong.
     """
 
     recognise: Callable[[dict[str, Any]], bool]
@@ -25,7 +25,7 @@ class Schema(NamedTuple):
 
 
 def has_keys(*names: str) -> Callable[[dict[str, Any]], bool]:
-    """Return a test for records that have all of some keys; a key whose value is null does not count.
+    """Return a function that tells whether a record has all of some keys; null values do not count.
 
     Example:
         >>> has_keys("prompt", "completion")({"prompt": "2 + 2 = ", "completion": None})
@@ -35,7 +35,7 @@ def has_keys(*names: str) -> Callable[[dict[str, Any]], bool]:
 
 
 _HERE = "megatron_packed_sft.records.schemas"
-# In the order in which `auto` asks them, surest keys first: chats often carry a rendered `text` or a `prompt` as well.
+# In the order in which `auto` tries them, surest keys first: chats often have a rendered `text` or a `prompt` as well.
 SCHEMAS: Registry[Schema] = Registry(
     "schemas",
     "schema",
@@ -67,7 +67,7 @@ def register_schema(name: str, schema: Schema, *, replace: bool = False) -> None
 
 
 def schema_choices() -> tuple[str, ...]:
-    """Return what the key `schema` of a source takes."""
+    """Return the values that the key `schema` of a source takes."""
     return (_AUTO, *SCHEMAS.names(), _MAPPING)
 
 
@@ -86,14 +86,14 @@ def recognise(record: dict[str, Any]) -> str:
             continue
     keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
     said = f"the keys {', '.join(keys)}" if keys else "no keys"
-    raise RecordError("", f"has {said}, which match no known schema; set schema, or give a mapping")
+    raise RecordError("", f"has {said}, which match no known schema; set schema or mapping for its source")
 
 
 def adapter(schema: str = _AUTO, mapping: Mapping[str, Any] | None = None) -> Adapter:
     """Return a function that turns a parsed record into a `Record`, or raises `RecordError` with the field at fault.
 
     Args:
-        schema: one of `schema_choices()`; `auto` recognises each record, or is `mapping` when one is given.
+        schema: one of `schema_choices()`; `auto` recognises each record, or means `mapping` if one is given.
         mapping: see `MappedRecords`.
 
     Example:
@@ -102,12 +102,14 @@ def adapter(schema: str = _AUTO, mapping: Mapping[str, Any] | None = None) -> Ad
     """
     if mapping is not None:
         if schema not in (_AUTO, _MAPPING):
-            raise InvalidInputError(f"there is a mapping, but schema is {schema!r}; set schema to mapping")
+            raise InvalidInputError(
+                f"mapping is set, but schema is {schema!r}; set schema to mapping, or remove the mapping"
+            )
         from megatron_packed_sft.records.schemas.field_mapping import MappedRecords  # imports the schemas
 
         return MappedRecords(mapping)
     if schema == _MAPPING:
-        raise InvalidInputError("schema is mapping, but there is no mapping; give one, or use another schema")
+        raise InvalidInputError("schema is mapping, but mapping is not set; set it, or use another schema")
     if schema == _AUTO:
         return _adapt_recognised
     if schema not in SCHEMAS:

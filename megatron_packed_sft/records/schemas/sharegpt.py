@@ -1,4 +1,4 @@
-"""ShareGPT's form: `conversations` of from/value, with function calls and observations, as many tools write it."""
+"""ShareGPT's form: `conversations` of from/value, with function calls and observations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_packed_sft.records.schemas.messages import (
 from megatron_packed_sft.records.schemas.registry import Schema, has_keys
 
 _CALL = "function_call"
-SPEAKERS = {
+_SPEAKERS = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -33,9 +33,9 @@ SPEAKERS = {
 
 
 def adapt_sharegpt(record: dict[str, Any]) -> Conversation:
-    """A record with `conversations`, and perhaps `tools` and `system`.
+    """Adapt a record with `conversations`, and perhaps `tools` and `system`.
 
-    A `function_call` is JSON text: `{"name", "arguments"}` or a list of these. Turns may also use role/content.
+    A `function_call` is JSON text: `{"name", "arguments"}`, or a list of these. Turns may also use role/content.
 
     Example:
         >>> adapt_sharegpt({"conversations": [{"from": "human", "value": "Hi"}]}).messages
@@ -59,10 +59,10 @@ def adapt_sharegpt(record: dict[str, Any]) -> Conversation:
 def _message(turn: dict[str, Any], place: str) -> dict[str, Any]:
     speaker_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
     speaker, text = turn.get(speaker_key), turn.get(text_key)
-    role = SPEAKERS.get(speaker) if type(speaker) is str else None
+    role = _SPEAKERS.get(speaker) if type(speaker) is str else None
     if role is None:
         said = "is missing" if speaker is None else f"is {speaker!r}"
-        raise RecordError(f"{place}.{speaker_key}", f"{said}; use one of {', '.join(SPEAKERS)}, or give a mapping")
+        raise RecordError(f"{place}.{speaker_key}", f"{said}; use one of {', '.join(_SPEAKERS)}, or give a mapping")
     if type(text) is not str:
         raise RecordError(f"{place}.{text_key}", f"is {kind_of(text)}; give a string")
     if role != _CALL:

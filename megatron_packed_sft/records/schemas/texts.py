@@ -1,4 +1,4 @@
-"""Records without a list of messages: Alpaca, prompt and completion, plain text, and ids that are there already."""
+"""Records without a list of messages: Alpaca, prompt and completion, plain text, and token ids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_packed_sft.records.record import Conversation, RecordError, TextRe
 from megatron_packed_sft.records.schemas.messages import ROLES, read_messages, with_system_and_tools
 from megatron_packed_sft.records.schemas.registry import Schema, has_keys
 
-IGNORED_LABEL = -100  # what PyTorch's cross entropy leaves out, and so what `labels` columns hold
+IGNORED_LABEL = -100  # what PyTorch's cross entropy ignores, and so what `labels` columns hold
 _LARGEST_ID = 2**31 - 1
 
 
 def adapt_alpaca(record: dict[str, Any]) -> Conversation:
-    r"""A record with `instruction`, `output`, and perhaps `input`, `system` and `history` (pairs of earlier turns).
+    r"""Adapt a record with `instruction` and `output`, and perhaps `input`, `system` and `history` (earlier turns).
 
     Example:
         >>> adapt_alpaca({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]
@@ -35,7 +35,7 @@ def adapt_alpaca(record: dict[str, Any]) -> Conversation:
 
 
 def adapt_prompt_completion(record: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation | TextRecord:
-    """A record with `prompt` and `completion`, both texts or both messages; only the completion is trained on.
+    """Adapt a record with `prompt` and `completion`, both texts or both messages; only the completion is trained.
 
     Example:
         >>> adapt_prompt_completion({"prompt": "2 + 2 = ", "completion": "4"})
@@ -52,12 +52,14 @@ def adapt_prompt_completion(record: dict[str, Any], *, roles: Collection[str] = 
         raise RecordError("prompt", f"{kinds}; give two strings or two lists of messages")
     for name in ("system", "tools"):
         if record.get(name):
-            raise RecordError(name, "goes with messages, but prompt is a string; make prompt and completion messages")
+            raise RecordError(
+                name, "goes with messages, but prompt is a string; give prompt and completion as messages"
+            )
     return TextRecord(((prompt, False), (completion, True)))
 
 
 def adapt_text(record: dict[str, Any]) -> TextRecord:
-    """A record with `text`, all of it trained on.
+    """Adapt a record with `text`, all of it trained.
 
     Example:
         >>> adapt_text({"text": "Once upon a time."}).parts
@@ -70,9 +72,9 @@ def adapt_text(record: dict[str, Any]) -> TextRecord:
 
 
 def adapt_tokenized(record: dict[str, Any]) -> TokenizedRecord:
-    """A record with `input_ids`, and `loss_mask` (1 for a token to be produced) or `labels` (-100 for all others).
+    """Adapt a record with `input_ids`, and `loss_mask` (1 for a trained token) or `labels` (-100 for all others).
 
-    Mask and labels stand at the token itself, as Hugging Face has it; a mask shifted to the token before is not this.
+    Mask and labels are not shifted: each belongs to the token at its own position, as in Hugging Face.
 
     Example:
         >>> adapt_tokenized({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})
@@ -89,7 +91,7 @@ def adapt_tokenized(record: dict[str, Any]) -> TokenizedRecord:
         raise RecordError("loss_mask", "is missing, and so is labels; give one of them, as long as input_ids")
     given = _integers(record, name)
     if len(given) != len(ids):
-        raise RecordError(name, f"has {len(given)} values, but there are {len(ids)} input_ids; give one each")
+        raise RecordError(name, f"has {len(given)} values, but there are {len(ids)} input_ids; give one for each")
     if name == "labels":
         train = given != IGNORED_LABEL
         wrong = np.flatnonzero(train & (given != ids))
@@ -124,7 +126,7 @@ def _integers(record: dict[str, Any], name: str) -> Any:
     except (ValueError, OverflowError):
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.dtype.kind not in "ib":
-        raise RecordError(name, "holds something that is no 64-bit integer; give a list of integers")
+        raise RecordError(name, "holds something other than 64-bit integers; give a list of integers")
     return array.astype(np.int64)
 
 
