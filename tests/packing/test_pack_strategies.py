@@ -151,10 +151,10 @@ def test_window_falls_back_on_sorted_lengths_and_says_so(caplog: pytest.LogCaptu
 @pytest.fixture
 def own_strategies() -> Iterator[None]:
     """Forget what a test registers."""
-    before = dict(strategies._strategies._values)
+    before = dict(strategies.STRATEGIES._values)
     yield
-    strategies._strategies._values.clear()
-    strategies._strategies._values.update(before)
+    strategies.STRATEGIES._values.clear()
+    strategies.STRATEGIES._values.update(before)
 
 
 @pytest.mark.usefixtures("own_strategies")
@@ -189,10 +189,10 @@ class TestOwnStrategies:
             ([[0, 1], [2, 3], [1]], "packed a sequence of bin 2 more than once"),
             ([[0, 0], [1, 2, 3]], "packed a sequence of bin 0 more than once"),
             ([[0, 1, 2, 3]], "filled bin 0 with 10; it holds 8"),
-            ([[0, 4], [1, 2, 3]], "no index from 0 to 3"),
-            ([[0, -1], [1, 2]], "no index from 0 to 3"),
+            ([[0, 4], [1, 2, 3]], "not an index from 0 to 3"),
+            ([[0, -1], [1, 2]], "not an index from 0 to 3"),
             ([[0, 1], [], [2, 3]], "left bin 1 empty"),
-            ([["a"]], "no index from 0 to 3"),
+            ([["a"]], "not an index from 0 to 3"),
             (7, "must return lists of indices"),
             ([7], "must return lists of indices"),
             (np.array([0, 0, 1]), "returned 3 bin numbers for 4 sequences"),
