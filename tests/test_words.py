@@ -31,8 +31,6 @@ ALLOWED: list[tuple[str, str]] = [
     ("encode/masks/", r"pieces?"),  # of a text that was split
     ("records/formats/", r"(?i).*row.*"),  # of a table
     ("storage/parquet/", r"(?i).*row.*"),  # of a Parquet file
-    ("storage/legacy/", r"(?i).*row.*"),  # of the pickled array
-    ("storage/validation_report.py", r"row"),  # a key of the JSON report
     ("prepare/counts.py", r"num_(cut_)?rows"),  # keys of receipts on disk
     ("prepare/encode_worker.py", r"num_(cut_)?rows"),
     ("prepare/summary.py", r"rows"),  # of a printed table

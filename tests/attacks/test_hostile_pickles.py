@@ -164,8 +164,8 @@ HUGE8 = (2**31).to_bytes(8, "little")
         (b"r" + HUGE, "opcode LONG_BINPUT at byte .* stores into slot 2147483647 of the memo"),
         (b"j" + HUGE, "opcode LONG_BINGET at byte .* reads slot 2147483647 of the memo, which is empty"),
         (b"h\xff", "reads slot 255 of the memo, which is empty"),
-        (b"]\x94(h\x00e", "a list of the pickle holds something that does not belong into it"),
-        (b"]\x94h\x00a", "a list of the pickle holds something that does not belong into it"),
+        (b"]\x94(h\x00e", "a list of the pickle holds something that does not belong there"),
+        (b"]\x94h\x00a", "a list of the pickle holds something that does not belong there"),
         (b"}\x94(" + KEYS[0] + b"h\x00u", "input_ids is not a list or an array of integers"),
         (b"]\x94(K\x01e](K\x02eh\x00(K\x03e", "opcode MARK at byte .* builds nothing"),
         (b"(" * 20_000, "the pickle nests or queues more than 16384 objects"),
@@ -173,7 +173,7 @@ HUGE8 = (2**31).to_bytes(8, "little")
         (b"](" * 20_000, "the pickle nests or queues more than 16384 objects"),
         (b")" + b"\x85" * 20_000, "opcode TUPLE1 at byte .* builds nothing"),
         (b"K\x01" * 20_000, "the pickle nests or queues more than 16384 objects"),
-        (b"](" + b"K\x01" * 20_000 + b"(e", "a list of the pickle holds something that does not belong into it"),
+        (b"](" + b"K\x01" * 20_000 + b"(e", "a list of the pickle holds something that does not belong there"),
         (ARRAY + b"b", "opcode BUILD at byte .* builds nothing"),
         (b"}}b", "opcode BUILD at byte .* builds nothing"),
         (ARRAY + b"(K\x01" + count(2**31 - 1) + b"\x85" + BYTE + b"\x89C\x02\x00\x00tb", "bytes do not fit its shape"),
@@ -190,10 +190,10 @@ HUGE8 = (2**31).to_bytes(8, "little")
 )
 def test_what_is_not_packed_data_is_refused_by_name(tmp_path: Path, value: bytes, sentence: str) -> None:
     path = write(tmp_path / "x.npy", around(row_with(value), 1))
-    with pytest.raises(LegacyFormatError, match=rf"^{path}: (refused|row \d): .*{sentence}"):
+    with pytest.raises(LegacyFormatError, match=rf"^{path}: (refused|bin \d): .*{sentence}"):
         LegacyShard(path)
     write(path, header(1) + b"\x80\x05" + value + b".")
-    with pytest.raises(LegacyFormatError, match=rf"^{path}: (refused: .*; nothing was executed|row \d: )"):
+    with pytest.raises(LegacyFormatError, match=rf"^{path}: (refused: .*; nothing was executed|bin \d: )"):
         LegacyShard(path)
 
 
@@ -230,24 +230,24 @@ def test_an_opcode_that_asks_for_more_than_the_file_has_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (around(ROW, 2), "does not hold as many rows as the header says"),
-        (around(ROW + ROW, 1), "does not hold as many rows as the header says"),
-        (header(2) + around(ROW, 1)[len(header(1)) :], "does not hold as many rows as the header says"),
+        (around(ROW, 2), "does not hold as many bins as the header says"),
+        (around(ROW + ROW, 1), "does not hold as many bins as the header says"),
+        (header(2) + around(ROW, 1)[len(header(1)) :], "does not hold as many bins as the header says"),
         (around(ROW, 1) + b".", "there are bytes behind the end of the pickle"),
         (around(ROW, 1) + around(ROW, 1), "there are bytes behind the end of the pickle"),
-        (around(ROW + b"}", 2), "row 1: input_ids is missing"),
-        (around(ROW.replace(KEYS[1], KEYS[0]), 1), "row 0: has the key input_ids twice"),
-        (around(ROW[:-1] + KEYS[0] + LIST + b"u", 1), "row 0: has the key input_ids twice"),
-        (around(b"K\x01" + ROW, 2), "a list of the pickle holds something that does not belong into it"),
+        (around(ROW + b"}", 2), "bin 1: input_ids is missing"),
+        (around(ROW.replace(KEYS[1], KEYS[0]), 1), "bin 0: has the key input_ids twice"),
+        (around(ROW[:-1] + KEYS[0] + LIST + b"u", 1), "bin 0: has the key input_ids twice"),
+        (around(b"K\x01" + ROW, 2), "a list of the pickle holds something that does not belong there"),
         (around(ROW + b"e(" + ROW + b"eN(" + ROW, 3), "builds nothing that NumPy writes"),
-        (header(1) + b"\x80\x05" + ROW + b".", "the pickle is not an object array of rows"),
-        (header(1) + b"\x80\x05" + ARRAY + b".", "the pickle is not an object array of rows"),
+        (header(1) + b"\x80\x05" + ROW + b".", "the pickle is not an object array of bins"),
+        (header(1) + b"\x80\x05" + ARRAY + b".", "the pickle is not an object array of bins"),
         (header(1) + b"\x80\x01.", "no pickle of protocol 2 to 5"),
         (header(1) + b"\x80\x06.", "no pickle of protocol 2 to 5"),
         (header(1) + b"(lp0\n.", "no pickle of protocol 2 to 5"),
         (header(1), "no pickle of protocol 2 to 5"),
-        (header(10**9) + around(ROW, 1)[len(header(1)) :], "promises 1000000000 rows, more than its .* bytes can hold"),
-        (header(10**30) + around(ROW, 1)[len(header(1)) :], "promises 10{30} rows, more than"),
+        (header(10**9) + around(ROW, 1)[len(header(1)) :], "promises 1000000000 bins, more than its .* bytes can hold"),
+        (header(10**30) + around(ROW, 1)[len(header(1)) :], "promises 10{30} bins, more than"),
         (b"", "is not an .npy file"),
         (b"\x93NUMPY", "is not an .npy file"),
         (b"PK\x03\x04" + bytes(100), "is not an .npy file"),
@@ -428,7 +428,7 @@ def memory_bombs(size: int) -> dict[str, tuple[bytes, str]]:
     tiny = b"}\x94(h\x00]\x94K\x01ah\x01]\x94K\x00ah\x02]\x94K\x00au"
     num_batches = size // len(1000 * tiny)
     return {
-        "memo": (around(b"]" + b"\x94" * size, 1), "makes more objects than packed rows need"),
+        "memo": (around(b"]" + b"\x94" * size, 1), "makes more objects than packed bins need"),
         "frames": (around((b"\x95" + bytes(8)) * (size // 9) + ROW, 1), "accepted"),
         "one row often": (around(long_row + batch * (many // 9), 1000 * (many // 9) + 1), "share their lists so often"),
         "one list often": (around(long_row + same_lists * 900, 901), "share their lists so often"),

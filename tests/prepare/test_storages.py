@@ -29,9 +29,9 @@ def published(chats: Path, tokenizer_path: str, tmp_path_factory: pytest.TempPat
     home = tmp_path_factory.mktemp("published")
     for storage in STORAGES:
         done = packed_sft(
-            "prepare", f"input={chats}", f"output={home / storage}", f"work_dir={home / 'work'}", f"storage={storage}",
-            f"tokenizer.path={tokenizer_path}", "template.name=chatml", f"packing.pack_size={PACK_SIZE}",
-            "split.validation_fraction=0.1", "max_drop_share=1",
+            "prepare", f"input={chats}/*", f"output={home / storage}", f"work_dir={home / 'work'}", f"storage={storage}",
+            f"tokenizer.path={tokenizer_path}", "template=chatml", f"packing.pack_size={PACK_SIZE}",
+            "split.validation_fraction=0.1", "executor.num_workers=1", "max_drop_share=1",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     return home
@@ -67,7 +67,7 @@ def test_every_storage_is_prepared_validated_and_opened_alike(published: Path, s
         assert metadata[0]["pack_size"] == PACK_SIZE
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations(STORAGES, 2))
+@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(STORAGES, 2)])
 def test_every_storage_is_converted_to_every_other(published: Path, source: str, target: str, tmp_path: Path) -> None:
     done = packed_sft("convert", str(published / source), str(tmp_path / "out"), "--to", target)
     assert done.returncode == 0, done.stderr

@@ -260,28 +260,28 @@ GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"loss_mask": [1, 0, 1]}, "row 1: loss_mask has 3 entries, but input_ids has 4"),
-        ({"loss_mask": [1, 0, 1, 0, 0]}, "row 1: loss_mask has 5 entries, but input_ids has 4"),
-        ({"loss_mask": [1, 0, 2, 0]}, "row 1: loss_mask is 2 at position 2, not 0 or 1"),
-        ({"loss_mask": [1, 0, -1, 0]}, "row 1: loss_mask is -1 at position 2, not 0 or 1"),
+        ({"loss_mask": [1, 0, 1]}, "bin 1: loss_mask has 3 entries, but input_ids has 4"),
+        ({"loss_mask": [1, 0, 1, 0, 0]}, "bin 1: loss_mask has 5 entries, but input_ids has 4"),
+        ({"loss_mask": [1, 0, 2, 0]}, "bin 1: loss_mask is 2 at position 2, not 0 or 1"),
+        ({"loss_mask": [1, 0, -1, 0]}, "bin 1: loss_mask is -1 at position 2, not 0 or 1"),
         (
             {"loss_mask": [1.0, 0.0, 1.0, 0.0]},
             "refused: the pickle uses opcode BINFLOAT at byte .* nothing was executed",
         ),
         ({"loss_mask": [0] * 3000 + [0.5]}, "refused: the pickle uses opcode BINFLOAT at byte "),
         ({"loss_mask": np.ones(4)}, r"refused: the pickle holds an array that is not of integers \(f8, byte "),
-        ({"loss_mask": None}, "row 1: loss_mask is not a list or an array of integers"),
-        ({"loss_mask": []}, "row 1: loss_mask is empty"),
-        ({"input_ids": []}, "row 1: input_ids is empty"),
-        ({"input_ids": ()}, "row 1: input_ids is empty"),
-        ({"input_ids": np.array([], np.int32)}, "row 1: input_ids is empty"),
-        ({"input_ids": [5, 6, -7, 8]}, r"row 1: input_ids is -7 at position 2, not in 0\.\.2147483647"),
-        ({"input_ids": [5, 6, 2**31, 8]}, "row 1: input_ids is 2147483648 at position 2"),
-        ({"input_ids": [5, 6, 7, 10**400]}, "row 1: input_ids is too large at position 3"),
-        ({"input_ids": [5, 6, 7, -(2**90)]}, "row 1: input_ids is -4611686018427387904 at position 3"),
-        ({"input_ids": np.array([5, 6, 7, 2**63], np.uint64)}, "row 1: input_ids is too large at position 3"),
-        ({"input_ids": np.array([5, 6, -7, 8], np.int16)}, "row 1: input_ids is -7 at position 2"),
-        ({"input_ids": "abcd"}, "row 1: input_ids is not a list or an array of integers"),
+        ({"loss_mask": None}, "bin 1: loss_mask is not a list or an array of integers"),
+        ({"loss_mask": []}, "bin 1: loss_mask is empty"),
+        ({"input_ids": []}, "bin 1: input_ids is empty"),
+        ({"input_ids": ()}, "bin 1: input_ids is empty"),
+        ({"input_ids": np.array([], np.int32)}, "bin 1: input_ids is empty"),
+        ({"input_ids": [5, 6, -7, 8]}, r"bin 1: input_ids is -7 at position 2, not in 0\.\.2147483647"),
+        ({"input_ids": [5, 6, 2**31, 8]}, "bin 1: input_ids is 2147483648 at position 2"),
+        ({"input_ids": [5, 6, 7, 10**400]}, "bin 1: input_ids is too large at position 3"),
+        ({"input_ids": [5, 6, 7, -(2**90)]}, "bin 1: input_ids is -4611686018427387904 at position 3"),
+        ({"input_ids": np.array([5, 6, 7, 2**63], np.uint64)}, "bin 1: input_ids is too large at position 3"),
+        ({"input_ids": np.array([5, 6, -7, 8], np.int16)}, "bin 1: input_ids is -7 at position 2"),
+        ({"input_ids": "abcd"}, "bin 1: input_ids is not a list or an array of integers"),
         ({"input_ids": [5, "6", 7, 8]}, "refused: "),
         ({"input_ids": [[5], [6], [7], [8]]}, r"refused: a list of the pickle holds something"),
         ({"input_ids": np.array([[5, 6], [7, 8]])}, "refused: .* not one-dimensional"),
@@ -290,18 +290,18 @@ GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id
         ({"input_ids": np.array([5, 6, 7, 8], object)}, "refused: the pickle holds an array that is not of integers"),
         ({"input_ids": np.array(["5"])}, r"refused: the pickle holds an array that is not of integers \(U1"),
         ({"input_ids": [np.int64(5)] * 4}, r"refused: the pickle calls numpy\._core\.multiarray\.scalar, which is not"),
-        ({"seq_start_id": []}, "row 1: seq_start_id is empty"),
-        ({"seq_start_id": [1, 2]}, "row 1: seq_start_id begins with 1, not 0"),
-        ({"seq_start_id": [0, 2, 2]}, "row 1: seq_start_id does not increase at entry 2"),
-        ({"seq_start_id": [0, -1]}, "row 1: seq_start_id does not increase at entry 1"),
-        ({"seq_start_id": [0, 4]}, "row 1: seq_start_id has an entry 1 that is not below the row's length"),
-        ({"seq_start_id": [0, 1, 2, 3, 4]}, "row 1: seq_start_id has an entry 4 that is not below the row's length"),
-        ({"extra": [1]}, "row 1: has the key 'extra'; a packed row has exactly input_ids, loss_mask and seq_start_id"),
-        ({5: [1]}, "row 1: has a key that is not a string"),
+        ({"seq_start_id": []}, "bin 1: seq_start_id is empty"),
+        ({"seq_start_id": [1, 2]}, "bin 1: seq_start_id begins with 1, not 0"),
+        ({"seq_start_id": [0, 2, 2]}, "bin 1: seq_start_id does not increase at entry 2"),
+        ({"seq_start_id": [0, -1]}, "bin 1: seq_start_id does not increase at entry 1"),
+        ({"seq_start_id": [0, 4]}, "bin 1: seq_start_id has an entry 1 that is not below the bin's length"),
+        ({"seq_start_id": [0, 1, 2, 3, 4]}, "bin 1: seq_start_id has an entry 4 that is not below the bin's length"),
+        ({"extra": [1]}, "bin 1: has the key 'extra'; a packed bin has exactly input_ids, loss_mask and seq_start_id"),
+        ({5: [1]}, "bin 1: has a key that is not a string"),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_a_wrong_row_is_refused_by_name(tmp_path: Path, change: Row, sentence: str, protocol: int) -> None:
+def test_a_wrong_bin_is_refused_by_name(tmp_path: Path, change: Row, sentence: str, protocol: int) -> None:
     path = save(tmp_path / "packed.npy", [GOOD, {**GOOD, **change}, GOOD], protocol)
     with pytest.raises(LegacyFormatError, match=rf"^{path}: {sentence}"):
         LegacyShard(path)
@@ -310,17 +310,17 @@ def test_a_wrong_row_is_refused_by_name(tmp_path: Path, change: Row, sentence: s
 @pytest.mark.parametrize("key", list(GOOD))
 def test_a_missing_key_is_refused_by_name(tmp_path: Path, key: str) -> None:
     short = {name: value for name, value in GOOD.items() if name != key}
-    with pytest.raises(LegacyFormatError, match=f"packed.npy: row 2: {key} is missing"):
+    with pytest.raises(LegacyFormatError, match=f"packed.npy: bin 2: {key} is missing"):
         LegacyShard(save(tmp_path / "packed.npy", [GOOD, GOOD, short], 4))
 
 
 @pytest.mark.parametrize(
     ("array", "sentence"),
     [
-        (np.arange(5, dtype=np.int32), "holds values of type '<i4', not packed rows"),
+        (np.arange(5, dtype=np.int32), "holds values of type '<i4', not packed bins"),
         (np.zeros(3), "holds values of type '<f8'"),
-        (object_array([]), "holds no rows"),
-        (np.array(GOOD, object), r"has shape \(\); packed rows are a one-dimensional array"),
+        (object_array([]), "holds no bins"),
+        (np.array(GOOD, object), r"has shape \(\); packed bins are a one-dimensional array"),
         (object_array([GOOD, GOOD]).reshape(1, 2), r"has shape \(1, 2\)"),
         (object_array([5, 6]), "refused: "),
         (object_array([[1], [2]]), "refused: "),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed_sft import TokenPartWriter, pack, publish_store
+from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
@@ -41,6 +41,18 @@ def test_legacy_files_and_shards_give_the_same_batches_over_the_edge_of_an_epoch
         assert torch.equal(one["tokens"], other["tokens"])
         assert torch.equal(one["loss_mask"], other["loss_mask"])
         assert torch.equal(one["cu_seqlens_q"], other["cu_seqlens_q"])
+
+
+@pytest.mark.parametrize("storage", ["legacy", "parquet"])
+def test_a_dataset_directory_of_any_storage_brings_its_length_vocabulary_and_splits(
+    storage: str, dataset: Path, tmp_path: Path
+) -> None:
+    convert(dataset, tmp_path / "converted", to=storage)
+    data = open_data(config_of(str(tmp_path / "converted")))
+    assert (data.sequence_length, data.vocab_size, list(data.validation)) == (PACK_SIZE, VOCAB_SIZE, ["validation"])
+    of_shards, of_files = (first_batches(config_of(str(path))) for path in (dataset, tmp_path / "converted"))
+    for one, other in zip(of_shards, of_files, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
 
 
 def test_bins_come_shuffled_unless_the_stored_order_is_wanted(dataset: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_packed_sft import convert
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.metrics import read_metrics
@@ -42,6 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     data = write_dataset(home / "data", 40)
     noise = write_dataset(home / "noise", 40, marks_answers=False)
     legacy = write_legacy(data, home / "data.npy")
+    convert(data, home / "parquet_data", to="parquet")
 
     def arguments(name: str, *more: str) -> list[str]:
         return [
@@ -63,6 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             arguments("straight", f"validation.paths=[{noise}]"),
             arguments("resumed", resume),
             arguments("legacy", "storage=legacy", f"data.path={legacy}"),
+            arguments("parquet", "storage=parquet", f"data.path={home / 'parquet_data'}"),
             arguments("tensor_2", "parallel=tensor_2"),
             arguments("pipeline_2", "parallel=pipeline_2", "train.steps=4", "validation.steps=1"),
         ],
@@ -101,8 +104,9 @@ def test_a_resumed_run_has_the_same_losses_bit_for_bit(runs: Runs) -> None:
     assert runs.steps("resumed")[0]["step"] == 11
 
 
-def test_legacy_and_memmap_storage_give_the_same_losses_bit_for_bit(runs: Runs) -> None:
+def test_all_storages_give_the_same_losses_bit_for_bit(runs: Runs) -> None:
     assert runs.losses("legacy") == runs.losses("straight")
+    assert runs.losses("parquet") == runs.losses("straight")
 
 
 def test_one_rank_and_two_give_the_same_losses(runs: Runs) -> None:

@@ -1,7 +1,7 @@
-"""From pickled integers to packed rows: the loops of the legacy reader.
+"""From pickled integers to packed bins: the loops of the legacy reader.
 
-`run_pickle` says where the integers of each row lie; `measure_rows` checks the shapes and counts, so that memory can be
-asked for once; `decode_rows` fills it and checks every value.
+`run_pickle` says where the integers of each bin lie; `measure_bins` checks the shapes and counts, so that memory can be
+asked for once; `decode_bins` fills it and checks every value.
 """
 
 # Numba has one integer type where Python has int and np.int64, and unifies them itself.
@@ -17,22 +17,22 @@ from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import little_endian
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 from megatron_packed_sft.support.compiled import kernel
 
-# What can be wrong with a row; `status` then holds the code, the row, the field, the position and the value.
+# What can be wrong with a bin; `status` then holds the code, the bin, the field, the position and the value.
 OK = 0
 NOT_INTEGERS = 1
 EMPTY = 2
 LENGTHS_DIFFER = 3  # position: tokens in input_ids; value: entries in loss_mask
-ROW_TOO_LONG = 4
+BIN_TOO_LONG = 4
 BAD_BYTES = 5
 BAD_ID = 6
 BAD_MASK = 7
 FIRST_START_NOT_ZERO = 8
 STARTS_NOT_INCREASING = 9
-START_BEYOND_ROW = 10
+START_BEYOND_BIN = 10
 
 INPUT_IDS, LOSS_MASK, SEQ_START_ID = 0, 1, 2
 LARGEST_ID = 2**31 - 1
-_LONGEST_ROW = 2**31 - 1
+_LONGEST_BIN = 2**31 - 1
 _CHUNK = 4096
 # For each integer opcode, which of the four bytes behind it belong to it.
 _VALUE_MASKS = np.zeros(256, np.uint32)
@@ -43,7 +43,7 @@ _VALUE_MASKS[tables.BININT] = 0xFFFFFFFF
 
 @kernel
 def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tuple[int, int, int]:
-    """Return form, place and count of what a row holds under a key."""
+    """Return form, place and count of what a bin holds under a key."""
     kind = entry & tables.KIND_MASK
     payload = entry >> tables.KIND_BITS
     if kind == tables.KIND_ONE_INT:
@@ -55,22 +55,22 @@ def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tup
 
 
 @kernel
-def measure_rows(
+def measure_bins(
     value_places: LongArray,
     value_infos: LongArray,
     fields: LongArray,
-    rows: npt.NDArray[np.int32],
+    bins: npt.NDArray[np.int32],
     status: LongArray,
 ) -> tuple[int, int]:
-    """Return how many tokens and how many sequences the rows have; a row of the wrong shape is reported in `status`."""
+    """Return how many tokens and how many sequences the bins have; a bin of the wrong shape is reported in `status`."""
     num_tokens = np.int64(0)
     num_sequences = np.int64(0)
-    for row in range(rows.size):
+    for index in range(bins.size):
         counts = (np.int64(0), np.int64(0), np.int64(0))
         for field in range(3):
-            form, _, count = value_of(fields[3 * np.int64(rows[row]) + field], value_places, value_infos)
-            status[1], status[2] = row, field
-            if form == tables.UNBUILT or form == tables.ROWS:
+            form, _, count = value_of(fields[3 * np.int64(bins[index]) + field], value_places, value_infos)
+            status[1], status[2] = index, field
+            if form == tables.UNBUILT or form == tables.BINS:
                 status[0] = NOT_INTEGERS
                 return num_tokens, num_sequences
             if count == 0:
@@ -81,12 +81,12 @@ def measure_rows(
         if length != mask_length:
             status[0], status[2], status[3], status[4] = LENGTHS_DIFFER, LOSS_MASK, length, mask_length
             return num_tokens, num_sequences
-        if length > _LONGEST_ROW:
-            status[0], status[2], status[3] = ROW_TOO_LONG, INPUT_IDS, length
+        if length > _LONGEST_BIN:
+            status[0], status[2], status[3] = BIN_TOO_LONG, INPUT_IDS, length
             return num_tokens, num_sequences
         if num_starts > length:
-            # More starts than tokens cannot increase strictly and stay inside the row.
-            status[0], status[2], status[3], status[4] = START_BEYOND_ROW, SEQ_START_ID, length, length
+            # More starts than tokens cannot increase strictly and stay inside the bin.
+            status[0], status[2], status[3], status[4] = START_BEYOND_BIN, SEQ_START_ID, length, length
             return num_tokens, num_sequences
         num_tokens += length
         num_sequences += num_starts
@@ -185,35 +185,29 @@ def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> i
 
 
 @kernel
-def decode_rows(
+def decode_bins(
     data: ByteArray,
     value_places: LongArray,
     value_infos: LongArray,
     fields: LongArray,
-    rows: npt.NDArray[np.int32],
+    bins: npt.NDArray[np.int32],
     input_ids: npt.NDArray[np.int32],
     loss_mask: npt.NDArray[np.uint8],
     bin_offsets: LongArray,
     seq_starts: npt.NDArray[np.uint32],
     seq_offsets: LongArray,
     status: LongArray,
-) -> tuple[int, int, int]:
-    """Fill the flat arrays; return the largest id, the longest row, and how many sequence ends have a mask of 1.
-
-    The first value out of its range ends the run and is reported in `status`.
-    """
+) -> None:
+    """Fill the flat arrays; the first value out of its range ends the run and is reported in `status`."""
     scratch = np.empty(_CHUNK, np.int64)
-    largest = np.int64(0)
-    longest = np.int64(0)
-    num_masks_at_end = np.int64(0)
     bin_offsets[0] = 0
     seq_offsets[0] = 0
-    for row in range(rows.size):
-        first_token = bin_offsets[row]
-        first_start = seq_offsets[row]
+    for index in range(bins.size):
+        first_token = bin_offsets[index]
+        first_start = seq_offsets[index]
         length = np.int64(0)
         for field in range(3):
-            form, place, count = value_of(fields[3 * np.int64(rows[row]) + field], value_places, value_infos)
+            form, place, count = value_of(fields[3 * np.int64(bins[index]) + field], value_places, value_infos)
             string_end = np.int64(-1)
             if form & tables.LATIN1_FORM != 0:
                 place, num_bytes = payload_span(data, place, data.size)
@@ -234,7 +228,6 @@ def decode_rows(
                 if field == INPUT_IDS:
                     for k in range(values.size):
                         value = values[k]
-                        largest = max(largest, value)
                         if value < 0 or value > LARGEST_ID:
                             code, bad = BAD_ID, np.int64(k)
                             break
@@ -253,23 +246,18 @@ def decode_rows(
                         elif value <= previous:
                             code, bad = STARTS_NOT_INCREASING, np.int64(k)
                         elif value >= length:
-                            code, bad = START_BEYOND_ROW, np.int64(k)
+                            code, bad = START_BEYOND_BIN, np.int64(k)
                         if code != OK:
                             break
                         previous = value
                         seq_starts[first_start + begin + k] = value
-                        if value > 0:
-                            num_masks_at_end += loss_mask[first_token + value - 1]
                 if code != OK:
-                    status[0], status[1], status[2], status[3] = code, row, field, begin + bad
+                    status[0], status[1], status[2], status[3] = code, index, field, begin + bad
                     status[4] = values[bad]
-                    return largest, longest, num_masks_at_end
+                    return
             if place < 0 or (string_end >= 0 and place != string_end):
-                status[0], status[1], status[2] = BAD_BYTES, row, field
-                return largest, longest, num_masks_at_end
+                status[0], status[1], status[2] = BAD_BYTES, index, field
+                return
             if field == SEQ_START_ID:
-                seq_offsets[row + 1] = first_start + count
-        bin_offsets[row + 1] = first_token + length
-        num_masks_at_end += loss_mask[first_token + length - 1]
-        longest = max(longest, length)
-    return largest, longest, num_masks_at_end
+                seq_offsets[index + 1] = first_start + count
+        bin_offsets[index + 1] = first_token + length

@@ -8,22 +8,17 @@ from megatron_packed_sft.errors import LegacyFormatError
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 
-_SAVE_AGAIN = "save the rows again with numpy.save, each a dict of three lists of integers"
+_SAVE_AGAIN = "save the bins again with numpy.save, each a dict of three lists of integers"
 _MAX_NAME = 80
 
 
 def pickle_error(path: Path, data: ByteArray, status: LongArray) -> LegacyFormatError:
-    """Say why `run_pickle` stopped. Strings out of the file are cut short and shown escaped.
-
-    Example:
-        >>> raise pickle_error(path, data, status)  # doctest: +SKIP
-        LegacyFormatError: x.npy: refused: the pickle calls os.system, which is not part of packed SFT data; nothing ...
-    """
+    """Return why `run_pickle` stopped. Strings out of the file are cut short and shown escaped."""
     code, place, first, second = status[:4].tolist()
-    if code in _ROW_SENTENCES:
+    if code in _BIN_SENTENCES:
         field = tables.FIELDS[second] if second >= 0 else ""
-        sentence = _ROW_SENTENCES[code].format(field=field, key=_string(data, place))
-        return LegacyFormatError(f"{path}: row {first}: {sentence}")
+        sentence = _BIN_SENTENCES[code].format(field=field, key=_string(data, place))
+        return LegacyFormatError(f"{path}: bin {first}: {sentence}")
     if code == tables.FOREIGN_GLOBAL:
         name = _global_name(data, place) if first < 0 else f"{_string(data, first)}.{_string(data, second)}"
         what = f"the pickle calls {name}, which is not part of packed SFT data"
@@ -32,7 +27,7 @@ def pickle_error(path: Path, data: ByteArray, status: LongArray) -> LegacyFormat
     elif code == tables.BAD_DTYPE:
         what = f"the pickle holds an array that is not of integers ({_string(data, place) or 'object'}, byte {place})"
     elif code == tables.MIXED_LIST and place < data.size and tables.ARGUMENT_BYTES[data[place]] >= 0:
-        what = f"a list of the pickle holds something that does not belong into it ({_opcode(data, place)})"
+        what = f"a list of the pickle holds something that does not belong there ({_opcode(data, place)})"
     elif code in (tables.BAD_OPCODE, tables.MIXED_LIST) and place < data.size:
         what = f"the pickle uses {_opcode(data, place)}, which is not part of packed SFT data"
     elif code in (tables.TRUNCATED, tables.MIXED_LIST):
@@ -45,36 +40,31 @@ def pickle_error(path: Path, data: ByteArray, status: LongArray) -> LegacyFormat
     return LegacyFormatError(f"{path}: refused: {what}; nothing was executed")
 
 
-def row_error(path: Path, status: LongArray) -> LegacyFormatError:
-    """Say what is wrong with the row that `measure_rows` or `decode_rows` stopped at.
-
-    Example:
-        >>> raise row_error(path, status)  # doctest: +SKIP
-        LegacyFormatError: x.npy: row 7: loss_mask is 2 at position 3, not 0 or 1
-    """
+def bin_error(path: Path, status: LongArray) -> LegacyFormatError:
+    """Return what is wrong with the bin that `measure_bins` or `decode_bins` stopped at."""
     from megatron_packed_sft.storage.legacy import decode_kernel as kernel
 
-    code, row, field, position, value = status[:5].tolist()
+    code, index, field, position, value = status[:5].tolist()
     name = tables.FIELDS[field]
     shown = "too large" if value >= tables.SATURATED else str(value)
     sentences = {
         kernel.NOT_INTEGERS: f"{name} is not a list or an array of integers",
         kernel.EMPTY: f"{name} is empty",
         kernel.LENGTHS_DIFFER: f"loss_mask has {value} entries, but input_ids has {position}",
-        kernel.ROW_TOO_LONG: f"input_ids has {position} tokens, more than a row can have",
+        kernel.BIN_TOO_LONG: f"input_ids has {position} tokens, more than a bin can have",
         kernel.BAD_BYTES: f"{name} is an array whose bytes do not fit its type and shape, or the file changed",
         kernel.BAD_ID: f"input_ids is {shown} at position {position}, not in 0..{kernel.LARGEST_ID}",
         kernel.BAD_MASK: f"loss_mask is {shown} at position {position}, not 0 or 1",
         kernel.FIRST_START_NOT_ZERO: f"seq_start_id begins with {shown}, not 0",
         kernel.STARTS_NOT_INCREASING: f"seq_start_id does not increase at entry {position}",
-        kernel.START_BEYOND_ROW: f"seq_start_id has an entry {position} that is not below the row's length",
+        kernel.START_BEYOND_BIN: f"seq_start_id has an entry {position} that is not below the bin's length",
     }
-    return LegacyFormatError(f"{path}: row {row}: {sentences[code]}")
+    return LegacyFormatError(f"{path}: bin {index}: {sentences[code]}")
 
 
-_ROW_SENTENCES = {
-    tables.UNKNOWN_KEY: "has the key {key!r}; a packed row has exactly input_ids, loss_mask and seq_start_id",
-    tables.BAD_KEY: "has a key that is not a string; a packed row has exactly input_ids, loss_mask and seq_start_id",
+_BIN_SENTENCES = {
+    tables.UNKNOWN_KEY: "has the key {key!r}; a packed bin has exactly input_ids, loss_mask and seq_start_id",
+    tables.BAD_KEY: "has a key that is not a string; a packed bin has exactly input_ids, loss_mask and seq_start_id",
     tables.DUPLICATE_KEY: "has the key {field} twice",
     tables.MISSING_KEY: "{field} is missing",
     tables.BAD_VALUE: "{field} is not a list or an array of integers",
@@ -85,19 +75,19 @@ _SENTENCES = {
     tables.TOO_DEEP: f"the pickle nests or queues more than {tables.STACK_LIMIT} objects ({{opcode}})",
     tables.MEMO_GAP: "{opcode} stores into slot {slot} of the memo, far beyond those in use",
     tables.MEMO_EMPTY: "{opcode} reads slot {slot} of the memo, which is empty",
-    tables.OVER_BUDGET: f"the pickle makes more objects than packed rows need ({{opcode}}); {_SAVE_AGAIN}",
+    tables.OVER_BUDGET: f"the pickle makes more objects than packed bins need ({{opcode}}); {_SAVE_AGAIN}",
     tables.BIG_ENDIAN: "the pickle holds a big-endian array (byte {place}); save it again little-endian",
     tables.NOT_ONE_DIMENSIONAL: "the pickle holds an array that is not one-dimensional (byte {place})",
     tables.ARRAY_SIZE: "the pickle holds an array whose bytes do not fit its shape (byte {place})",
-    tables.ROW_COUNT: "the pickle does not hold as many rows as the header says (byte {place})",
-    tables.NOT_ROWS: f"the pickle is not an object array of rows; {_SAVE_AGAIN}",
+    tables.BIN_COUNT: "the pickle does not hold as many bins as the header says (byte {place})",
+    tables.NOT_BINS: f"the pickle is not an object array of bins; {_SAVE_AGAIN}",
     tables.TRAILING_BYTES: "there are bytes behind the end of the pickle",
     tables.BAD_PROTOCOL: "no pickle of protocol 2 to 5 follows the header",
 }
 
 
 def _opcode(data: ByteArray, place: int) -> str:
-    """Name the opcode at a place. Only its name is looked up: the pickle itself goes nowhere."""
+    """Return the name of the opcode at a place; the pickle itself is never passed to pickletools."""
     from pickletools import opcodes
 
     if place >= data.size:
@@ -107,7 +97,7 @@ def _opcode(data: ByteArray, place: int) -> str:
 
 
 def _string(data: ByteArray, place: int) -> str:
-    """Show the string that begins at a place, as far as it is one."""
+    """Return the string that begins at a place, or an empty one."""
     from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import payload_span
 
     if not 0 <= place < data.size or tables.ARGUMENT_BYTES[data[place]] < 1:
@@ -117,7 +107,7 @@ def _string(data: ByteArray, place: int) -> str:
 
 
 def _global_name(data: ByteArray, place: int) -> str:
-    """Show the module and the name behind a GLOBAL opcode."""
+    """Return the module and the name behind a GLOBAL opcode."""
     lines = bytes(data[place + 1 : place + 1 + 2 * _MAX_NAME]).split(b"\n")
     return ".".join(ascii(line[:_MAX_NAME].decode("utf-8", "replace"))[1:-1] for line in lines[:2])
 

@@ -180,7 +180,7 @@ def dtype_form(data: ByteArray, place: int) -> int:
 
 @kernel
 def is_letter(data: ByteArray, entry: int, letter: int) -> bool:
-    """Say whether a string or bytes entry is this one ASCII character."""
+    """Return whether a string or bytes entry is this one ASCII character."""
     kind = kind_of(entry)
     if kind != tables.KIND_STRING and kind != tables.KIND_BYTES and kind != tables.KIND_LATIN1:
         return False
@@ -190,7 +190,7 @@ def is_letter(data: ByteArray, entry: int, letter: int) -> bool:
 
 @kernel
 def is_number(data: ByteArray, entry: int, number: int) -> bool:
-    """Say whether an entry is this integer (or boolean)."""
+    """Return whether an entry is this integer (or boolean)."""
     if kind_of(entry) != tables.KIND_INT:
         return False
     value, _ = read_int(data, payload_of(entry), data.size)

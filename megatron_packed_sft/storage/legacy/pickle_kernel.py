@@ -1,15 +1,15 @@
-"""A pickle machine that can build one thing: an object array of packed rows. It calls nothing and imports nothing.
+"""A pickle interpreter that can build one thing: an object array of packed bins. It calls and imports nothing.
 
     file bytes ─▶ run_pickle ─▶ values   where each list or array of integers is in the file, and how many it holds
                                 fields   three entries per dict: input_ids, loss_mask, seq_start_id
-                                rows     one dict each
+                                bins     one dict each
 
 Integers are not decoded here: a list is a place in the file and a count, so the machine's memory does not grow with the
 tokens. Everything on the stack, in the memo and in a dict is one int64, `payload << 5 | kind`. What the tables may take
 is limited by `budget`, and every step is linear in the file, whatever the bytes say.
 
 An opcode, a callable or a structure that NumPy does not write for such an array ends the run with a code;
-`sentences.py` puts it into words.
+`error_messages` puts it into words.
 """
 
 # Numba has one integer type where Python has int and np.int64, and unifies them itself.
@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_steps_kernel import (
+    BIN_LIST,
     NUM_DICTS,
     NUM_MEMO,
     NUM_REGISTERS,
     NUM_VALUES,
     OPEN_LIST,
     OPEN_PLACE,
-    ROW_LIST,
     TOP_MARK,
     append_items,
     begin_batch,
@@ -57,24 +57,24 @@ def grown(table: LongArray) -> LongArray:
 
 @kernel
 def run_pickle(
-    data: ByteArray, start: int, num_rows: int, budget: int, status: LongArray
+    data: ByteArray, start: int, num_bins: int, budget: int, status: LongArray
 ) -> tuple[LongArray, LongArray, LongArray, npt.NDArray[np.int32]]:
-    """Run the pickle in `data[start:]`, which must hold `num_rows` rows and end with the data.
+    """Run the pickle in `data[start:]`, which must hold `num_bins` bins and end with the data.
 
-    Returns the values' places and infos, the dicts' fields and the dict of each row; all of it means something only
+    Returns the values' places and infos, the dicts' fields and the dict of each bin; all of it means something only
     when `status[0]` is OK. `status` gets the code, the place in the file, two details, and the bytes that the tables
     take.
     """
     end = data.size
-    guess = min(num_rows, (end - start) // tables.SMALLEST_ROW)
+    guess = min(num_bins, (end - start) // tables.SMALLEST_BIN)
     value_places = np.empty(3 * guess + 64, np.int64)
     value_infos = np.empty(3 * guess + 64, np.int64)
     fields = np.empty(3 * guess + 96, np.int64)
     memo = np.empty(4 * guess + 64, np.int64)
-    rows = np.empty(num_rows, np.int32)
+    bins = np.empty(num_bins, np.int32)
     stack = np.empty(tables.STACK_LIMIT, np.int64)
     registers = np.zeros(NUM_REGISTERS, np.int64)
-    registers[TOP_MARK] = registers[ROW_LIST] = registers[OPEN_LIST] = registers[OPEN_PLACE] = -1
+    registers[TOP_MARK] = registers[BIN_LIST] = registers[OPEN_LIST] = registers[OPEN_PLACE] = -1
     after = start + 2
     code = tables.OK
     if end < after or data[start] != tables.PROTO or not 2 <= data[start + 1] <= 5:
@@ -93,7 +93,7 @@ def run_pickle(
         grow_fields = 3 * registers[NUM_DICTS] + 3 > fields.size
         grow_memo = registers[NUM_MEMO] == memo.size
         if grow_values or grow_fields or grow_memo:
-            total = 8 * (2 * value_places.size + fields.size + memo.size) + 4 * rows.size
+            total = 8 * (2 * value_places.size + fields.size + memo.size) + 4 * bins.size
             total += 32 * value_places.size * grow_values + 16 * fields.size * grow_fields + 16 * memo.size * grow_memo
             if total > budget:
                 code = tables.OVER_BUDGET
@@ -128,7 +128,7 @@ def run_pickle(
             registers[NUM_DICTS] = number + 1
             code = push(stack, registers, number, tables.KIND_DICT)
         elif op == tables.APPEND or op == tables.APPENDS:
-            code = append_items(op, after, stack, value_places, value_infos, fields, rows, registers, status)
+            code = append_items(op, after, stack, value_places, value_infos, fields, bins, registers, status)
         elif op == tables.SETITEM or op == tables.SETITEMS:
             code = set_items(data, op, stack, fields, registers, status)
         elif op == tables.GLOBAL or op == tables.STACK_GLOBAL:
@@ -138,12 +138,12 @@ def run_pickle(
         elif op == tables.BUILD:
             code = build(stack, value_places, value_infos, registers)
         elif op == tables.STOP:
-            code = stop(after, end, num_rows, stack, value_infos, registers)
+            code = stop(after, end, num_bins, stack, value_infos, registers)
         elif op == tables.TUPLE or tables.TUPLE1 <= op <= tables.TUPLE3:
             code = close_tuple(data, place, stack, value_places, value_infos, registers, status)
         else:
             code = use_memo(data, place, stack, memo, registers, status)
     status[0] = code
-    status[4] = 8 * (2 * value_places.size + fields.size) + 4 * rows.size
+    status[4] = 8 * (2 * value_places.size + fields.size) + 4 * bins.size
     num_values = registers[NUM_VALUES]
-    return value_places[:num_values], value_infos[:num_values], fields[: 3 * registers[NUM_DICTS]], rows
+    return value_places[:num_values], value_infos[:num_values], fields[: 3 * registers[NUM_DICTS]], bins

@@ -31,8 +31,8 @@ TOP_MARK = 1  # where on the stack the last MARK is, or -1
 NUM_VALUES = 2
 NUM_DICTS = 3
 NUM_MEMO = 4
-NUM_ROWS = 5
-ROW_LIST = 6  # the value that is the list of rows, or -1
+NUM_BINS = 5
+BIN_LIST = 6  # the value that is the list of bins, or -1
 OPEN_LIST = 7  # the list of integers that was extended last, and the place in the file where it may continue
 OPEN_PLACE = 8
 NUM_REGISTERS = 9
@@ -144,11 +144,11 @@ def append_items(
     value_places: LongArray,
     value_infos: LongArray,
     fields: LongArray,
-    rows: npt.NDArray[np.int32],
+    bins: npt.NDArray[np.int32],
     registers: LongArray,
     status: LongArray,
 ) -> int:
-    """Run an APPEND of one integer, or an APPEND or APPENDS of rows; return a code."""
+    """Run an APPEND of one integer, or an APPEND or APPENDS of bins; return a code."""
     depth = registers[DEPTH]
     first = registers[TOP_MARK] + 1 if op == tables.APPENDS else depth - 1
     owner = registers[TOP_MARK] - 1 if op == tables.APPENDS else depth - 2
@@ -161,24 +161,24 @@ def append_items(
         registers[OPEN_LIST] = value
         registers[OPEN_PLACE] = after
     else:
-        if value_infos[value] == tables.INTS and registers[ROW_LIST] < 0:
-            registers[ROW_LIST] = value
-        if value != registers[ROW_LIST]:
+        if value_infos[value] == tables.INTS and registers[BIN_LIST] < 0:
+            registers[BIN_LIST] = value
+        if value != registers[BIN_LIST]:
             return tables.MIXED_LIST
         for j in range(first, depth):
-            row = registers[NUM_ROWS]
+            index = registers[NUM_BINS]
             number = payload_of(stack[j])
             if kind_of(stack[j]) != tables.KIND_DICT:
                 return tables.MIXED_LIST
             for field in range(3):
                 if fields[3 * number + field] < 0:
-                    status[2], status[3] = row, field
+                    status[2], status[3] = index, field
                     return tables.MISSING_KEY
-            if row == rows.size:
-                return tables.ROW_COUNT
-            rows[row] = number
-            registers[NUM_ROWS] = row + 1
-        value_infos[value] = registers[NUM_ROWS] << tables.FORM_BITS | tables.ROWS
+            if index == bins.size:
+                return tables.BIN_COUNT
+            bins[index] = number
+            registers[NUM_BINS] = index + 1
+        value_infos[value] = registers[NUM_BINS] << tables.FORM_BITS | tables.BINS
     pop_to(stack, registers, owner + 1, op == tables.APPENDS)
     return tables.OK
 
@@ -194,8 +194,8 @@ def set_items(
     if owner < 0 or kind_of(stack[owner]) != tables.KIND_DICT or (depth - first) % 2 != 0:
         return tables.MALFORMED
     number = payload_of(stack[owner])
-    # For an error: the rows in the list so far, and those that wait on the stack.
-    status[2] = registers[NUM_ROWS]
+    # For an error: the bins in the list so far, and those that wait on the stack.
+    status[2] = registers[NUM_BINS]
     for j in range(owner):
         status[2] += kind_of(stack[j]) == tables.KIND_DICT
     for j in range(first, depth, 2):
@@ -338,13 +338,13 @@ def close_tuple(
 
 
 @kernel
-def stop(after: int, end: int, num_rows: int, stack: LongArray, value_infos: LongArray, registers: LongArray) -> int:
-    """Check what a STOP leaves: one array of all rows, and no byte behind it. Return a code."""
+def stop(after: int, end: int, num_bins: int, stack: LongArray, value_infos: LongArray, registers: LongArray) -> int:
+    """Check what a STOP leaves: one array of all bins, and no byte behind it. Return a code."""
     if registers[DEPTH] != 1 or kind_of(stack[0]) != tables.KIND_ARRAY:
-        return tables.NOT_ROWS
+        return tables.NOT_BINS
     info = value_infos[payload_of(stack[0])]
-    if info & tables.FORM_MASK != tables.ROWS:
-        return tables.NOT_ROWS
-    if registers[NUM_ROWS] != num_rows or info >> tables.FORM_BITS != num_rows:
-        return tables.ROW_COUNT
+    if info & tables.FORM_MASK != tables.BINS:
+        return tables.NOT_BINS
+    if registers[NUM_BINS] != num_bins or info >> tables.FORM_BITS != num_bins:
+        return tables.BIN_COUNT
     return tables.OK if after == end else tables.TRAILING_BYTES

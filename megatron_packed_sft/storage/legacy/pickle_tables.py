@@ -27,15 +27,15 @@ BIG_ENDIAN = 11
 NOT_ONE_DIMENSIONAL = 12
 ARRAY_SIZE = 13
 MIXED_LIST = 14
-UNKNOWN_KEY = 15  # detail: row
-DUPLICATE_KEY = 16  # details: row, field
-MISSING_KEY = 17  # details: row, field
-BAD_VALUE = 18  # details: row, field
-ROW_COUNT = 19
-NOT_ROWS = 20
+UNKNOWN_KEY = 15  # detail: bin
+DUPLICATE_KEY = 16  # details: bin, field
+MISSING_KEY = 17  # details: bin, field
+BAD_VALUE = 18  # details: bin, field
+BIN_COUNT = 19
+NOT_BINS = 20
 TRAILING_BYTES = 21
 BAD_PROTOCOL = 22
-BAD_KEY = 23  # detail: row
+BAD_KEY = 23  # detail: bin
 
 # Opcodes, by their names in Python's pickletools.
 MARK, STOP, NONE = ord("("), ord("."), ord("N")
@@ -104,7 +104,7 @@ FORM_BITS = 8
 FORM_MASK = 255
 UNBUILT = 0
 INTS = 1  # pickled integers, from a place on
-ROWS = 2  # the one list of dicts
+BINS = 2  # the one list of dicts
 SIGNED_ARRAY = 4  # 4..7: int8, int16, int32, int64
 UNSIGNED_ARRAY = 8  # 8..11: uint8, uint16, uint32, uint64
 OBJECT_ARRAY = 12
@@ -159,7 +159,7 @@ LATIN1_TEXT, LATIN1_ENDS = text_table(("latin1",))
 
 # Picklers hand over at most 1,000 items at a time, so real files stay far below this.
 STACK_LIMIT = 16_384
-# The smallest row takes 25 bytes, so this guess of the tables' sizes rarely has to grow.
-SMALLEST_ROW = 24
+# The smallest bin takes 25 bytes, so this guess of the tables' sizes rarely has to grow.
+SMALLEST_BIN = 24
 LONGEST_STATE = 64  # no tuple of NumPy's that mixes integers with other things comes near this
 SATURATED = np.int64(1) << 62  # stands for integers too long for an int64; far outside every allowed range

@@ -6,7 +6,7 @@
 (1, (n,), dtype, False, bytes or list)      state of an array
 (bytes, dtype, (n,), "C")                   arguments of _frombuffer (protocol 5)
 (string, "latin1")                          arguments of encode (bytes in protocol 2)
-(), (n,), (a, b, c, ...)                    no arguments, a shape, the integers of a row
+(), (n,), (a, b, c, ...)                    no arguments, a shape, the integers of a bin
 """
 
 # Numba has one integer type where Python has int and np.int64, and unifies them itself.
@@ -105,7 +105,7 @@ def array_of(data: ByteArray, kind: int, shape: int, dtype: int, content: int, p
 
 @kernel
 def array_state(data: ByteArray, stack: LongArray, low: int, value_infos: LongArray, place: int) -> Recognised:
-    """Recognise (1, (n,), dtype, False, bytes) and, for the array of all rows, (1, (n,), dtype, False, list)."""
+    """Recognise (1, (n,), dtype, False, bytes) and, for the array of all bins, (1, (n,), dtype, False, list)."""
     shape, dtype, content = stack[low + 1], stack[low + 2], stack[low + 4]
     is_state = is_number(data, stack[low], 1) and is_number(data, stack[low + 3], 0)
     if not is_state or kind_of(dtype) != tables.KIND_DTYPE:
@@ -119,10 +119,10 @@ def array_state(data: ByteArray, stack: LongArray, low: int, value_infos: LongAr
         return 0, place, 0, tables.NOT_ONE_DIMENSIONAL
     info = value_infos[payload_of(content)]
     size, _ = read_int(data, payload_of(shape), data.size)
-    if info & tables.FORM_MASK != tables.ROWS:
+    if info & tables.FORM_MASK != tables.BINS:
         return 0, place, 0, tables.BAD_DTYPE
     if size != info >> tables.FORM_BITS:
-        return 0, place, 0, tables.ROW_COUNT
+        return 0, place, 0, tables.BIN_COUNT
     return tables.KIND_ARRAY_STATE, place, info, tables.OK
 
 

@@ -20,14 +20,14 @@ import numpy as np
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import LegacyFormatError
 from megatron_packed_sft.storage.flat_shard import FlatBins, FlatShard
-from megatron_packed_sft.storage.legacy import error_messages as sentences
+from megatron_packed_sft.storage.legacy import error_messages
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray
 from megatron_packed_sft.support.paths import local_path
 
 MEMORY_MULTIPLE = 6
 _MEMORY_SLACK = 1 << 20
 _BYTES_PER_TOKEN = 5  # an int32 and a mask byte
-_BYTES_PER_ROW = 20  # two offsets and a length
+_BYTES_PER_BIN = 20  # two offsets and a length
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 4096
 _HEADER_KEYS = {"descr", "fortran_order", "shape"}
@@ -53,21 +53,21 @@ def _read(path: Path) -> FlatBins:
             before = os.fstat(fd)
             if not stat.S_ISREG(before.st_mode):
                 raise LegacyFormatError(f"{path} is not a file; pass a packed .npy file")
-            start, num_rows = _read_header(path, os.pread(fd, _MAX_HEADER + 16, 0), before.st_size)
+            start, num_bins = _read_header(path, os.pread(fd, _MAX_HEADER + 16, 0), before.st_size)
             mapped = mmap.mmap(fd, before.st_size, prot=mmap.PROT_READ)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
-        rows = _parse(path, np.frombuffer(mapped, np.uint8), start, num_rows)
+        bins = _parse(path, np.frombuffer(mapped, np.uint8), start, num_bins)
         with os_errors("read", path):
             after = os.fstat(fd)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise LegacyFormatError(f"{path} was changed while it was read; open it again when its writer is done")
-        return rows
+        return bins
     finally:
         os.close(fd)
 
 
 def _read_header(path: Path, begin: bytes, size: int) -> tuple[int, int]:
-    """Return where the pickle begins and how many rows the header promises."""
+    """Return where the pickle begins and how many bins the header promises."""
     if begin[:6] != _MAGIC or len(begin) < 12:
         raise LegacyFormatError(f"{path} is not an .npy file: it does not begin with the bytes that NumPy writes")
     version = (begin[6], begin[7])
@@ -82,16 +82,16 @@ def _read_header(path: Path, begin: bytes, size: int) -> tuple[int, int]:
     header = _parse_header(path, begin[start : start + length])
     if header["descr"] != "|O":
         raise LegacyFormatError(
-            f"{path} holds values of type {header['descr']!r:.80}, not packed rows (object dtype '|O'); "
+            f"{path} holds values of type {header['descr']!r:.80}, not packed bins (object dtype '|O'); "
             "pass the .npy file of packed sequences"
         )
     shape = header["shape"]
     if not (isinstance(shape, tuple) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0):
-        raise LegacyFormatError(f"{path} has shape {shape!r:.80}; packed rows are a one-dimensional array")
+        raise LegacyFormatError(f"{path} has shape {shape!r:.80}; packed bins are a one-dimensional array")
     if shape[0] == 0:
-        raise LegacyFormatError(f"{path} holds no rows")
-    if shape[0] * (_BYTES_PER_ROW + 4) > _budget(size):
-        raise LegacyFormatError(f"{path}: its header promises {shape[0]} rows, more than its {size} bytes can hold")
+        raise LegacyFormatError(f"{path} holds no bins")
+    if shape[0] * (_BYTES_PER_BIN + 4) > _budget(size):
+        raise LegacyFormatError(f"{path}: its header promises {shape[0]} bins, more than its {size} bytes can hold")
     return start + length, shape[0]
 
 
@@ -110,30 +110,30 @@ def _budget(size: int) -> int:
     return MEMORY_MULTIPLE * size + _MEMORY_SLACK
 
 
-def _parse(path: Path, data: ByteArray, start: int, num_rows: int) -> FlatBins:
+def _parse(path: Path, data: ByteArray, start: int, num_bins: int) -> FlatBins:
     from megatron_packed_sft.storage.legacy import decode_kernel, pickle_kernel
 
     status = np.zeros(5, np.int64)
-    tables = pickle_kernel.run_pickle(data, start, num_rows, _budget(data.size), status)
+    tables = pickle_kernel.run_pickle(data, start, num_bins, _budget(data.size), status)
     if status[0]:
-        raise sentences.pickle_error(path, data, status)
+        raise error_messages.pickle_error(path, data, status)
     table_bytes = int(status[4])
     status[:] = 0
-    num_tokens, num_sequences = decode_kernel.measure_rows(*tables, status)
+    num_tokens, num_sequences = decode_kernel.measure_bins(*tables, status)
     if status[0]:
-        raise sentences.row_error(path, status)
-    needed = num_tokens * _BYTES_PER_TOKEN + num_sequences * 4 + num_rows * _BYTES_PER_ROW
+        raise error_messages.bin_error(path, status)
+    needed = num_tokens * _BYTES_PER_TOKEN + num_sequences * 4 + num_bins * _BYTES_PER_BIN
     if needed + table_bytes > _budget(data.size):
         raise LegacyFormatError(
-            f"{path}: refused: its rows share their lists so often that they would take {needed:,} bytes, more than "
-            f"{MEMORY_MULTIPLE} times the file; save it again with lists of its own for each row; nothing was executed"
+            f"{path}: refused: its bins share their lists so often that they would take {needed:,} bytes, more than "
+            f"{MEMORY_MULTIPLE} times the file; save it again with lists of its own for each bin; nothing was executed"
         )
     input_ids = np.empty(num_tokens, np.int32)
     loss_mask = np.empty(num_tokens, np.uint8)
-    bin_offsets = np.empty(num_rows + 1, np.int64)
+    bin_offsets = np.empty(num_bins + 1, np.int64)
     seq_starts = np.empty(num_sequences, np.uint32)
-    seq_offsets = np.empty(num_rows + 1, np.int64)
-    decode_kernel.decode_rows(data, *tables, input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, status)
+    seq_offsets = np.empty(num_bins + 1, np.int64)
+    decode_kernel.decode_bins(data, *tables, input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets, status)
     if status[0]:
-        raise sentences.row_error(path, status)
+        raise error_messages.bin_error(path, status)
     return FlatBins(input_ids, loss_mask, bin_offsets, seq_starts, seq_offsets)
