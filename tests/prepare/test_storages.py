@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_packed_sft import GPTSFTPackedMultiShardDataset, create_sft_dataset, open_dataset
+from megatron_packed_sft.cli.main import main
 from tests.data.test_datasets import assert_same_batch
 
 STORAGES = ("memmap_v1", "legacy", "parquet")
 PACK_SIZE = 512
 
 
-def packed_sft(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a person does."""
-    return subprocess.run([sys.executable, "-m", "megatron_packed_sft", *arguments], capture_output=True, text=True)
+def packed_sft(*arguments: object) -> None:
+    """Run a command that must succeed."""
+    assert main([str(one) for one in arguments]) == 0
 
 
 @pytest.fixture(scope="module")
 def published(chats: Path, tokenizer_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one dataset per storage, made of the same chats."""
     home = tmp_path_factory.mktemp("published")
+    settings = [f"input={chats}/*", f"tokenizer.path={tokenizer_path}", "template=chatml", "executor.num_workers=1"]
+    settings += [f"packing.pack_size={PACK_SIZE}", "split.validation_fraction=0.1", "max_drop_share=1"]
     for storage in STORAGES:
-        done = packed_sft(
-            "prepare", f"input={chats}/*", f"output={home / storage}", f"work_dir={home / 'work'}", f"storage={storage}",
-            f"tokenizer.path={tokenizer_path}", "template=chatml", f"packing.pack_size={PACK_SIZE}",
-            "split.validation_fraction=0.1", "executor.num_workers=1", "max_drop_share=1",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        packed_sft("prepare", *settings, f"output={home / storage}", f"work_dir={home / 'work'}", f"storage={storage}")
     return home
 
 
@@ -56,10 +52,11 @@ def assert_same_data(left: Path, right: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_every_storage_is_prepared_validated_and_opened_alike(published: Path, storage: str) -> None:
-    done = packed_sft("validate", str(published / storage))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "sound (full: 2 shards" in done.stdout
+def test_every_storage_is_prepared_validated_and_opened_alike(
+    published: Path, storage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed_sft("validate", published / storage)
+    assert "sound (full: 2 shards" in capsys.readouterr().out
     assert open_dataset(published / storage).storage.name == storage
     assert_same_data(published / storage, published / "memmap_v1")
     if storage != "memmap_v1":  # what Megatron-Bridge expects beside the files
@@ -69,15 +66,13 @@ def test_every_storage_is_prepared_validated_and_opened_alike(published: Path, s
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(STORAGES, 2)])
 def test_every_storage_is_converted_to_every_other(published: Path, source: str, target: str, tmp_path: Path) -> None:
-    done = packed_sft("convert", str(published / source), str(tmp_path / "out"), "--to", target)
-    assert done.returncode == 0, done.stderr
-    assert packed_sft("validate", str(tmp_path / "out"), "--quiet").returncode == 0
+    packed_sft("convert", published / source, tmp_path / "out", "--to", target)
+    packed_sft("validate", tmp_path / "out", "--quiet")
     assert open_dataset(tmp_path / "out").storage.name == target
     assert_same_data(tmp_path / "out", published / source)
 
 
-def test_prepare_and_train_offer_the_storages_that_they_take() -> None:
-    for command in ("prepare", "train"):
-        done = packed_sft(command, "storage=auto", "output=x", "tokenizer.path=y" if command == "prepare" else "seed=1")
-        assert done.returncode == 2
-        assert "storage is 'auto'; choose one of legacy, memmap_v1, parquet" in done.stderr
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_prepare_and_train_offer_the_storages_that_they_take(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "storage=auto", "output=x"]) == 2
+    assert "storage is 'auto'; choose one of legacy, memmap_v1, parquet" in capsys.readouterr().err
