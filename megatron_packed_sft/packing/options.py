@@ -30,9 +30,9 @@ class PackOptions:
 
     Args:
         pack_size: what a bin holds, in `measure`.
-        strategy: one of `known_strategies()`: optimal | window | best_fit | first_fit | first_fit_shuffle | greedy.
-        overflow: what happens to a sequence longer than a bin: error | drop | truncate | split | single. `split` makes
-            chunks that overlap by `stride` tokens; `single` gives it a bin of its own, which no shard can store.
+        strategy: optimal | window | best_fit | first_fit | first_fit_shuffle | greedy, or a registered one.
+        overflow: what happens to a sequence longer than a bin: error | drop | truncate | split. `split` makes chunks
+            that overlap by `stride` tokens. (`pack` also has `single`, a longer bin of its own, for plans alone.)
         stride: tokens that two neighbouring chunks of a split sequence share; they are trained once.
         min_len: shorter sequences, and shorter last chunks of split ones, are dropped and counted.
         max_len: longer sequences are dropped and counted, before `overflow` looks at the rest.

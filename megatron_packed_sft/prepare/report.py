@@ -12,6 +12,7 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.plan_stage import PackedSequences
 from megatron_packed_sft.support.drop_reasons import DropReason, Severity
+from megatron_packed_sft.support.wording import counted
 
 _WORTH_A_WARNING = 0.01  # share of records or tokens
 _REMEDIES = {
@@ -154,7 +155,8 @@ class PrepareReport:
         parts = []
         for reason in DropReason:
             if reason.severity in severities and (reason in dropped or reason in dropped_tokens):
-                amount = f"{dropped[reason]:,} records" if reason in dropped else f"{dropped_tokens[reason]:,} tokens"
+                by_record = reason in dropped
+                amount = counted(dropped[reason], "record") if by_record else counted(dropped_tokens[reason], "token")
                 parts.append(f"{reason} {amount} ({_REMEDIES.get(reason, _FIX)})")
         return (
             f"{100 * records:.1f} % of the records and {100 * tokens:.1f} % of the tokens are lost: {', '.join(parts)}"

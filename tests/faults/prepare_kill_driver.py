@@ -21,7 +21,7 @@ from tests.packed_bins import files_of
 
 
 def run(rows: Path, model: str, output: Path) -> int:
-    """One preparation of two files and two splits, in this process; returns how many units it could reuse."""
+    """One preparation of two files and two splits, in this process; returns how many slices it could reuse."""
     config = PrepareConfig(output=str(output), input=f"{rows}/*.jsonl", quiet=True)
     config.tokenizer.path = model
     config.template.name = "chatml"

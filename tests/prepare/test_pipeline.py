@@ -30,7 +30,7 @@ def test_every_row_of_every_format_is_packed_or_counted(chats: Path, tokenizer_p
     output = tmp_path / "data"
     done = prepare(
         f"input={chats}/*", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL,
-        "split.validation_fraction=0.2",
+        "split.validation_fraction=0.2", "max_drop_share=0.6",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert validate(output).ok
