@@ -131,8 +131,10 @@ def replace_file(path: Path, data: bytes) -> None:
         with os_errors("publish", path):
             os.rename(temporary, path)
             fsync_directory(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink()
+        raise
 
 
 class Staging:

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_packed_sft import validate
 from megatron_packed_sft.prepare.config import PrepareConfig
 from megatron_packed_sft.prepare.pipeline import Pipeline
+from megatron_packed_sft.prepare.sources import SplitRule
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of
 
@@ -26,7 +27,7 @@ def run(rows: Path, model: str, output: Path) -> int:
     config.tokenizer.path = model
     config.template.name = "chatml"
     config.packing.pack_size = 64
-    config.split.validation_fraction = 0.3
+    config.split = SplitRule(validation_fraction=0.3)
     config.executor.num_workers = 1
     stages = dict(Pipeline(config).run().stages)
     return int(stages["encode"].split(": ")[1].split()[0])

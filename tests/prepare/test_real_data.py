@@ -18,7 +18,7 @@ def test_every_row_of_the_real_data_is_accounted_for(tokenizer_path: str, tmp_pa
     sources = ", ".join(f"{name}: {{path: {path}}}" for name, path in files.items())
     done = prepare(
         f"+sources={{{sources}}}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", "template=chatml",
-        "packing.pack_size=2048",
+        "packing.pack_size=2048", "max_drop_share=0.6",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert validate(tmp_path / "data").ok
