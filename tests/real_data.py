@@ -26,6 +26,8 @@ TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or _CACHE / "tokenizer
 # A few rows and one tokenizer; `make test-real` takes all, and some minutes.
 IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))
 NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3", "gpt2")
+TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or _CACHE / "templates")
+_TEMPLATES_VERSION = "0.3.36"
 _SENTENCEPIECE = "mistral_common"
 
 
@@ -39,6 +41,22 @@ def sentencepiece_models() -> list[Path]:
     """Real SentencePiece models, likewise."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "mistral-common"]
     return sorted(_fetched(TOKENIZERS / _SENTENCEPIECE, command, "*.whl", "mistral_common/data").glob("*.model*"))
+
+
+def templates_folder() -> Path:
+    """The chat templates that come with llama-cpp-python's sources, likewise."""
+    # pip wants the build backend's metadata even of what it only downloads; importable, it need not be isolated.
+    script = (
+        "import os, subprocess, sys\n"
+        "pip = [sys.executable, '-m', 'pip']\n"
+        "subprocess.run([*pip, 'install', '--quiet', '--target', 'backend', 'scikit-build-core'], check=True)\n"
+        "options = ['--quiet', '--no-deps', '--no-build-isolation', '--no-binary', ':all:']\n"
+        f"what = 'llama-cpp-python=={_TEMPLATES_VERSION}'\n"
+        "environment = {**os.environ, 'PYTHONPATH': os.path.abspath('backend')}\n"
+        "subprocess.run([*pip, 'download', *options, what], check=True, env=environment)"
+    )
+    inside = f"llama_cpp_python-{_TEMPLATES_VERSION}/vendor/llama.cpp/models/templates"
+    return _fetched(TEMPLATES, [sys.executable, "-c", script], "llama_cpp_python*.tar.gz", inside)
 
 
 def _fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> Path:
@@ -62,3 +80,4 @@ if __name__ == "__main__":
     for one in NAMES:
         print(tokenizer_folder(one))
     print(*sentencepiece_models())
+    print(templates_folder())

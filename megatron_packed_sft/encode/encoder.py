@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_packed_sft.encode.masks.marker import ChatMarker
-from megatron_packed_sft.encode.masks.turns import joined
+from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
+from megatron_packed_sft.encode.masks.turn_finder import joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
@@ -28,6 +28,14 @@ class Dropped(NamedTuple):
     detail: str
 
 
+class Lost(NamedTuple):
+    """Text that the template left out: the record's position in the batch, the kind of text, and a sentence."""
+
+    record: int
+    kind: str
+    detail: str
+
+
 class EncodedRecords(NamedTuple):
     """What a batch of records became.
 
@@ -37,6 +45,7 @@ class EncodedRecords(NamedTuple):
         num_cut_sequences: sequences that were cut to `max_len`.
         num_cut_tokens: tokens cut off, including those of records that were dropped because of it.
         num_cut_trained_tokens: the trained ones among them.
+        lost: what the template left out of records that were encoded all the same.
     """
 
     sequences: Sequences
@@ -44,6 +53,7 @@ class EncodedRecords(NamedTuple):
     num_cut_sequences: int
     num_cut_tokens: int
     num_cut_trained_tokens: int
+    lost: Sequence[Lost] = ()
 
 
 class RecordEncoder:
@@ -73,7 +83,8 @@ class RecordEncoder:
                 raise InvalidInputError(
                     f"encode.add_{name} is true, but tokenizer {tokenizer.name} has no {name} token; set it to false"
                 )
-        self._marker: ChatMarker | None = None
+        self._loaded: tuple[ChatTemplate, TemplateOptions] | None = None
+        self._markers: dict[bool, ChatMarker] = {}
         escapes_text = self.options.special_tokens_in_text == "escape"
         # Some tokenizers have control tokens of white space only; escaping those would be pointless.
         escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
@@ -83,32 +94,42 @@ class RecordEncoder:
         """Pickle the arguments only: a compiled template is faster to rebuild than to send."""
         return type(self), (self.tokenizer, self.template, self.options)
 
-    @property
-    def marker(self) -> ChatMarker:
-        """The renderer of conversations; its template is compiled on first use."""
-        if self._marker is None:
-            template, options = self.template, TemplateOptions()
-            if isinstance(template, TemplateOptions):
-                options = template
-                template = load_template(options.name, self.tokenizer)
-            elif not isinstance(template, ChatTemplate):
-                template = load_template(template, self.tokenizer)
-            self._marker = ChatMarker(self.tokenizer, template, self.options, options)
-        return self._marker
+    def marker(self, *, with_tools: bool = False) -> ChatMarker:
+        """Return the renderer of conversations; its template is compiled on first use."""
+        if self._loaded is None:
+            given = self.template
+            options = given if isinstance(given, TemplateOptions) else TemplateOptions()
+            name = given.name if isinstance(given, TemplateOptions) else given
+            loaded = name if isinstance(name, ChatTemplate) else load_template(name, self.tokenizer)
+            self._loaded = loaded, options
+        template, options = self._loaded
+        with_tools = with_tools and template.tool_source is not None
+        if with_tools not in self._markers:
+            if with_tools:
+                template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
+            self._markers[with_tools] = ChatMarker(self.tokenizer, template, self.options, options)
+        return self._markers[with_tools]
 
     def mark(self, record: Conversation | TextRecord) -> MarkedText:
         """Return a record's text as it is tokenized, with its trained characters; raise RecordRefusedError if empty."""
-        marked = self.marker.mark(record) if isinstance(record, Conversation) else self._mark_text(record)
-        if not marked.text:
+        return self._mark(record).marked
+
+    def _mark(self, record: Conversation | TextRecord) -> MarkedChat:
+        if isinstance(record, Conversation):
+            chat = self.marker(with_tools=record.tools is not None).mark(record)
+        else:
+            chat = MarkedChat(self._mark_text(record))
+        text = chat.marked.text
+        if not text:
             raise RecordRefusedError(DropReason.EMPTY, "the record has no text")
-        if not marked.text.isascii():
+        if not text.isascii():
             try:
-                marked.text.encode()
+                text.encode()
             except UnicodeEncodeError as error:
                 raise RecordRefusedError(
                     DropReason.INVALID_TEXT, f"character {error.start} is half a surrogate pair"
                 ) from None
-        return marked
+        return chat
 
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:
         """Encode a batch of records; those that give no sequence are in `dropped`, with their reasons."""
@@ -117,21 +138,24 @@ class RecordEncoder:
         text_numbers: list[int] = []
         tokenized: list[TokenizedRecord] = []
         tokenized_numbers: list[int] = []
+        lost: list[Lost] = []
         for number, record in enumerate(records):
             try:
                 if isinstance(record, TokenizedRecord):
                     tokenized.append(self._checked(record))
                     tokenized_numbers.append(number)
                 else:
-                    texts.append(self.mark(record))
+                    chat = self._mark(record)
+                    texts.append(chat.marked)
                     text_numbers.append(number)
+                    lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in chat.losses]
             except RecordRefusedError as refusal:
                 dropped.append(Dropped(number, refusal.reason, refusal.detail))
         encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(text_numbers, np.int64))
         is_text = np.array([isinstance(records[number], TextRecord) for number in text_numbers], bool)
         batches = [self._with_ends(encoded, is_text), _flat(tokenized, tokenized_numbers)]
         sequences = in_record_order(batches)._replace(num_straddling=encoded.num_straddling)
-        result = self._finish(sequences, dropped)
+        result = self._finish(sequences, dropped)._replace(lost=lost)
         if self.options.on_empty == "error":
             _refuse_nothing_left(result.dropped)
         return result

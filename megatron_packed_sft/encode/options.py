@@ -13,6 +13,7 @@ _CHOICES = {
     "special_tokens_in_text": ("escape", "allow"),
     "truncation": ("right", "left", "drop"),
     "on_empty": ("drop", "error"),
+    "on_lost": (None, "warn", "drop", "error"),
 }
 
 
@@ -31,6 +32,8 @@ class EncodeOptions:
         max_len: the longest sequence in tokens; longer ones are truncated and counted, null for no limit.
         truncation: the end to cut off, right or left; drop removes the sequence instead.
         on_empty: what to do with a record without a trained token; drop or error.
+        on_lost: what to do with a record of which the template leaves text out; warn counts it, drop drops the record,
+            error refuses it, and null refuses it only if a trained turn loses a tool call or all of its text.
 
     Example:
         >>> EncodeOptions(truncation="middle")
@@ -48,12 +51,14 @@ class EncodeOptions:
     max_len: int | None = None
     truncation: str = "right"
     on_empty: str = "drop"
+    on_lost: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no record could be encoded with."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise InvalidInputError(f"encode.{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
+                choices = ", ".join(filter(None, allowed))
+                raise InvalidInputError(f"encode.{name} is {getattr(self, name)!r}; use one of {choices}")
         _refuse_text("encode.roles_to_train", self.roles_to_train)
         if self.max_len is not None and self.max_len < 2:
             raise InvalidInputError(f"encode.max_len is {self.max_len}; use at least 2, or null for no limit")

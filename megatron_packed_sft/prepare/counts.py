@@ -46,6 +46,8 @@ class Counts:
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     dropped: dict[DropReason, int] = field(default_factory=dict)
     examples: dict[DropReason, list[str]] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)  # text that the template left out, by kind
+    lost_examples: dict[str, str] = field(default_factory=dict)
 
     def drop(self, reason: DropReason, example: str) -> None:
         """Count a record that is dropped."""
@@ -53,6 +55,11 @@ class Counts:
         shown = self.examples.setdefault(reason, [])
         if len(shown) < MAX_EXAMPLES:
             shown.append(example)
+
+    def lose(self, kind: str, example: str, count: int = 1) -> None:
+        """Count text that the template left out of records that are packed all the same."""
+        self.lost[kind] = self.lost.get(kind, 0) + count
+        self.lost_examples.setdefault(kind, example)
 
     def split(self, name: str) -> SplitCounts:
         """Return the counts of one split, zeros at first."""
@@ -68,6 +75,8 @@ class Counts:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
             shown = self.examples.setdefault(reason, [])
             shown += other.examples.get(reason, [])[: MAX_EXAMPLES - len(shown)]
+        for kind, count in other.lost.items():
+            self.lose(kind, other.lost_examples[kind], count)
 
     @property
     def num_sequences(self) -> int:
@@ -91,6 +100,7 @@ class Counts:
             "splits": {name: vars(counts).copy() for name, counts in sorted(self.splits.items())},
             "dropped": {str(reason): count for reason, count in sorted(self.dropped.items())},
             "examples": {str(reason): shown for reason, shown in sorted(self.examples.items())},
+            **({"lost": self.lost, "lost_examples": self.lost_examples} if self.lost else {}),
         }
 
     @staticmethod
@@ -101,6 +111,8 @@ class Counts:
             splits={name: SplitCounts(**counts) for name, counts in document["splits"].items()},
             dropped={DropReason.named(reason): count for reason, count in document["dropped"].items()},
             examples={DropReason.named(reason): list(shown) for reason, shown in document["examples"].items()},
+            lost=dict(document.get("lost", {})),
+            lost_examples=dict(document.get("lost_examples", {})),
         )
 
 

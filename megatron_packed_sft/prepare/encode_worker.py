@@ -145,6 +145,8 @@ class SliceEncoder:
         sink.counts.num_cut_rows += encoded.num_cut_sequences
         sink.counts.num_cut_tokens += encoded.num_cut_tokens
         sink.counts.num_straddling += encoded.sequences.num_straddling
+        for index, kind, detail in encoded.lost:
+            sink.counts.lose(kind, f"{batch[index].raw.where}: {detail}")
 
     def _store(self, source: Source, batch: list[ReadRecord], sequences: Sequences, sink: _Sink) -> None:
         """Give every sequence to its split, as often as the weight of its source says."""

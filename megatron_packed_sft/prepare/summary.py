@@ -153,6 +153,11 @@ def _notes(report: PrepareReport) -> list[str]:
     notes = []
     for reason, shown in sorted(total.examples.items()):
         notes.append(f"dropped as {reason}, such as: {shown[0]}")
+    for kind, count in sorted(total.lost.items()):
+        words = kind.replace("_", " ")
+        notes.append(
+            f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} (encode.on_lost)"
+        )
     if total.num_cut_rows:
         notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} records, {total.num_cut_tokens:,} tokens")
     if total.num_straddling:

@@ -42,6 +42,7 @@ class DropReason(enum.StrEnum):
     BAD_RECORD = "bad_row", Severity.ERROR
     TEMPLATE_ERROR = "template_error", Severity.ERROR
     UNTRACEABLE_TEMPLATE = "untraceable_template", Severity.ERROR
+    LOST_TEXT = "lost_text", Severity.ERROR  # the template leaves out what is to be trained
     UNESCAPABLE = "unescapable", Severity.ERROR
     INVALID_TEXT = "invalid_text", Severity.ERROR
     INVALID_IDS = "invalid_ids", Severity.ERROR
@@ -49,6 +50,8 @@ class DropReason(enum.StrEnum):
     EMPTY = "empty", Severity.ANNOUNCED
     NOTHING_TO_TRAIN = "nothing_to_train", Severity.ANNOUNCED
     ANSWER_CUT_AWAY = "answer_cut_away", Severity.ANNOUNCED
+    # Sound records that the template does not show in full, with encode.on_lost=drop.
+    LOST_TEXT_DROPPED = "lost_text_dropped", Severity.ANNOUNCED
     # Sound records that do not fit.
     TOO_LONG = "too_long", Severity.ANNOUNCED
     LONGER_THAN_PACK = "longer_than_pack", Severity.ANNOUNCED

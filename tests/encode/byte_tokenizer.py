@@ -26,6 +26,8 @@ class ByteTokenizer:
         bos: str | None = None,
         eos: str | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
         self.path = "byte_tokenizer"
         self.name = "bytes"
@@ -36,6 +38,8 @@ class ByteTokenizer:
         self.eos_id = self.control_tokens[eos] if eos else None
         self.pad_id = self.eos_id
         self.chat_template = chat_template
+        self.tool_template = tool_template
+        self.stop_tokens = [token for token in (eos, *stops) if token]
         named = {"bos_token": bos, "eos_token": eos}
         self.template_variables: Mapping[str, Any] = {key: value for key, value in named.items() if value}
 

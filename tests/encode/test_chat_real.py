@@ -58,7 +58,9 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
                 list(record.messages), tools=record.tools, tokenize=True, return_dict=False
             )
         except Exception:
-            assert refused[number] == "template_error"
+            assert refused.get(number, "template_error") == "template_error"  # or another form of it renders
+            continue
+        if refused.get(number) == "lost_text":  # the template leaves a call out
             continue
         start, end = starts[number]
         ids, train = encoded.sequences.input_ids[start:end], encoded.sequences.train[start:end] == 1
@@ -68,7 +70,7 @@ def test_ids_are_those_of_apply_chat_template_and_trained_text_is_the_answers(na
         position = 0
         for message in answers:  # every answer, in order, with an end of turn behind it
             position = trained.index(normal(message.get("content") or "").strip(), position)
-        [mark] = encoder.marker.turn_marks.ends
+        mark = encoder.marker().ends[0]
         assert trained.count(mark) == len(answers)
         assert trained.endswith(mark)
         assert all(message["content"] not in trained for message in record.messages if message["role"] == "system")

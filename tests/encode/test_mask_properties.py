@@ -56,7 +56,7 @@ def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
 def encoder_of(name: str, with_end: bool) -> RecordEncoder:
     twin = TWINS[name]
     tokenizer = ByteTokenizer(twin.control_tokens, bos=twin.bos, eos=twin.eos)
-    return RecordEncoder(tokenizer, twin.source, EncodeOptions(train_on_eot=with_end))
+    return RecordEncoder(tokenizer, twin.source, EncodeOptions(train_on_eot=with_end, on_lost="warn"))
 
 
 def expected(

@@ -14,6 +14,7 @@ from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, LLAMA3, MISTRAL, ByteTokenizer
+from tests.encode.template_twins import TWINS
 
 CHATML_LIKE = ["CHATML", "TRIMMING", "THINKING", "PROMPT_OPENS_THINKING", "BARE_MARKS"]
 
@@ -35,7 +36,7 @@ def result(content: str) -> dict[str, Any]:
 
 
 def encoder_for(template: str, options: EncodeOptions | None = None, **of_template: Any) -> RecordEncoder:
-    source = getattr(chat_templates, template, template)
+    source = TWINS[template].source if template == "XML_CALLS" else getattr(chat_templates, template, template)
     tokenizer = {
         "BRACKETS": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
         "mistral": ByteTokenizer(MISTRAL, bos="<s>", eos="</s>"),
@@ -196,12 +197,19 @@ def test_control_tokens_in_tools_stay_text() -> None:
     assert pieces(encoder, Conversation([user("Hi"), assistant("Yo")], tools)) == ["Yo<|im_end|>"]
 
 
-def test_a_control_token_in_a_name_that_cannot_be_marked_refuses_the_record() -> None:
-    chat = [user("Hi"), assistant("", tool_calls=call("f", **{"<|im_end|>": 1}))]
-    for template in ("THINKING", "chatml"):
-        [dropped] = encoder_for(template).encode_records([Conversation(chat)]).dropped
-        assert dropped.reason == "unescapable"
-        assert "special_tokens_in_content='allow'" in dropped.detail
+@pytest.mark.parametrize("template", ["THINKING", "chatml", "XML_CALLS"])
+def test_control_tokens_in_names_of_functions_and_arguments_stay_text(template: str) -> None:
+    encoder = encoder_for(template)
+    chat = [user("Hi"), assistant("", tool_calls=call("f<|im_end|>", **{"<|im_end|>": 1}))]
+    encoded = encoder.encode_records([Conversation(chat)])
+    assert not encoded.dropped
+    assert (encoded.sequences.input_ids == encoder.tokenizer.control_tokens["<|im_end|>"]).sum() == 2
+
+
+def test_a_control_token_in_a_role_refuses_the_record() -> None:
+    chat = [user("Hi"), {"role": "<|im_end|>", "content": "a"}, assistant("b")]
+    [dropped] = encoder_for("CHATML").encode_records([Conversation(chat)]).dropped
+    assert dropped.reason == "unescapable"
 
 
 def test_markup_tags_in_an_answer_are_the_tokens_people_mean() -> None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.encode.templates.renderer import GenerationMarks, RecordRefusedError, Renderer
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
-
-MARKS = GenerationMarks("«", "»")
 
 
 def render(source: str, messages: Any = (), **variables: Any) -> str:
@@ -85,12 +83,10 @@ def test_a_date_must_be_one() -> None:
         Renderer("", date="31.1.2026")
 
 
-def test_generation_blocks_are_marked_only_when_asked() -> None:
+def test_generation_blocks_are_known_and_leave_no_text() -> None:
     renderer = Renderer("a{% generation %}b{{ messages[0] }}{% endgeneration %}c{% generation %}{% endgeneration %}")
     assert renderer.has_generation_marks
-    assert renderer.marks_are_direct
     assert renderer.render([{"x": 1}]) == "ab{'x': 1}c"
-    assert renderer.render([{"x": 1}], marks=MARKS) == "a«b{'x': 1}»c«»"
 
 
 def test_a_generation_block_sees_its_loop_and_keeps_what_it_sets_to_itself_as_in_transformers() -> None:
@@ -103,15 +99,6 @@ def test_a_generation_block_sees_its_loop_and_keeps_what_it_sets_to_itself_as_in
     messages = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
     [expected], _ = utils.render_jinja_template([messages], chat_template=source)
     assert Renderer(source).render(messages) == expected == "1a212b21.12"
-
-
-def test_generation_blocks_in_captured_output_are_known_to_be_indirect() -> None:
-    for source in (
-        "{% set x %}{% generation %}b{% endgeneration %}{% endset %}{{ x }}",
-        "{% macro f() %}{% generation %}b{% endgeneration %}{% endmacro %}{{ f() }}",
-        "{% filter upper %}{% generation %}b{% endgeneration %}{% endfilter %}",
-    ):
-        assert not Renderer(source).marks_are_direct
 
 
 def test_a_generation_block_inside_another_is_refused() -> None:

@@ -21,15 +21,17 @@ class ChatTemplate:
     Args:
         name: what errors and manifests call it.
         source: the Jinja text.
+        tool_source: another one for chats with tools; transformers takes the template named `tool_use` for those.
     """
 
     name: str
     source: str
+    tool_source: str | None = None
 
     @property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits: xxh3_128 of the source."""
-        return xxhash.xxh3_128(self.source.encode()).hexdigest()
+        """32 hexadecimal digits: xxh3_128 of the sources."""
+        return xxhash.xxh3_128((self.source + (self.tool_source or "")).encode()).hexdigest()
 
 
 def builtin_template_names() -> list[str]:
@@ -62,7 +64,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
             raise InvalidInputError(
                 f"{whose} has no chat template; set template.name to a Jinja file, or to one of {', '.join(names)}"
             )
-        return ChatTemplate("the tokenizer's template", source)
+        return ChatTemplate("the tokenizer's template", source, tokenizer.tool_template if tokenizer else None)
     if name_or_path in names:
         return ChatTemplate(name_or_path, (_BUILTIN / f"{name_or_path}.jinja").read_text(encoding="utf-8"))
     if "{%" in name_or_path or "{{" in name_or_path:

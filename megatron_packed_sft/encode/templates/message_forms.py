@@ -3,39 +3,152 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
+from jinja2 import nodes
 
-def forms_of(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a chat as it is, then as some templates want it: `content: None` by tool calls, arguments as JSON text.
+Message = dict[str, Any]
 
-    A template that renders the first form never sees the others.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_ID_LENGTH = 9  # what Mistral's templates demand
+
+
+def reasoning_key(tree: nodes.Template) -> str | None:
+    """Return the name under which a template reads a message's reasoning; None if it reads none.
+
+    Example:
+        >>> from jinja2 import Environment
+        >>> reasoning_key(Environment().parse("{{ messages[0].thinking }}"))
+        'thinking'
+    """
+    read = {node.attr for node in tree.find_all(nodes.Getattr)}
+    read |= {node.arg.value for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const)}
+    for call in tree.find_all(nodes.Call):  # message.get('reasoning')
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "get":
+            read |= {argument.value for argument in call.args[:1] if isinstance(argument, nodes.Const)}
+    return next((key for key in REASONING_KEYS if key in read), None)
+
+
+def with_reasoning_under(key: str | None, messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a chat whose reasoning has the name that a template reads."""
+    if key is None or not any(name in message for message in messages for name in REASONING_KEYS if name != key):
+        return messages
+    return [_renamed(key, message) for message in messages]
+
+
+def _renamed(key: str, message: Message) -> Message:
+    other = next((name for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
+    if other is None or isinstance(message.get(key), str):
+        return message
+    return {key if name == other else name: value for name, value in message.items() if name == other or name != key}
+
+
+def forms_of(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield a chat as it is, then as some templates want it; one that renders a form never sees the next.
+
+    They differ in what stands for a missing content (nothing, null, an empty text), in a call's arguments (an object or
+    JSON text) and in its id (nine letters or digits).
 
     Example:
         >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
-        >>> list(forms_of([{"role": "assistant", "tool_calls": [call]}]))[-1]
-        [{'role': 'assistant', 'content': None, 'tool_calls': [{'function': {'name': 'add', 'arguments': '{"a": 1}'}}]}]
+        >>> for form in forms_of([{"role": "assistant", "tool_calls": [call]}]):
+        ...     print(form[0].get("content", "absent"), form[0]["tool_calls"][0]["function"]["arguments"])
+        absent {'a': 1}
+        None {'a': 1}
+         {'a': 1}
+        absent {"a": 1}
+        None {"a": 1}
+         {"a": 1}
     """
     yield list(messages)
-    if not any("tool_calls" in message or "content" not in message for message in messages):
+    seen = [list(messages)]
+    if not any("tool_calls" in message or message.get("content") is None for message in messages):
         return
-    with_content = [message if "content" in message else _with_null_content(message) for message in messages]
-    yield with_content
-    yield [
-        {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in with_content
-    ]
+    contents: tuple[Callable[[Message], Message], ...] = (_same, _null_content, _empty_content)
+    for change_ids, change_call, change_content in product((False, True), (_same, _other_arguments), contents):
+        form = [change_content(_with_calls(message, change_call)) for message in messages]
+        if change_ids:
+            form = _with_short_ids(form)
+        if form not in seen:
+            seen.append(form)
+            yield form
 
 
-def _with_null_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {"role": message.get("role"), "content": None, **message}
+def _same(value: Any) -> Any:
+    return value
 
 
-def _with_text_arguments(call: Any) -> Any:
+def _null_content(message: Message) -> Message:
+    if message.get("content") or (message.get("content") == "" and "tool_calls" not in message):
+        return message
+    return {"role": message.get("role"), **message, "content": None}
+
+
+def _empty_content(message: Message) -> Message:
+    return message if message.get("content") is not None else {"role": message.get("role"), **message, "content": ""}
+
+
+def _with_calls(message: Message, change: Callable[[Any], Any]) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+
+
+def _other_arguments(call: Any) -> Any:
+    """An object as JSON text, JSON text as an object."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call
+    else:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give every call an id of nine letters or digits, the same for the call and its result."""
+    numbers: dict[str, str] = {}
+
+    def short(identifier: Any) -> str:
+        text = str(identifier)
+        if len(text) == _ID_LENGTH and text.isalnum():
+            return text
+        if text not in numbers:
+            numbers[text] = _number_as_id(len(numbers))
+        return numbers[text]
+
+    result, position = [], 0
+    waiting: list[str] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                identifier = short(call.get("id", f"call {position}")) if isinstance(call, dict) else ""
+                position += 1
+                waiting.append(identifier)
+                calls.append({**call, "id": identifier} if isinstance(call, dict) else call)
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool":
+            known = message.get("tool_call_id")
+            identifier = short(known) if known is not None else waiting[0] if waiting else short("call")
+            if identifier in waiting:
+                waiting.remove(identifier)
+            message = {**message, "tool_call_id": identifier}
+        result.append(message)
+    return result
+
+
+def _number_as_id(number: int) -> str:
+    digits = ""
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        digits = _ID_CHARACTERS[digit] + digits
+    return digits

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
@@ -17,15 +18,13 @@ from jinja2.utils import Namespace
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
 
-# Variables at the beginning and end of a generation block: empty, or its marks.
-_BEGIN, _END = "generation_block_begins", "generation_block_ends"
+# Variables that stand where a generation block begins and ends: empty texts, but traced renders see events there.
+BLOCK_BEGINS, BLOCK_ENDS = "generation_block_begins", "generation_block_ends"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 # Without `format`, through which a template could reach attributes of its arguments.
 _STRING_METHODS = frozenset(
     {"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip", "upper"}
 )
-# Blocks whose output a template may change before writing it, so that marks inside may change the text.
-_INDIRECT = (nodes.AssignBlock, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
 
 
 class RecordRefusedError(PackedSFTError):
@@ -37,13 +36,6 @@ class RecordRefusedError(PackedSFTError):
         self.detail = detail
 
 
-class GenerationMarks(NamedTuple):
-    """Two texts to write around the output of a template's `generation` blocks."""
-
-    open: str
-    close: str
-
-
 class _Generation(Extension):
     """The tag `{% generation %} ... {% endgeneration %}` around what the assistant writes."""
 
@@ -52,7 +44,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (_BEGIN, _END))
+        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (BLOCK_BEGINS, BLOCK_ENDS))
         return nodes.Scope([begin, *body, end], lineno=line)  # variables set inside are not visible outside
 
 
@@ -111,9 +103,8 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
         date: str | None = None,
     ) -> None:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_clock(name, date), dict=_Dict())
+        environment = _Environment()
+        prepare_environment(environment, name, date)
         try:
             self.tree = environment.parse(source)
             self._template = environment.from_string(source)
@@ -122,14 +113,16 @@ class Renderer:
                 f"{name}, line {error.lineno}: {error.message}; fix the template or choose another"
             ) from None
         self.name = name
-        # Jinja would rebuild its globals for every render, a fifth of the time for a short chat.
-        self._variables = {**self._template.globals, "documents": None, **(variables or {})}
+        self.source = source
+        self.date = date
+        # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
+        self.variables = {"documents": None, **(variables or {})}
+        self._variables = {**self._template.globals, **self.variables}
         self._template.globals = {}
         blocks = _generation_blocks(self.tree)
         if any(_generation_blocks(block) for block in blocks):
             raise InvalidInputError(f"{name} has a generation block inside another; remove one of them")
         self.has_generation_marks = bool(blocks)
-        self.marks_are_direct = not any(_generation_blocks(node) for node in self.tree.find_all(_INDIRECT))
 
     def render(
         self,
@@ -137,19 +130,24 @@ class Renderer:
         tools: Any = None,
         *,
         add_generation_prompt: bool = False,
-        marks: GenerationMarks | None = None,
     ) -> str:
-        """Render a chat, with `marks` around the output of `generation` blocks."""
+        """Render a chat; RecordRefusedError if the template cannot."""
         variables = {
             **self._variables,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
-            _BEGIN: marks.open if marks else "",
-            _END: marks.close if marks else "",
+            BLOCK_BEGINS: "",
+            BLOCK_ENDS: "",
         }
-        try:
+        with self.refusing():
             return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse the record whose render fails inside."""
+        try:
+            yield
         except InvalidInputError:
             raise
         except Exception as error:
@@ -159,12 +157,23 @@ class Renderer:
             ) from None
 
 
+def prepare_environment(environment: Environment, name: str, date: str | None) -> None:
+    """Set a Jinja environment up as Hugging Face's chat templates expect it."""
+    environment.trim_blocks = environment.lstrip_blocks = True
+    environment.add_extension(_Generation)
+    environment.add_extension(loopcontrols)
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_clock(name, date), dict=_Dict())
+
+
 def _generation_blocks(inside: nodes.Node) -> list[nodes.Scope]:
     return [block for block in inside.find_all(nodes.Scope) if _is_begin(block.body[0])]
 
 
 def _is_begin(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Output) and isinstance(node.nodes[0], nodes.Name) and node.nodes[0].name == _BEGIN
+    return (
+        isinstance(node, nodes.Output) and isinstance(node.nodes[0], nodes.Name) and node.nodes[0].name == BLOCK_BEGINS
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -12,6 +12,8 @@ from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_FOLDER = "additional_chat_templates"
+GENERATION_FILE = "generation_config.json"
 INSTALL = "install it with pip install 'megatron-packed-sft[hf]'"
 # Settings of an added token that decide where it is recognised.
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
@@ -23,12 +25,16 @@ class TokenizerFolder(NamedTuple):
     Args:
         document: the parsed tokenizer.json, with the added tokens of all files.
         special_tokens: bos_token, eos_token, ... -> text; `additional_special_tokens` -> a list of texts.
-        chat_template: the Jinja text, if any.
+        chat_template: Jinja, if there is one.
+        tool_template: another one for chats with tools, if there is one.
+        stop_tokens: texts at which generation stops.
     """
 
     document: dict[str, Any]
     special_tokens: dict[str, Any]
     chat_template: str | None
+    tool_template: str | None
+    stop_tokens: tuple[str, ...]
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
@@ -44,7 +50,14 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     _merge_added_tokens(document, config)
     if reason := _left_open(document, config, special_tokens):
         return _ask_transformers(folder, reason)
-    return TokenizerFolder(document, special_tokens, _chat_template(folder, config))
+    templates = _chat_templates(folder, config)
+    return TokenizerFolder(
+        document,
+        special_tokens,
+        templates.get("default"),
+        templates.get("tool_use"),
+        _stop_tokens(folder, document, special_tokens),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -103,13 +116,26 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / TEMPLATE_FILE).is_file():
-        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return templates by name, as transformers finds them: files before the configuration."""
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {one["name"]: one["template"] for one in template}.get("default")
-    return template if isinstance(template, str) else None
+    found: dict[str, Any] = {"default": template}
+    if isinstance(template, list):
+        found = {one["name"]: one["template"] for one in template}
+    if (folder / TEMPLATE_FILE).is_file():
+        found = {"default": (folder / TEMPLATE_FILE).read_text(encoding="utf-8")}
+    for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _stop_tokens(folder: Path, document: dict[str, Any], special_tokens: dict[str, Any]) -> tuple[str, ...]:
+    config = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
+    ids = config.get("eos_token_id")
+    numbers = ids if isinstance(ids, list) else [ids]
+    texts = {token["id"]: token["content"] for token in document["added_tokens"]}
+    named = (special_tokens.get("eos_token"), *(texts.get(number) for number in numbers))
+    return tuple(dict.fromkeys(token for token in named if isinstance(token, str) and token))
 
 
 def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
@@ -128,8 +154,13 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
     if backend is None:
         raise InvalidInputError(f"{folder} has no fast tokenizer; convert it, so that it has a {TOKENIZER_FILE}")
     template = tokenizer.chat_template
+    templates = template if isinstance(template, dict) else {"default": template}
+    document = orjson.loads(backend.to_str())
+    special_tokens = {name: value for name, value in tokenizer.special_tokens_map.items() if value}
     return TokenizerFolder(
-        document=orjson.loads(backend.to_str()),
-        special_tokens={name: value for name, value in tokenizer.special_tokens_map.items() if value},
-        chat_template=template.get("default") if isinstance(template, dict) else template,
+        document,
+        special_tokens,
+        templates.get("default"),
+        templates.get("tool_use"),
+        _stop_tokens(folder, document, special_tokens),
     )

@@ -57,7 +57,8 @@ class HuggingFaceTokenizer:
         files = read_tokenizer_folder(folder)
         self._document = _only_what_decides_ids(files.document)
         self._template_variables = files.special_tokens
-        self._chat_template = files.chat_template
+        self._chat_template, self._tool_template = files.chat_template, files.tool_template
+        self._stop_tokens = files.stop_tokens
         self._fingerprint = _fingerprint(self._document)
         if expected is None:
             self._check_added_tokens()
@@ -147,6 +148,16 @@ class HuggingFaceTokenizer:
     def chat_template(self) -> str | None:
         """Its own Jinja template, if any."""
         return self._chat_template
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template that it has for chats with tools, if that is another one."""
+        return self._tool_template
+
+    @property
+    def stop_tokens(self) -> Sequence[str]:
+        """Its end of sequence, and what generation_config.json names."""
+        return self._stop_tokens
 
     @property
     def template_variables(self) -> Mapping[str, Any]:

@@ -59,8 +59,16 @@ class Tokenizer(Protocol):
         """Its own Jinja template, if any."""
 
     @property
+    def tool_template(self) -> str | None:
+        """Another Jinja template for chats with tools, if it has one."""
+
+    @property
     def template_variables(self) -> Mapping[str, Any]:
         """Variables for its template: bos_token, eos_token and the other special tokens, as text."""
+
+    @property
+    def stop_tokens(self) -> Sequence[str]:
+        """The texts at which generation stops: the end of sequence and those of generation_config.json."""
 
     @property
     def control_tokens(self) -> Mapping[str, int]:

@@ -113,6 +113,16 @@ class SentencePieceTokenizer:
         """None: a .model file has no template."""
         return
 
+    @property
+    def tool_template(self) -> None:
+        """None: such a model has no templates."""
+        return
+
+    @property
+    def stop_tokens(self) -> Sequence[str]:
+        """Its end of sequence, if it has one."""
+        return [token] if (token := self.template_variables.get("eos_token")) else []
+
     @cached_property
     def template_variables(self) -> Mapping[str, Any]:
         """Those of bos_token, eos_token, pad_token and unk_token that the model has."""

@@ -1,0 +1,122 @@
+"""What a template leaves out of a chat: strings of the record that have no place in the rendered text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS, Recorder
+from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedText
+from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
+
+TOOL_CALL, REASONING, CONTENT, MESSAGE, ALL_TOOLS = "tool_call", "reasoning", "content", "message", "tools"
+_SENTENCES = {
+    TOOL_CALL: "leaves a tool call of message {message} out",
+    REASONING: "leaves the reasoning of message {message} out",
+    CONTENT: "leaves the content of message {message} out",
+    MESSAGE: "leaves message {message} out",
+    ALL_TOOLS: "leaves the tools out",
+}
+
+Path = tuple[str | int, ...]
+
+
+class Loss(NamedTuple):
+    """Text that is lost.
+
+    Args:
+        kind: `tool_call`, `reasoning`, `content`, `message` or `tools`.
+        message: its number, -1 for tools.
+        is_grave: a trained turn loses a call, or all of it.
+    """
+
+    kind: str
+    message: int
+    is_grave: bool
+
+    def sentence(self, template: str) -> str:
+        """Say it."""
+        return f"{template} {_SENTENCES[self.kind].format(message=self.message)}"
+
+
+def find_losses(
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    chat: TracedText,
+    turns: dict[int, Sequence[Span]],
+    recorder: Recorder | None = None,
+) -> list[Loss]:
+    """Return what the render of a chat has lost.
+
+    Args:
+        messages: of the chat, in the form that was rendered.
+        tools: of the chat.
+        chat: its render.
+        turns: the own spans of each trained turn: what is written elsewhere is not trained, so it does not count.
+        recorder: gets a guard for every string that is missing: one that says nothing here may say something elsewhere.
+    """
+    shown: dict[int, set[Path]] = {}
+    for span in chat.spans:
+        shown.setdefault(span.author.message, set()).add(span.author.path)
+    losses = [Loss(ALL_TOOLS, TOOLS, False)] if tools and TOOLS not in shown else []
+    for number, message in enumerate(messages):
+        is_trained = number in turns
+        paths = {span.author.path for span in turns[number]} if is_trained else shown.get(number, set())
+        losses += _losses_of(number, message, paths, is_trained, recorder)
+    return losses
+
+
+def _losses_of(
+    number: int, message: dict[str, Any], paths: set[Path], is_trained: bool, recorder: Recorder | None
+) -> list[Loss]:
+    kinds = []
+    is_shown = False
+    for path, kind, text in _strings_of(message):
+        if _is_in(path, paths):
+            is_shown = True
+        elif text is None or text.strip():
+            kinds.append(kind)
+        if recorder is not None and text is not None and not _is_in(path, paths):
+            source = f"{MESSAGES_NAME}[{number}]" + "".join(f"[{step!a}]" for step in path)
+            recorder.guard(f"bool({source}.strip())", bool(text.strip()))
+    if recorder is not None and "tool_calls" in message and not is_shown:
+        recorder.guard(f"len({MESSAGES_NAME}[{number}]['tool_calls'] or ())", len(message["tool_calls"] or ()))
+    if kinds and not is_shown:
+        return [Loss(TOOL_CALL if TOOL_CALL in kinds else MESSAGE, number, is_trained)]
+    return [Loss(kind, number, is_trained and kind == TOOL_CALL) for kind in dict.fromkeys(kinds)]
+
+
+def _strings_of(message: dict[str, Any]) -> Iterator[tuple[Path, str, str | None]]:
+    """Yield path, kind and text of what a message says; None for what is no text but says something all the same."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield ("content",), CONTENT, content
+    elif isinstance(content, list):
+        for place, part in enumerate(content):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield ("content", place, "text"), CONTENT, part["text"]
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            yield (key,), REASONING, message[key]
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        if isinstance(call, dict):
+            yield from _strings_of_call(("tool_calls", place), call)
+
+
+def _strings_of_call(path: Path, call: dict[str, Any]) -> Iterator[tuple[Path, str, str | None]]:
+    function = call.get("function")
+    if isinstance(function, dict):
+        path, call = (*path, "function"), function
+    if isinstance(call.get("name"), str):
+        yield (*path, "name"), TOOL_CALL, call["name"]
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        yield (*path, "arguments"), TOOL_CALL, arguments
+    elif isinstance(arguments, dict):
+        for key in arguments:
+            yield (*path, "arguments", key), TOOL_CALL, None
+
+
+def _is_in(path: Path, paths: Iterable[Path]) -> bool:
+    """Whether a value is written: itself, a part of it, or what it is a part of."""
+    return any(other[: len(path)] == path or path[: len(other)] == other for other in paths)

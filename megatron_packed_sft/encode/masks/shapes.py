@@ -1,0 +1,177 @@
+"""Chats of one shape compiled once: guards, then one join of constants and the record's strings, then trained ranges.
+
+A traced render is a straight-line program: the questions that the template asked, with their answers, and the parts of
+its text. For another record that gives the same answers the template would write the same constants around that
+record's strings, so nothing needs to be rendered. For Qwen3 and a question with an answer the program is five lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS_NAME, VARIABLE, Author, Part, Recorder
+from megatron_packed_sft.encode.masks.authored_values import json_inside, json_text, signature
+from megatron_packed_sft.encode.masks.traced_renderer import TracedText
+
+Range = tuple[int, int]
+# messages, tools -> parts of the text, trained ranges; None where a guard fails
+Program = Callable[[Sequence[dict[str, Any]], Any], "tuple[tuple[str, ...], tuple[Range, ...]] | None"]
+
+NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature}
+_VARIABLE = re.compile(rf"{VARIABLE}\d+")
+
+
+class NotCompilable(Exception):  # noqa: N818 (not an error: the record is marked all the same)
+    """The program cannot say what a template did; the shape is marked by rendering."""
+
+
+class Shape(NamedTuple):
+    """A compiled chat.
+
+    Args:
+        run: see `Program`.
+        slots: which of the parts are the record's.
+    """
+
+    run: Program
+    slots: tuple[int, ...]
+
+
+def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder) -> Shape:
+    """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
+
+    Example:
+        >>> from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer
+        >>> from megatron_packed_sft.encode.templates.renderer import Renderer
+        >>> recorder = Recorder()
+        >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
+        >>> traced = renderer.render([{"role": "user", "content": " Hi "}], recorder=recorder)
+        >>> compile_shape(traced, [(1, 4)], recorder).run([{"role": "user", "content": "Hello"}], None)
+        (('[', 'Hello', ']'), ((1, 7),))
+    """
+    if recorder.obstacle:
+        raise NotCompilable(recorder.obstacle)
+    parts = _merged(chat.whole.parts)
+    places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
+    lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):", *_program(recorder)]
+    names: dict[int, str] = {}
+    before, const_before, num_before = "0", 0, 0
+    for number, (edge, (const, slots, offset)) in enumerate(places.items()):
+        terms = [before, *(f"len({name})" for name in slots[num_before:]), str(const - const_before)]
+        lines.append(f" b{number}={'+'.join(terms)}")
+        before, const_before, num_before = f"b{number}", const, len(slots)
+        names[edge] = f"b{number}+{offset}" if offset else f"b{number}"
+    texts = ",".join(name or ascii(text) for text, name in parts)
+    edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
+    lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
+    namespace: dict[str, Any] = dict(NAMES)
+    exec("\n".join(_without_unused(lines)), namespace)
+    return Shape(namespace["run"], tuple(number for number, (_, name) in enumerate(parts) if name is not None))
+
+
+def note_parts(render: TracedText, recorder: Recorder) -> None:
+    """Demand that a render's variable parts are empty where they are now, and that each is one author's."""
+    position = 0
+    owners = _owners(render)
+    for text, name in render.whole.parts:
+        if name is not None:
+            recorder.guard(f"bool({name})", bool(text))
+            if len(owners(position, position + len(text))) > 1:
+                recorder.give_up("a string of several authors")
+        position += len(text)
+
+
+def _owners(render: TracedText) -> Callable[[int, int], set[int | None]]:
+    runs: list[tuple[int, int, int | None]] = []
+    position = 0
+    for length, author in render.whole.authors:
+        if length:
+            runs.append((position, position + length, author.message if isinstance(author, Author) else None))
+        position += length
+    state = [0]
+
+    def owners(start: int, end: int) -> set[int | None]:
+        while state[0] < len(runs) and runs[state[0]][1] <= start:
+            state[0] += 1
+        found = set()
+        for first, _, owner in runs[state[0] :]:
+            if first >= end:
+                break
+            found.add(owner)
+        return found
+
+    return owners
+
+
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for text, name in parts:
+        if not text:
+            continue  # guarded to be empty
+        if name is None and merged and merged[-1][1] is None:
+            merged[-1] = (merged[-1][0] + text, None)
+        else:
+            merged.append((text, name))
+    return merged
+
+
+def _places(
+    parts: Sequence[Part], edges: Sequence[int], edges_in_slots: set[int]
+) -> dict[int, tuple[int, list[str], int]]:
+    """Return for each edge: constant characters before it, slots before it, characters of the slot it stands in."""
+    places: dict[int, tuple[int, list[str], int]] = {}
+    waiting = list(edges)
+    const, position = 0, 0
+    slots: list[str] = []
+    for text, name in parts:
+        end = position + len(text)
+        while waiting and waiting[0] <= (end if name is None else position):
+            places[waiting[0]] = (const + (waiting[0] - position if name is None else 0), list(slots), 0)
+            waiting.pop(0)
+        while waiting and name is not None and waiting[0] < end:
+            if waiting[0] not in edges_in_slots:
+                raise NotCompilable("an edge inside a string")
+            places[waiting[0]] = (const, list(slots), waiting[0] - position)
+            waiting.pop(0)
+        if name is None:
+            const += len(text)
+        else:
+            slots.append(name)
+        position = end
+    for edge in waiting:
+        places[edge] = (const, list(slots), 0)
+    return places
+
+
+def _program(recorder: Recorder) -> list[str]:
+    lines = []
+    for (left, right), is_assignment in zip(recorder.lines, recorder.is_assignment, strict=True):
+        if is_assignment:
+            lines.append(f" {left}={right}")
+        else:
+            lines.append(guard_line(left, right))
+    return lines
+
+
+def guard_line(source: str, answer: Any) -> str:
+    """Return a line of a program that goes on only if an expression gives the same answer."""
+    if answer is True or answer is False:
+        return f" if {'not ' if answer else ''}({source}): return None"
+    if answer is None:
+        return f" if ({source}) is not None: return None"
+    return f" if ({source})!={answer!a}: return None"
+
+
+def _without_unused(lines: list[str]) -> list[str]:
+    """Leave out assignments that nothing needs; backwards, one pass is enough."""
+    kept: list[str] = []
+    needed: set[str] = set()
+    for line in reversed(lines):
+        assigned = re.match(rf" ({VARIABLE}\d+)=", line)
+        if assigned and assigned[1] not in needed:
+            continue
+        needed.update(_VARIABLE.findall(line[assigned.end() :] if assigned else line))
+        kept.append(line)
+    return kept[::-1]

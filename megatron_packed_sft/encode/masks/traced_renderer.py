@@ -1,0 +1,355 @@
+"""A chat template rendered with authored texts: one render gives the text, every character's author and loop events."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import filters, nodes, pass_eval_context, tests
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from megatron_packed_sft.encode.masks.authored_text import (
+    Author,
+    AuthoredText,
+    Event,
+    Recorder,
+    concatenate,
+    constant,
+    event,
+    first_author,
+    is_constant,
+    made_of,
+    percent_format,
+    plain_text,
+)
+from megatron_packed_sft.encode.masks.authored_values import (
+    AuthoredDict,
+    AuthoredList,
+    AuthoredMessage,
+    author_messages,
+    author_tools,
+    has_authors,
+    length_of,
+    to_json,
+    without_authors,
+)
+from megatron_packed_sft.encode.templates.renderer import BLOCK_BEGINS, BLOCK_ENDS, Renderer, prepare_environment
+
+_DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
+_LIST_METHODS = frozenset({"index", "count", "copy"})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format_map", "encode", "translate"}
+# Filters that only call methods of what they get, so that authored texts come through whole.
+_TRANSPARENT = frozenset(
+    {
+        *("trim", "string", "replace", "upper", "lower", "default", "d", "first", "last", "list", "map", "select"),
+        *("reject", "selectattr", "rejectattr", "items", "dictsort", "groupby", "unique", "sort", "reverse", "batch"),
+        *("slice", "attr", "abs", "round", "min", "max", "sum", "capitalize"),
+    }
+)
+
+
+class Span(NamedTuple):
+    """Characters that one author wrote."""
+
+    start: int
+    end: int
+    author: Author
+
+
+class Mark(NamedTuple):
+    """An event and where it happened."""
+
+    position: int
+    event: Event
+
+
+class TracedText:
+    """A render: its text, what messages and tools wrote in it, and events between characters."""
+
+    def __init__(self, whole: AuthoredText) -> None:
+        self.whole = whole
+        self.text = plain_text(whole)
+        self.spans: list[Span] = []
+        self.marks: list[Mark] = []
+        position = 0
+        for length, author in whole.authors:
+            if isinstance(author, Event):
+                self.marks.append(Mark(position, author))
+            elif author is not None and length:
+                last = self.spans[-1] if self.spans else None
+                if last is not None and last.end == position and last.author == author:
+                    self.spans[-1] = Span(last.start, position + length, author)
+                else:
+                    self.spans.append(Span(position, position + length, author))
+            position += length
+
+
+class TracedRenderer:
+    """The template of a `Renderer`, instrumented.
+
+    Args:
+        renderer: the plain one; its text is what counts.
+
+    Example:
+        >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
+        >>> traced = renderer.render([{"role": "user", "content": " Hi "}])
+        >>> traced.text, [(span.start, span.end, span.author.path) for span in traced.spans]
+        ('[Hi]', [(1, 3, ('content',))])
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        environment = _Environment(optimized=False)
+        prepare_environment(environment, renderer.name, renderer.date)
+        environment.concat = concatenate  # type: ignore[method-assign]
+        for name, function in list(environment.filters.items()):
+            if name not in _TRANSPARENT:
+                environment.filters[name] = _opaque(name, function)
+        environment.filters.update(_FILTERS)
+        environment.tests.update(_tests())
+        tree = _Instrument().visit(environment.parse(renderer.source))
+        code = environment.compile(tree)
+        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+        self.name = renderer.name
+        self._renderer = renderer
+        self._variables = {**environment.globals, **renderer.variables}
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
+        recorder: Recorder | None = None,
+        num_recorded: int | None = None,
+    ) -> TracedText:
+        """Render a chat; RecordRefusedError, as the plain renderer raises it, if the template cannot.
+
+        Args:
+            messages: of the chat.
+            tools: of the chat.
+            add_generation_prompt: as templates know it.
+            recorder: writes down what the template asks.
+            num_recorded: how many of the messages are the record's; the others are the same for every record.
+        """
+        context = self._template.new_context(
+            {
+                **self._variables,
+                "messages": author_messages(messages, recorder, num_recorded),
+                "tools": author_tools(tools, recorder),
+                "add_generation_prompt": add_generation_prompt,
+                BLOCK_BEGINS: event("begin"),
+                BLOCK_ENDS: event("end"),
+            },
+            shared=True,
+        )
+        with self._renderer.refusing():
+            return TracedText(concatenate(["", *self._template.root_render_func(context)]))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def call(__self, __context: Context, __obj: Any, *arguments: Any, **named: Any) -> Any:  # noqa: N805
+        owner = getattr(__obj, "__self__", None)
+        if type(owner) is str and (has_authors(arguments) or has_authors(named)):
+            __obj = getattr(constant(owner), __obj.__name__)  # "constant".join(texts) would lose their authors
+        elif owner is datetime.datetime:
+            arguments = without_authors(arguments)
+        return super().call(__context, __obj, *arguments, **named)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, AuthoredDict):
+            obj.touch()
+            if attribute not in _DICT_ATTRIBUTES:
+                found = dict.get(obj, attribute, self)
+                return self.undefined(obj=obj.raw, name=attribute) if found is self else found
+            return getattr(obj, attribute) if attribute in _DICT_METHODS else super().getattr(obj.raw, attribute)
+        if isinstance(obj, AuthoredText):
+            if attribute in _TEXT_METHODS:
+                return getattr(obj, attribute)
+            return super().getattr(plain_text(obj), attribute)
+        if isinstance(obj, AuthoredList):
+            return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(obj, AuthoredText) and isinstance(argument, str):
+            return self.getattr(obj, plain_text(argument))
+        if isinstance(obj, AuthoredDict) and isinstance(argument, str) and not dict.__contains__(obj, argument):
+            return self.getattr(obj, plain_text(argument))
+        return super().getitem(obj, argument)
+
+
+class _Instrument(NodeTransformer):
+    """Turns what a `str` subclass cannot see into filters, and marks iterations."""
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        if len(node.ops) == 1 and node.ops[0].op in ("in", "notin"):
+            found = _filter(node.expr, "_in", node.lineno, node.ops[0].expr)
+            return found if node.ops[0].op == "in" else nodes.Not(found, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concat", node.lineno)
+
+    def visit_Mod(self, node: nodes.Mod) -> nodes.Node:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        return _filter(node.left, "_mod", node.lineno, node.right)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        # Written at once, a text marked as safe is the text itself.
+        node.nodes = [
+            child.node if isinstance(child, nodes.Filter) and child.name == "safe" and child.node is not None else child
+            for child in node.nodes
+        ]
+        return node
+
+    def visit_For(self, node: nodes.For) -> Any:  # noqa: N802 (Jinja's name)
+        self.generic_visit(node)
+        if not isinstance(node.target, nodes.Name):
+            return node
+        names = (_filter(nodes.Name(node.target.name, "load"), mark, node.lineno) for mark in ("_enter", "_leave"))
+        enter, leave = (nodes.Output([name], lineno=node.lineno) for name in names)
+        node.body = [enter, *node.body, leave]
+        # `continue` jumps over the last mark of an iteration.
+        after = nodes.Output([_filter(nodes.Const("", lineno=node.lineno), "_after", node.lineno)], lineno=node.lineno)
+        return [node, after]
+
+
+def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(arguments), [], None, None, lineno=line)
+
+
+def _mark(kind: str) -> Callable[[Any], str]:
+    return lambda value: event(kind, value.number) if isinstance(value, AuthoredMessage) else ""
+
+
+def _contains(value: Any, container: Any) -> bool:
+    if isinstance(value, AuthoredText) and type(container) is str:
+        container = constant(container)
+    return value in container
+
+
+def _modulo(left: Any, right: Any) -> Any:
+    if isinstance(left, str) and has_authors(right):
+        return percent_format(left, right if isinstance(right, tuple) else (right,))
+    return left % right
+
+
+def _join(eval_ctx: nodes.EvalContext, value: Any, d: str = "", attribute: Any = None) -> Any:
+    if attribute is not None:
+        value = map(filters.make_attrgetter(eval_ctx.environment, attribute), value)
+    return constant(d).join([item if isinstance(item, str) else str(item) for item in value])
+
+
+def _safe(value: Any) -> Any:
+    _give_up(value, "safe")
+    return filters.do_mark_safe(plain_text(value) if isinstance(value, AuthoredText) else value)
+
+
+def _number(function: Callable[..., Any]) -> Callable[..., Any]:
+    def numeric(value: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(value, AuthoredText):
+            hash(value)  # guards the value
+            value = plain_text(value)
+        return function(value, *arguments, **named)
+
+    return numeric
+
+
+def _indent(value: Any, width: Any = 4, first: bool = False, blank: bool = False) -> Any:
+    text = constant(value)
+    prefix = width if isinstance(width, str) else " " * int(width)
+    pieces: list[Any] = [prefix] if first else []
+    for number, line in enumerate((text + "\n").splitlines()):
+        if number:
+            pieces.append("\n")
+            if blank or line:
+                pieces.append(prefix)
+        pieces.append(line)
+    return concatenate(pieces or [""])
+
+
+def _format(value: Any, *arguments: Any, **named: Any) -> Any:
+    if named:
+        return _opaque("format", filters.do_format)(value, *arguments, **named)
+    return percent_format(value, arguments)
+
+
+def _title(value: Any) -> Any:
+    text = constant(value)
+    expected = filters.do_title(plain_text(text))
+    if is_constant(text) or not first_author(text.authors):
+        return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+    hash(text)
+    return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+
+
+def _give_up(value: Any, obstacle: str) -> None:
+    if isinstance(value, AuthoredText | AuthoredDict | AuthoredList):
+        if value.recorder is not None:
+            value.recorder.give_up(obstacle)
+    elif isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _give_up(inner, obstacle)
+
+
+def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is not known to keep authors: its text is right, its first author gets all of it."""
+
+    def filtered(*arguments: Any, **named: Any) -> Any:
+        if not has_authors(arguments) and not has_authors(named):
+            return function(*arguments, **named)
+        _give_up(arguments, f"filter {name}")
+        _give_up(named, f"filter {name}")
+        result = function(*map(without_authors, arguments), **{key: without_authors(named[key]) for key in named})
+        if not isinstance(result, str):
+            return result
+        texts = (argument for argument in arguments if isinstance(argument, AuthoredText))
+        author = next((first_author(text.authors) for text in texts), None)
+        return made_of(result, [(len(result), author)], [(result, None)], None)
+
+    if hasattr(function, "jinja_pass_arg"):
+        filtered.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
+    return filtered
+
+
+_FILTERS: dict[str, Callable[..., Any]] = {
+    "tojson": to_json,
+    "join": pass_eval_context(_join),
+    "safe": _safe,
+    "length": length_of,
+    "count": length_of,
+    "int": _number(filters.do_int),
+    "float": _number(filters.do_float),
+    "indent": _indent,
+    "format": _format,
+    "title": _title,
+    "_in": _contains,
+    "_mod": _modulo,
+    "_concat": concatenate,
+    "_enter": _mark("enter"),
+    "_leave": _mark("leave"),
+    "_after": lambda _: event("after"),
+}
+
+
+def _tests() -> dict[str, Callable[..., Any]]:
+    def is_sequence(value: Any) -> bool:
+        return isinstance(value, str | AuthoredDict | AuthoredList) or tests.test_sequence(value)
+
+    def is_iterable(value: Any) -> bool:
+        return isinstance(value, str | AuthoredDict | AuthoredList) or tests.test_iterable(value)
+
+    return {
+        "sequence": is_sequence,
+        "iterable": is_iterable,
+        "in": _contains,
+        "lower": _number(tests.test_lower),
+        "upper": _number(tests.test_upper),
+    }

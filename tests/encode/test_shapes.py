@@ -1,0 +1,157 @@
+"""What was learnt of other chats never changes a mask: compiled shapes and recipes against rendering, chat by chat."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_packed_sft.encode.encoder import RecordEncoder
+from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
+from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.templates.load import ChatTemplate
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.records.record import Conversation
+from tests.encode import chat_templates
+from tests.encode.byte_tokenizer import CHATML, MISTRAL, ByteTokenizer
+from tests.encode.template_twins import TWINS
+from tests.encode.test_mask_turns import assistant, call, result, user
+from tests.real_data import DATA, IS_WHOLE, tokenizer_folder
+
+FRAGMENTS = (
+    *("", " ", "\n", "x", "Four.", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<|im_end|>", "<|im_start|>"),
+    *(
+        "assistant",
+        "<tool_response>",
+        "</tool_response>",
+        "{",
+        '"',
+        "\\",
+        "é",
+        "[INST]",
+        "[/INST]",
+        "</s>",
+        "<",
+        "|im_end|>",
+    ),
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look it up", "parameters": {}}}]
+
+
+def outcome(mark: Callable[[Conversation], MarkedChat], conversation: Conversation) -> Any:
+    try:
+        marked, losses = mark(conversation)
+    except RecordRefusedError as refusal:
+        return refusal.reason
+    return marked.text, list(marked.trained), list(marked.literal), list(losses)
+
+
+def mutated(value: Any, source: random.Random) -> Any:
+    """The same chat with other strings, at times."""
+    if isinstance(value, str):
+        choice = source.random()
+        if choice < 0.5:
+            return value
+        pieces = [source.choice(FRAGMENTS) for _ in range(source.randrange(3))]
+        return "".join(pieces) if choice < 0.8 else value + "".join(pieces)
+    if isinstance(value, dict):
+        kept = ("role", "type", "id", "tool_call_id")
+        return {key: inner if key in kept else mutated(inner, source) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [mutated(inner, source) for inner in value]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    return source.choice([value, 0, 1, 7, 3.5, None, True])
+
+
+def some_chats() -> list[Conversation]:
+    called = [user("Weather?"), assistant("", tool_calls=call("look", city="Oslo", n=3)), result("rain")]
+    return [
+        Conversation([user("2+2?"), assistant("4")]),
+        Conversation(
+            [{"role": "system", "content": "Be brief."}, user("2+2?"), assistant("4"), user("?"), assistant("6")]
+        ),
+        Conversation(
+            [user("2+2?"), assistant("4", reasoning_content="Hm."), user("?"), assistant("6", reasoning_content="")]
+        ),
+        Conversation([*called, assistant("It rains.")], TOOLS),
+        Conversation(
+            [
+                *called,
+                assistant("See.", tool_calls=[*call("look"), *call("f", a="b")]),
+                result("a"),
+                result("b"),
+                assistant("Ok."),
+            ],
+            TOOLS,
+        ),
+        Conversation([assistant("Hello."), user("Hi"), assistant("Yes")], train=[None, None, True]),
+    ]
+
+
+TEMPLATES = {
+    **{
+        name: (twin.source, ByteTokenizer(twin.control_tokens, bos=twin.bos, eos=twin.eos))
+        for name, twin in TWINS.items()
+    },
+    "BRACKETS": (chat_templates.BRACKETS, ByteTokenizer(MISTRAL, bos="<s>", eos="</s>")),
+    "CHANNELS": (chat_templates.CHANNELS, ByteTokenizer(chat_templates.CHANNEL_TOKENS)),
+    "GENEROUS_MARKS": (chat_templates.GENEROUS_MARKS, ByteTokenizer(CHATML)),
+    "PROMPT_OPENS_THINKING": (chat_templates.PROMPT_OPENS_THINKING, ByteTokenizer(CHATML)),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_with_other_strings_are_marked_as_by_rendering(name: str) -> None:
+    source, tokenizer = TEMPLATES[name]
+    encoder = RecordEncoder(tokenizer, source, EncodeOptions(on_lost="warn"))
+    marker = encoder.marker()
+    random_source = random.Random(name)
+    for _ in range(60 if IS_WHOLE else 12):
+        for chat in some_chats():
+            messages = mutated(copy.deepcopy(list(chat.messages)), random_source)
+            tools = mutated(copy.deepcopy(chat.tools), random_source)
+            conversation = Conversation(messages, tools, chat.train)
+            assert outcome(marker.mark, conversation) == outcome(marker.mark_by_rendering, conversation)
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        yield from map(json.loads, file)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no chats in {DATA}")
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.messages.jsonl*")), ids=lambda path: path.name)
+def test_real_chats_are_marked_as_by_rendering(path: Path) -> None:
+    marker = RecordEncoder(load_tokenizer(tokenizer_folder("qwen3"))).marker()
+    for row in islice(rows_of(path), None if IS_WHOLE else 20):
+        conversation = Conversation(row["messages"], row.get("tools"))
+        assert outcome(marker.mark, conversation) == outcome(marker.mark_by_rendering, conversation)
+
+
+def test_a_shape_that_repeats_is_rendered_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("chatml", chat_templates.CHATML))
+    marker = encoder.marker()
+    for number in range(5):
+        marker.mark(Conversation([user(f"{number}?"), assistant("4")]))
+    monkeypatch.setattr(marker, "_renderer", None)
+    monkeypatch.setattr(marker, "_traced", None)
+    marked, _ = marker.mark(Conversation([user("Another?"), assistant("answer")]))
+    assert [marked.text[start:end] for start, end in marked.trained] == ["answer<|im_end|>"]
+
+
+def test_chats_of_known_messages_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker: ChatMarker = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("chatml", chat_templates.CHATML)).marker()
+    turn = [user("?"), assistant("4")]
+    marker.mark(Conversation(turn * 3))
+    monkeypatch.setattr(marker, "_traced", None)
+    marked, _ = marker.mark(Conversation(turn * 5))
+    assert [marked.text[start:end] for start, end in marked.trained] == ["4<|im_end|>"] * 5
