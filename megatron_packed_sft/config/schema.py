@@ -103,13 +103,15 @@ def build(schema: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 def key_hint(schema: type, path: str, look_alikes: Mapping[str, str]) -> str:
     """Return what to do about a key that does not exist: the near match if there is one, else where to look."""
     group, _, last = path.rpartition(".")
-    if right := look_alikes.get(path) or look_alikes.get(last):
-        return f"use {right}"
     known = [key.path for key in keys(schema)]
     siblings = [key.path for key in _fields_at(schema, group)]
+    # An entry that the user named, such as sources.NAME, has keys of its own; what other groups have is no hint there.
+    is_named_entry = bool(group and siblings) and group not in {key.rpartition(".")[0] for key in known}
+    if right := look_alikes.get(path) or (None if is_named_entry else look_alikes.get(last)):
+        return f"use {right}"
     if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
         return f"did you mean {group}.{near[0]}?" if group else f"did you mean {near[0]}?"
-    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    by_last = {} if is_named_entry else {key.rpartition(".")[2]: key for key in reversed(known)}
     if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.85):
         return f"did you mean {by_last[near[0]]}?"
     return f"{group} has the keys {', '.join(siblings)}" if group and siblings else "--help lists them all"

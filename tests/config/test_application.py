@@ -120,6 +120,7 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
         ),
         (["output"], "'output' is not a setting; write KEY=VALUE"),
         (["output=x", "sources.forum.pth=y"], "sources.forum.pth is not a key; did you mean sources.forum.path?"),
+        (["output=x", "sources.forum.output=y"], "sources.forum.output is not a key; sources.forum has the keys path"),
         (
             ["output=x", "sources.forum={path: y, weight: heavy}"],
             "sources.forum.weight is 'heavy'; it must be a number",
