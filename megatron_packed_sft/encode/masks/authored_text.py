@@ -189,21 +189,27 @@ class AuthoredText(str):
         return self._derived(at, at + 1, f"[{position}]")
 
     def strip(self, characters: Any = None) -> str:
+        """Strip both ends, as `str` does."""
         return self._strip("strip", characters)
 
     def lstrip(self, characters: Any = None) -> str:
+        """Strip the left end."""
         return self._strip("lstrip", characters)
 
     def rstrip(self, characters: Any = None) -> str:
+        """Strip the right end."""
         return self._strip("rstrip", characters)
 
     def split(self, separator: Any = None, maxsplit: Any = -1) -> list[str]:
+        """Split, each piece with its authors."""
         return self._split("split", separator, maxsplit)
 
     def rsplit(self, separator: Any = None, maxsplit: Any = -1) -> list[str]:
+        """Split from the right."""
         return self._split("rsplit", separator, maxsplit)
 
     def splitlines(self, keepends: Any = False) -> list[str]:
+        """Split into lines."""
         parts = plain_text(self).splitlines(True)
         ends = [part if keepends else part.splitlines()[0] for part in parts]
         position, spans = 0, []
@@ -213,18 +219,23 @@ class AuthoredText(str):
         return self._pieces(f"splitlines({bool(keepends)})", spans)
 
     def partition(self, separator: str) -> tuple[str, str, str]:
+        """Split at the first separator."""
         return self._partition("partition", separator)
 
     def rpartition(self, separator: str) -> tuple[str, str, str]:
+        """Split at the last separator."""
         return self._partition("rpartition", separator)
 
     def removeprefix(self, prefix: str) -> str:
+        """Remove a prefix, if there is one."""
         return self[str.__len__(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str) -> str:
+        """Remove a suffix, if there is one."""
         return self[: -str.__len__(suffix)] if suffix and self.endswith(suffix) else self
 
     def replace(self, old: str, new: str, count: Any = -1) -> str:
+        """Replace texts; a replacement is its own author's, or the author's whose text it replaces."""
         text, sought = plain_text(self), plain_text(old)
         limit = -1 if count is None else int(count)
         self._seek(old)
@@ -249,22 +260,28 @@ class AuthoredText(str):
         return _make(result, tuple(runs), ((result, recorder.variable(source)),), recorder)
 
     def upper(self) -> str:
+        """Return the text in upper case."""
         return self._cased("upper")
 
     def lower(self) -> str:
+        """Return the text in lower case."""
         return self._cased("lower")
 
     def title(self) -> str:
+        """Return the text in title case."""
         return self._cased("title")
 
     def capitalize(self) -> str:
+        """Return the text with a capital letter."""
         return self._cased("capitalize")
 
     def join(self, texts: Iterable[Any]) -> str:
+        """Join texts with this one between them."""
         found = list(texts)
         return concatenate([piece for text in found for piece in (self, text)][1:])
 
     def format(self, *values: Any, **named: Any) -> str:
+        """Fill in plain fields; others are not supported."""
         pieces: list[Any] = []
         number = 0
         for literal, field, spec, conversion in string.Formatter().parse(plain_text(self)):

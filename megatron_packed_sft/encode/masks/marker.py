@@ -53,10 +53,11 @@ class _Found(NamedTuple):
 
 
 class _Compiled:
-    def __init__(self, shape: Shape, losses: tuple[Loss, ...]) -> None:
+    def __init__(self, shape: Shape, losses: tuple[Loss, ...], *, is_separate: bool) -> None:
         self.shape = shape
         self.losses = losses
         self.num_checks = _NUM_CHECKS
+        self.is_separate = is_separate  # no control token can begin in a string and end behind it
 
 
 class _Known:
@@ -109,9 +110,11 @@ class ChatMarker:
         self._beginnings = {
             token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known
         }
+        self._endings = {token[-length:] for token in escaped for length in range(1, len(token))}
         self._known: dict[Any, _Known] = {}
         self._book = RecipeBook()
         self._num_unlearnt = 0
+        self._is_book_separate = True
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
     def mark(self, conversation: Conversation) -> MarkedChat:
@@ -128,12 +131,17 @@ class ChatMarker:
         known = known or self._remember(key)
         known.num_seen += 1
         marked = None
-        if known.num_seen != max(2, len(conversation.messages)):  # that often, it is worth to be compiled
+        # Compiling takes time that grows with the square of the chat: it pays for shapes that repeat as often.
+        if known.num_seen % max(2, len(conversation.messages) ** 2 // 2):
             marked = self._mark_by_recipes(conversation, tools, wanted)
         if marked is None:
             marked = self._mark_and_learn(conversation, tools, wanted, known)
         self._refuse_losses(marked.losses)
         return marked
+
+    def render(self, conversation: Conversation) -> str:
+        """Render a conversation once, in the first form that the template takes."""
+        return self._first_form(conversation, None if conversation.tools is None else list(conversation.tools))[1]
 
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
         """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""
@@ -162,8 +170,11 @@ class ChatMarker:
         read = self._book.read(plain, messages, tools, wanted)
         if read is None:
             return None
-        spans = [Span(start, end, _ANYBODY) for start, end in read.slots if start < end]
-        literal = literal_ranges(plain, spans, self._escaped)
+        search = self._escaped.search
+        literal: Sequence[Range] = ()
+        if not self._is_book_separate or any(search(plain, start, end) for start, end in read.slots):
+            spans = [Span(start, end, _ANYBODY) for start, end in read.slots if start < end]
+            literal = literal_ranges(plain, spans, self._escaped)
         return MarkedChat(MarkedText(plain, tuple(joined(read.turns)), literal), tuple(read.losses))
 
     def _mark_by_shape(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat | None:
@@ -192,8 +203,8 @@ class ChatMarker:
         return None
 
     def _literal_in(self, text: str, parts: Sequence[str], compiled: _Compiled) -> Sequence[Range]:
-        """Return where a shape's strings hold the text of control tokens; most hold not even a first character."""
-        search = self._first_characters.search
+        """Return where a shape's strings hold the text of control tokens; hardly any does."""
+        search = self._escaped.search if compiled.is_separate else self._first_characters.search
         for number in compiled.shape.slots:
             if search(parts[number]):
                 break
@@ -219,6 +230,7 @@ class ChatMarker:
             if found.turns is None:
                 raise NotCompilable("a turn in several pieces")
             losses = found.marked.losses
+            self._is_book_separate &= self._is_separate(found.chat)
             self._book.learn(found.messages, tools, wanted, found.chat, found.turns, losses, recorder)
         except NotCompilable:
             self._num_unlearnt += 1
@@ -236,8 +248,16 @@ class ChatMarker:
             and "".join(replayed[0]) == found.chat.text
             and replayed[1] == found.marked.marked.trained
         ):
-            known.shapes.insert(0, _Compiled(shape, found.marked.losses))
+            known.shapes.insert(0, _Compiled(shape, found.marked.losses, is_separate=self._is_separate(found.chat)))
             del known.shapes[_MAX_VARIANTS:]
+
+    def _is_separate(self, chat: TracedText) -> bool:
+        """Whether no string's end and what follows it could make up a control token."""
+        parts = [part for part in chat.whole.parts if part[0]]
+        return not any(
+            before is not None and (name is not None or any(text.startswith(end) for end in self._endings))
+            for (_, before), (text, name) in pairwise(parts)
+        )
 
     def _could_span_parts(self, chat: TracedText) -> bool:
         """Whether a constant ends with the beginning of a control token, which a string might complete."""
