@@ -26,27 +26,21 @@ _MAX_KINDS = 4096
 HEAD = -1
 
 
-class Edge(NamedTuple):
-    """A place in a message's region: so many characters after the beginning of a part; part -1 is the region's end."""
-
-    part: int
-    offset: int
+# What a recipe says of a message: its text, where its turn begins and ends (-1 if it has none), and where in the text
+# its strings begin and end.
+Written = tuple[str, int, int, tuple[int, ...]]
 
 
 class Recipe(NamedTuple):
     """What a template writes for a message.
 
     Args:
-        run: message, tools -> the parts of its text, or None if the template would have got other answers.
-        slots: which parts are the message's.
-        turn: where the trained turn begins and ends, if it has one.
+        run: message, tools -> `Written`, or None if the template would have got other answers.
         losses: what the template leaves out of the message.
         code: to tell recipes apart.
     """
 
-    run: Callable[[Any, Any], tuple[str, ...] | None]
-    slots: tuple[int, ...]
-    turn: tuple[Edge, Edge] | None
+    run: Callable[[Any, Any], Written | None]
     losses: tuple[Loss, ...]
     code: str
 
@@ -83,7 +77,7 @@ class RecipeBook:
             self._recipes.clear()
         for key, recipe in zip(_keys(messages, tools, wanted), learnt, strict=True):
             known = self._recipes.setdefault(key, [])
-            if all(recipe.code != other.code or recipe.turn != other.turn for other in known):
+            if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
                 known.append(recipe)
                 known.sort(key=lambda one: -len(one.code))  # one that says more is tried first
                 del known[_MAX_RECIPES:]
@@ -98,25 +92,20 @@ class RecipeBook:
             message = messages[max(number, 0)]
             for recipe in self._recipes.get(key, ()):
                 try:
-                    parts = recipe.run(message, tools)
+                    written = recipe.run(message, tools)
                 except (KeyError, IndexError, TypeError, AttributeError, ValueError):
                     continue
-                if parts is None:
-                    continue
-                written = "".join(parts)
-                if text.startswith(written, position):
+                if written is not None and text.startswith(written[0], position):
                     break
             else:
                 return None
-            starts = [position]
-            for part in parts:
-                starts.append(starts[-1] + len(part))
-            if recipe.turn is not None:
-                start, end = recipe.turn
-                turns.append((starts[start.part] + start.offset, starts[end.part] + end.offset))
-            losses += [loss._replace(message=number) for loss in recipe.losses]
-            slots += [(starts[slot], starts[slot + 1]) for slot in recipe.slots]
-            position = starts[-1]
+            added, start, end, places = written
+            if start >= 0:
+                turns.append((position + start, position + end))
+            if recipe.losses:
+                losses += [loss._replace(message=number) for loss in recipe.losses]
+            slots += [(position + places[n], position + places[n + 1]) for n in range(0, len(places), 2)]
+            position += len(added)
         return Read(turns, slots, losses) if position == len(text) else None
 
 
@@ -147,22 +136,42 @@ def _recipes_of(
     for number, (start, end) in enumerate(pairwise(edges), start=HEAD):
         allowed = {max(number, 0)}
         parts = regions[number + 1]
-        texts = [
-            ascii(text) if name is None else _own(sources.expanded(name), allowed, with_tools=number == HEAD)
-            for _, text, name in parts
-        ]
-        lines = [f"def run(x, {TOOLS_NAME}):", *guards[number], f" return ({','.join(texts)}{',' if texts else ''})"]
+        lines = [f"def run(x, {TOOLS_NAME}):", *guards[number]]
+        lines += _writing(parts, turns.get(number), (start, end), sources, allowed, with_tools=number == HEAD)
         code = "\n".join(lines)
         namespace: dict[str, Any] = dict(NAMES)
         exec(code, namespace)
-        turn = turns.get(number)
-        yield Recipe(
-            namespace["run"],
-            tuple(place for place, (_, _, name) in enumerate(parts) if name is not None),
-            None if turn is None else (_edge(turn[0], parts, start, end), _edge(turn[1], parts, start, end)),
-            tuple(loss for loss in losses if loss.message == number),
-            code,
-        )
+        yield Recipe(namespace["run"], tuple(loss for loss in losses if loss.message == number), code)
+
+
+def _writing(
+    parts: Sequence[tuple[int, str, str | None]],
+    turn: Range | None,
+    region: Range,
+    sources: _Sources,
+    allowed: set[int],
+    *,
+    with_tools: bool,
+) -> list[str]:
+    """Return the lines that put a message's text together and count its characters."""
+    lines, texts, places = [], [], []
+    starts = []  # of parts: an expression each
+    const, slots = 0, ""
+    for number, (_, text, name) in enumerate(parts):
+        starts.append(f"{const}{slots}")
+        if name is None:
+            texts.append(ascii(text))
+            const += len(text)
+            continue
+        lines.append(f" s{number}={_own(sources.expanded(name), allowed, with_tools=with_tools)}")
+        lines.append(f" n{number}=len(s{number})")
+        texts.append(f"s{number}")
+        slots += f"+n{number}"
+        places += [starts[-1], f"{const}{slots}"]
+    starts.append(f"{const}{slots}")
+    edges = ["-1", "-1"] if turn is None else [_edge(edge, parts, region, starts) for edge in turn]
+    joined = f"''.join(({','.join(texts)},))" if texts else "''"
+    return [*lines, f" return {joined},{edges[0]},{edges[1]},({','.join(places)}{',' if places else ''})"]
 
 
 def _beginnings(chat: TracedText, num_messages: int) -> list[int]:
@@ -194,15 +203,16 @@ def _regions(chat: TracedText, edges: Sequence[int]) -> list[list[tuple[int, str
     return regions
 
 
-def _edge(edge: int, parts: Sequence[tuple[int, str, str | None]], start: int, end: int) -> Edge:
-    if edge < start:
+def _edge(edge: int, parts: Sequence[tuple[int, str, str | None]], region: Range, starts: Sequence[str]) -> str:
+    """Return an expression for where an edge of a turn is, counted from the beginning of the region."""
+    if edge < region[0]:
         raise NotCompilable("a turn that begins before its iteration")
-    for number, (position, text, name) in enumerate(parts):
+    for (position, text, name), start in zip(parts, starts, strict=False):
         if edge == position or (name is None and position < edge < position + len(text)):
-            return Edge(number, edge - position)
+            return f"{start}+{edge - position}"
         if position < edge < position + len(text):
             raise NotCompilable("an edge inside a string")
-    return Edge(-1, edge - end)
+    return f"{starts[-1]}+{edge - region[1]}"
 
 
 class _Sources:

@@ -12,6 +12,7 @@ from jinja2 import nodes
 Message = dict[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OTHER_KEYS = {key: frozenset(REASONING_KEYS) - {key} for key in REASONING_KEYS}
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_LENGTH = 9  # what Mistral's templates demand
 
@@ -34,7 +35,7 @@ def reasoning_key(tree: nodes.Template) -> str | None:
 
 def with_reasoning_under(key: str | None, messages: Sequence[Message]) -> Sequence[Message]:
     """Return a chat whose reasoning has the name that a template reads."""
-    if key is None or not any(name in message for message in messages for name in REASONING_KEYS if name != key):
+    if key is None or all(map(_OTHER_KEYS[key].isdisjoint, messages)):
         return messages
     return [_renamed(key, message) for message in messages]
 
