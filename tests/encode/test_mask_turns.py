@@ -268,8 +268,8 @@ def test_channels_of_one_message_are_one_turn_and_the_tools_header_is_not() -> N
     ]
 
 
-def test_generous_generation_marks_lose_the_newline_after_the_end_and_keep_their_start() -> None:
-    assert trained("GENEROUS_MARKS", [user("Hi"), assistant("Yo\n")]) == ["\nYo\n<|im_end|>"]
+def test_generous_generation_marks_lose_what_the_prompt_gives_and_the_newline_after_the_end() -> None:
+    assert trained("GENEROUS_MARKS", [user("Hi"), assistant("Yo\n")]) == ["Yo\n<|im_end|>"]
 
 
 def test_the_seeds_masking_test_holds() -> None:

@@ -30,10 +30,11 @@ class Author(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened between two characters: `enter`, `leave` (an iteration), `begin`, `end` (a block)."""
+    """Something that happened between two characters: `enter`, `leave`, `after` (a loop), `begin`, `end` (a block)."""
 
     kind: str
     message: int = TOOLS
+    loop: int = 0
 
 
 Run = tuple[int, "Author | Event | None"]
@@ -461,9 +462,9 @@ def constant(text: Any) -> AuthoredText:
     return _make(text, ((len(text), None),) if text else (), _constant_parts(text), None)
 
 
-def event(kind: str, message: int = TOOLS) -> AuthoredText:
+def event(kind: str, message: int = TOOLS, loop: int = 0) -> AuthoredText:
     """Return an empty text that marks a place."""
-    return _make("", ((0, Event(kind, message)),), (), None)
+    return _make("", ((0, Event(kind, message, loop)),), (), None)
 
 
 def concatenate(texts: Iterable[Any]) -> AuthoredText:

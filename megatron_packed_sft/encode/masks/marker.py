@@ -361,7 +361,7 @@ class ChatMarker:
             owners = self._owners(blocks, finder.chat, [message.get("role", "") for message in messages])
             for block, owner in zip(blocks, owners, strict=True):
                 if wanted[owner]:
-                    turns.append((owner, self._with_end(finder, block)))
+                    turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
                     own[owner] = [span for span in finder.chat.spans if is_own(span.author, owner)]
         return turns, own
 
@@ -446,6 +446,15 @@ def _key_of(conversation: Conversation) -> Any:
         conversation.train and tuple(conversation.train),
         *[(message.get("role"), *message, *map(type, message.values())) for message in conversation.messages],
     )
+
+
+def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:
+    """Leave out of a generation block what the generation prompt gives."""
+    try:
+        start, _ = finder.turn(owner)
+    except RecordRefusedError:
+        return block
+    return (start, block[1]) if block[0] < start <= block[1] else block
 
 
 def _generation_blocks(chat: TracedText) -> list[Range]:

@@ -185,6 +185,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Instrument(NodeTransformer):
     """Turns what a `str` subclass cannot see into filters, and marks iterations."""
 
+    def __init__(self) -> None:
+        self._num_loops = 0
+
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
         if len(node.ops) == 1 and node.ops[0].op in ("in", "notin"):
@@ -213,11 +216,15 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.target, nodes.Name):
             return node
-        names = (_filter(nodes.Name(node.target.name, "load"), mark, node.lineno) for mark in ("_enter", "_leave"))
+        self._num_loops += 1
+        loop = nodes.Const(self._num_loops, lineno=node.lineno)
+        names = (
+            _filter(nodes.Name(node.target.name, "load"), mark, node.lineno, loop) for mark in ("_enter", "_leave")
+        )
         enter, leave = (nodes.Output([name], lineno=node.lineno) for name in names)
         node.body = [enter, *node.body, leave]
         # `continue` jumps over the last mark of an iteration.
-        after = nodes.Output([_filter(nodes.Const("", lineno=node.lineno), "_after", node.lineno)], lineno=node.lineno)
+        after = nodes.Output([_filter(loop, "_after", node.lineno)], lineno=node.lineno)
         return [node, after]
 
 
@@ -225,8 +232,8 @@ def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> 
     return nodes.Filter(value, name, list(arguments), [], None, None, lineno=line)
 
 
-def _mark(kind: str) -> Callable[[Any], str]:
-    return lambda value: event(kind, value.number) if isinstance(value, AuthoredMessage) else ""
+def _mark(kind: str) -> Callable[[Any, int], str]:
+    return lambda value, loop: event(kind, value.number, loop) if isinstance(value, AuthoredMessage) else ""
 
 
 def _contains(value: Any, container: Any) -> bool:
@@ -335,7 +342,7 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "_concat": concatenate,
     "_enter": _mark("enter"),
     "_leave": _mark("leave"),
-    "_after": lambda _: event("after"),
+    "_after": lambda loop: event("after", loop=loop),
 }
 
 

@@ -439,17 +439,17 @@ class TurnFinder:
 
     def _left(self, render: TracedText, i: int, last: int) -> int | None:
         """Return where the template leaves its iteration for message i, after that message's last text."""
+        loop = None
         for position, mark in render.marks:
-            if position >= last and (
+            if mark.kind == "enter" and mark.message == i:
+                loop = mark.loop
+            elif position >= last and (
                 (mark.kind == "leave" and mark.message == i)
-                or (mark.kind == "enter" and mark.message != i)
-                or (mark.kind == "after" and self._has_entered(render, i, position))
+                or mark.kind == "enter"
+                or (mark.kind == "after" and mark.loop == loop)
             ):
                 return position
         return None
-
-    def _has_entered(self, render: TracedText, i: int, limit: int) -> bool:
-        return any(mark == ("enter", i) and position <= limit for position, mark in render.marks)
 
     def _is_in_iteration(self, i: int, position: int) -> bool:
         """Whether a position lies where the template iterates over message i, if it shows that at all."""
@@ -554,9 +554,13 @@ def _last_foreign(render: TracedText, position: int, i: int) -> tuple[int, Autho
 
 def _iterations(render: TracedText) -> Iterator[tuple[int, int, int]]:
     """Yield message, start and end of each iteration over messages."""
-    for (position, mark), (following, _) in zip(render.marks, render.marks[1:], strict=False):
+    entered: dict[int, tuple[int, int]] = {}  # loop -> message, position
+    for position, mark in render.marks:
+        if mark.kind in ("enter", "leave", "after") and mark.loop in entered:
+            message, start = entered.pop(mark.loop)
+            yield message, start, position
         if mark.kind == "enter":
-            yield mark.message, position, following
+            entered[mark.loop] = mark.message, position
 
 
 def _next_iteration(render: TracedText, i: int, position: int) -> int:
