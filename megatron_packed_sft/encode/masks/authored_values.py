@@ -55,6 +55,7 @@ class _Container:
     recorder: Recorder | None
     source: str | None
     is_guarded: bool
+    json_texts: dict[JsonSettings, str]
 
     def touch(self) -> None:
         if not self.is_guarded:
@@ -181,21 +182,36 @@ def length_of(value: Any) -> Any:
     return length
 
 
-def author_messages(
-    messages: Sequence[dict[str, Any]], recorder: Recorder | None, num_recorded: int | None = None
-) -> list[AuthoredMessage]:
-    """Return a chat whose strings know the message and the path they come from. Roles stay as they are."""
-    limit = len(messages) if num_recorded is None else num_recorded
-    return [
-        _author_message(number, message, recorder if number < limit else None)
-        for number, message in enumerate(messages)
-    ]
+class AuthoredChat:
+    """A record whose strings know the message and the path they come from; renders of its parts share it.
+
+    Args:
+        tools: of the chat.
+        recorder: writes down what templates ask.
+    """
+
+    def __init__(self, tools: Any = None, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
+        self.tools = None if tools is None else author_value(list(tools), Author(TOOLS, ()), recorder, TOOLS_NAME)
+        self._messages: dict[int, AuthoredMessage] = {}
+
+    def messages(self, messages: Sequence[dict[str, Any]], *, is_probe: bool = False) -> list[AuthoredMessage]:
+        """Return the first messages of the chat, roles as they are; in a probe, the last one is not the record's."""
+        result = []
+        for number, message in enumerate(messages):
+            if is_probe and number == len(messages) - 1:
+                result.append(_author_message(number, message, None))
+                continue
+            if number not in self._messages:
+                self._messages[number] = _author_message(number, message, self.recorder)
+            result.append(self._messages[number])
+        return result
 
 
 def _author_message(number: int, message: dict[str, Any], recorder: Recorder | None) -> AuthoredMessage:
     result = AuthoredMessage()
     result.number, result.raw, result.author, result.recorder = number, message, Author(number, ()), recorder
-    result.source, result.is_guarded = f"{MESSAGES_NAME}[{number}]", True
+    result.source, result.is_guarded, result.json_texts = f"{MESSAGES_NAME}[{number}]", True, {}
     for key, value in message.items():
         source = f"{MESSAGES_NAME}[{number}][{key!a}]"
         if key == "role":
@@ -206,11 +222,6 @@ def _author_message(number: int, message: dict[str, Any], recorder: Recorder | N
                 recorder.guard(source, value)
         dict.__setitem__(result, key, inner)
     return result
-
-
-def author_tools(tools: Any, recorder: Recorder | None) -> Any:
-    """Return tools whose strings know that they are tools' texts."""
-    return None if tools is None else author_value(list(tools), Author(TOOLS, ()), recorder, TOOLS_NAME)
 
 
 def author_value(value: Any, author: Author, recorder: Recorder | None, source: str) -> Any:
@@ -233,7 +244,7 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
             for number, inner in enumerate(value)
         )
     result.raw, result.author, result.recorder, result.source = value, author, recorder, source
-    result.is_guarded = False
+    result.is_guarded, result.json_texts = False, {}
     return result
 
 
@@ -268,6 +279,15 @@ def to_json(
 ) -> str:
     """Write JSON as `tojson` does, with authors: in a record's own value even brackets and numbers are its author's."""
     settings: JsonSettings = (ensure_ascii, indent, tuple(separators) if separators else None, sort_keys)
+    if not isinstance(value, _Container):
+        return _authored_json(value, settings)
+    if settings not in value.json_texts:
+        value.json_texts[settings] = _authored_json(value, settings)
+    return value.json_texts[settings]
+
+
+def _authored_json(value: Any, settings: JsonSettings) -> str:
+    ensure_ascii, indent, separators, sort_keys = settings
     text = json.dumps(
         without_authors(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

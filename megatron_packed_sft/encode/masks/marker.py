@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
+from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_escape
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import probe_template
@@ -285,16 +286,13 @@ class ChatMarker:
     ) -> _Found:
         """Find every turn by rendering the chat, and the chat before and up to each of them."""
         messages, plain = self._first_form(conversation, tools)
+        authored = AuthoredChat(tools, recorder)
 
         def render(
             messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False, probe: bool = False
         ) -> TracedText:
             traced = self._traced.render(
-                messages,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                recorder=recorder,
-                num_recorded=len(messages) - probe,
+                messages, authored, add_generation_prompt=add_generation_prompt, is_probe=probe
             )
             if recorder is not None:
                 note_parts(traced, recorder)

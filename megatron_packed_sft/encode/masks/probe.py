@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Recorder
+from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder, is_own
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
@@ -69,7 +70,8 @@ class _Chats:
         self._settings: Mapping[str, Any] = {"control": control, "header": header, "stops": stops}
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, *, prompt: bool = False) -> TracedText:
-        return self._renderer.render(messages, tools, add_generation_prompt=prompt, recorder=self._recorder)
+        chat = AuthoredChat(tools, self._recorder)
+        return self._renderer.render(messages, chat, add_generation_prompt=prompt)
 
     def plain(self) -> tuple[list[dict[str, Any]], Any, TracedText]:
         """Render a chat of a user and an assistant, with tools if the template cannot do without."""

@@ -43,11 +43,12 @@ def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder)
     """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
 
     Example:
+        >>> from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
         >>> from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer
         >>> from megatron_packed_sft.encode.templates.renderer import Renderer
         >>> recorder = Recorder()
         >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
-        >>> traced = renderer.render([{"role": "user", "content": " Hi "}], recorder=recorder)
+        >>> traced = renderer.render([{"role": "user", "content": " Hi "}], AuthoredChat(None, recorder))
         >>> compile_shape(traced, [(1, 4)], recorder).run([{"role": "user", "content": "Hello"}], None)
         (('[', 'Hello', ']'), ((1, 7),))
     """

@@ -15,7 +15,6 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     AuthoredText,
     Event,
-    Recorder,
     concatenate,
     constant,
     event,
@@ -26,11 +25,10 @@ from megatron_packed_sft.encode.masks.authored_text import (
     plain_text,
 )
 from megatron_packed_sft.encode.masks.authored_values import (
+    AuthoredChat,
     AuthoredDict,
     AuthoredList,
     AuthoredMessage,
-    author_messages,
-    author_tools,
     has_authors,
     length_of,
     to_json,
@@ -120,26 +118,25 @@ class TracedRenderer:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Any = None,
+        chat: AuthoredChat | None = None,
         *,
         add_generation_prompt: bool = False,
-        recorder: Recorder | None = None,
-        num_recorded: int | None = None,
+        is_probe: bool = False,
     ) -> TracedText:
         """Render a chat; RecordRefusedError, as the plain renderer raises it, if the template cannot.
 
         Args:
-            messages: of the chat.
-            tools: of the chat.
+            messages: the first messages of the chat.
+            chat: what renders of the same chat share: its tools, what is recorded.
             add_generation_prompt: as templates know it.
-            recorder: writes down what the template asks.
-            num_recorded: how many of the messages are the record's; the others are the same for every record.
+            is_probe: the last message is not the record's.
         """
+        chat = chat or AuthoredChat()
         context = self._template.new_context(
             {
                 **self._variables,
-                "messages": author_messages(messages, recorder, num_recorded),
-                "tools": author_tools(tools, recorder),
+                "messages": chat.messages(messages, is_probe=is_probe),
+                "tools": chat.tools,
                 "add_generation_prompt": add_generation_prompt,
                 BLOCK_BEGINS: event("begin"),
                 BLOCK_ENDS: event("end"),
@@ -172,7 +169,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
-        return super().getattr(obj, attribute)
+        found = super().getattr(obj, attribute)
+        if type(obj) is str and attribute == "format":
+            return _formatting(obj, found)  # the sandbox hides whose method it is
+        return found
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(obj, AuthoredText) and isinstance(argument, str):
@@ -295,6 +295,18 @@ def _title(value: Any) -> Any:
         return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
     hash(text)
     return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+
+
+def _formatting(pattern: str, sandboxed: Callable[..., str]) -> Callable[..., str]:
+    def formatted(*values: Any, **named: Any) -> str:
+        if not has_authors(values) and not has_authors(named):
+            return sandboxed(*values, **named)
+        try:
+            return constant(pattern).format(*values, **named)
+        except TypeError:  # fields with attributes or specifications
+            return str(_opaque("format", sandboxed)(*values, **named))
+
+    return formatted
 
 
 def _give_up(value: Any, obstacle: str) -> None:
