@@ -28,7 +28,6 @@ BANNED = [
 # Where a word means what it means to others: a path below the package (or its beginning), and the identifiers.
 ALLOWED: list[tuple[str, str]] = [
     ("encode/tokenizers/", r".*[pP]iece.*"),  # SentencePiece's own
-    ("encode/masks/", r"pieces?"),  # of a text that was split
     ("records/formats/", r"(?i).*row.*"),  # of a table
     ("storage/parquet/", r"(?i).*row.*"),  # of a Parquet file
     ("prepare/counts.py", r"num_(cut_)?rows"),  # keys of receipts on disk

@@ -170,7 +170,8 @@ class Pipeline:
         for split, plan in plans.items():
             if plan.chunks is None and not plan.accounting.dropped_sequences:
                 packed[split] = {
-                    name: PackedSequences(replace(counts.split(split))) for name, counts in encoded.counts.items()
+                    name: PackedSequences(replace(counts.splits.get(split, SplitCounts())))
+                    for name, counts in encoded.counts.items()
                 }
                 continue
             store = encoded.stores[split]

@@ -107,8 +107,8 @@ def test_a_url_is_refused_under_the_name_of_its_key(
 
 def test_a_storage_that_is_not_there_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     legacy = write_legacy(data, tmp_path / "data.npy")
-    message = error_of(capsys, f"data.path={legacy}")
-    assert message.endswith("but packed_storage asks for 'memmap_v1'; set packed_storage to legacy_npy_pickle")
+    message = error_of(capsys, f"data.path={legacy}", "packed_storage=memmap_v1")
+    assert message.endswith("but packed_storage asks for 'memmap_v1'; set packed_storage to legacy")
     message = error_of(capsys, f"data.path={legacy}", "storage=legacy")
     assert message.endswith("does not record its vocabulary size; set model.vocab_size or data.tokenizer")
 

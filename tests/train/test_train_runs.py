@@ -170,7 +170,7 @@ def test_only_whole_checkpoints_with_a_pointer_are_left(runs: Runs) -> None:
     checkpoints = runs.home / "straight" / "checkpoints"
     assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step_000010", "step_000020"]
     assert (checkpoints / "latest").read_text() == "step_000020\n"
-    assert (runs.home / "straight" / "config.yaml").read_text().startswith("packed_storage: memmap_v1\n")
+    assert (runs.home / "straight" / "config.yaml").read_text().startswith("packed_storage: auto\n")
 
 
 def test_a_checkpoint_of_two_ranks_that_was_damaged_since_is_refused(

@@ -202,7 +202,7 @@ class AuthoredText(str):
         return self._strip("rstrip", characters)
 
     def split(self, separator: Any = None, maxsplit: Any = -1) -> list[str]:
-        """Split, each piece with its authors."""
+        """Split, each fragment with its authors."""
         return self._split("split", separator, maxsplit)
 
     def rsplit(self, separator: Any = None, maxsplit: Any = -1) -> list[str]:
@@ -217,7 +217,7 @@ class AuthoredText(str):
         for part, kept in zip(parts, ends, strict=True):
             spans.append((position, position + len(kept)))
             position += len(part)
-        return self._pieces(f"splitlines({bool(keepends)})", spans)
+        return self._parts_at(f"splitlines({bool(keepends)})", spans)
 
     def partition(self, separator: str) -> tuple[str, str, str]:
         """Split at the first separator."""
@@ -279,14 +279,14 @@ class AuthoredText(str):
     def join(self, texts: Iterable[Any]) -> str:
         """Join texts with this one between them."""
         found = list(texts)
-        return concatenate([piece for text in found for piece in (self, text)][1:])
+        return concatenate([fragment for text in found for fragment in (self, text)][1:])
 
     def format(self, *values: Any, **named: Any) -> str:
         """Fill in plain fields; others are not supported."""
-        pieces: list[Any] = []
+        fragments: list[Any] = []
         number = 0
         for literal, field, spec, conversion in string.Formatter().parse(plain_text(self)):
-            pieces.append(literal)
+            fragments.append(literal)
             if field is None:
                 continue
             if spec or conversion or not _SUPPORTED_FIELD.fullmatch(field):
@@ -294,8 +294,8 @@ class AuthoredText(str):
             key = field or str(number)
             number += not field
             value = values[int(key)] if key.isdigit() else named[key]
-            pieces.append(value if isinstance(value, str) else str(value))
-        return concatenate(pieces)
+            fragments.append(value if isinstance(value, str) else str(value))
+        return concatenate(fragments)
 
     # Inside.
 
@@ -370,17 +370,17 @@ class AuthoredText(str):
         found: list[str] = getattr(text, method)(sep, limit)
         spans, position = [], 0
         if sep is None:
-            for piece in found:
-                position = text.index(piece, position)
-                spans.append((position, position + len(piece)))
-                position += len(piece)
+            for fragment in found:
+                position = text.index(fragment, position)
+                spans.append((position, position + len(fragment)))
+                position += len(fragment)
         else:
-            for piece in found:
-                spans.append((position, position + len(piece)))
-                position += len(piece) + len(sep)
+            for fragment in found:
+                spans.append((position, position + len(fragment)))
+                position += len(fragment) + len(sep)
         if separator is not None and not is_constant(separator):
             self._give_up("split by a variable")
-        return self._pieces(f"{method}({sep!a},{limit})", spans)
+        return self._parts_at(f"{method}({sep!a},{limit})", spans)
 
     def _partition(self, method: str, separator: str) -> tuple[str, str, str]:
         self._seek(separator)
@@ -390,10 +390,10 @@ class AuthoredText(str):
             self._give_up("partition by a variable")
         operation = f"{method}({plain_text(separator)!a})"
         self._guard(f"{plain_text(separator)!a} in {source_of(self)}", bool(middle))
-        one, two, three = self._pieces(operation, [(0, first), (first, second), (second, second + len(tail))])
+        one, two, three = self._parts_at(operation, [(0, first), (first, second), (second, second + len(tail))])
         return one, two, three
 
-    def _pieces(self, call: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+    def _parts_at(self, call: str, spans: Sequence[tuple[int, int]]) -> list[str]:
         if self.recorder is None:
             return [self._constant_slice(start, end) for start, end in spans]
         whole = self.recorder.variable(f"{source_of(self)}.{call}")
@@ -469,21 +469,21 @@ def event(kind: str, message: int = TOOLS, loop: int = 0) -> AuthoredText:
 
 def concatenate(texts: Iterable[Any]) -> AuthoredText:
     """Join texts, with their authors."""
-    pieces = [constant(text) for text in texts]
-    if len(pieces) == 1:
-        return pieces[0]
+    fragments = [constant(text) for text in texts]
+    if len(fragments) == 1:
+        return fragments[0]
     runs: list[Run] = []
     parts: list[Part] = []
     recorder = None
-    for piece in pieces:
-        runs += piece.authors
-        recorder = recorder or piece.recorder
-        for text, name in piece.parts:
+    for fragment in fragments:
+        runs += fragment.authors
+        recorder = recorder or fragment.recorder
+        for text, name in fragment.parts:
             if name is None and parts and parts[-1][1] is None:
                 parts[-1] = (parts[-1][0] + text, None)
             else:
                 parts.append((text, name))
-    return _make("".join(map(plain_text, pieces)), tuple(runs), tuple(parts), recorder)
+    return _make("".join(map(plain_text, fragments)), tuple(runs), tuple(parts), recorder)
 
 
 def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
@@ -493,8 +493,8 @@ def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: 
 
 def percent_format(pattern: Any, values: Sequence[Any]) -> str:
     """`pattern % values`, with the authors of values; only `%s` and `%%` can be followed."""
-    pieces = re.split(r"(%s|%%)", plain_text(pattern))
-    if not is_constant(pattern) or any("%" in piece for piece in pieces[::2]):
+    fragments = re.split(r"(%s|%%)", plain_text(pattern))
+    if not is_constant(pattern) or any("%" in fragment for fragment in fragments[::2]):
         result = plain_text(pattern) % tuple(map(_plain_argument, values))
         first = next((value for value in (pattern, *values) if isinstance(value, AuthoredText)), None)
         if first is not None and first.recorder is not None:
@@ -502,7 +502,10 @@ def percent_format(pattern: Any, values: Sequence[Any]) -> str:
         return constant(result) if first is None else first._opaque(result)
     waiting = iter(values)
     return concatenate(
-        [piece if n % 2 == 0 else "%" if piece == "%%" else constant(next(waiting)) for n, piece in enumerate(pieces)]
+        [
+            fragment if n % 2 == 0 else "%" if fragment == "%%" else constant(next(waiting))
+            for n, fragment in enumerate(fragments)
+        ]
     )
 
 

@@ -31,7 +31,7 @@ def signature(value: Any) -> Any:
 
     Example:
         >>> signature({"a": "text", "b": 1, "c": []})
-        (('a', 'str'), ('b', 1), ('c', 'list'))
+        (('a', 'str'), ('b', '1'), ('c', 'list'))
     """
     if isinstance(value, dict):
         return tuple((key, _kind(inner)) for key, inner in value.items())
@@ -295,7 +295,9 @@ def _authored_json(value: Any, settings: JsonSettings) -> str:
         return text
     writer = _JsonWriter(settings)
     writer.write(value, None, 0)
-    if "".join(piece for piece, _, _ in writer.pieces) != text:  # odd keys: nobody's text, but never a wrong one
+    if (
+        "".join(fragment for fragment, _, _ in writer.fragments) != text
+    ):  # odd keys: nobody's text, but never a wrong one
         if writer.recorder is not None:
             writer.recorder.give_up("JSON of an unusual value")
         return made_of(text, [(len(text), writer.first_author)], [(text, None)], None)
@@ -303,10 +305,10 @@ def _authored_json(value: Any, settings: JsonSettings) -> str:
 
 
 class _JsonWriter:
-    """Writes JSON as pieces: (text, author, the expression that gives it or None if it is constant)."""
+    """Writes JSON as fragments: (text, author, the expression that gives it or None if it is constant)."""
 
     def __init__(self, settings: JsonSettings) -> None:
-        self.pieces: list[tuple[str, Author | None, str | None]] = []
+        self.fragments: list[tuple[str, Author | None, str | None]] = []
         self.recorder: Recorder | None = None
         self.first_author: Author | None = None
         self._settings = settings
@@ -323,7 +325,7 @@ class _JsonWriter:
             self.first_author = self.first_author or value.author
             author = value.author
             if self._whole is None and value.source is not None and value.recorder is not None and level == 0:
-                self._whole = (len(self.pieces), value.source)
+                self._whole = (len(self.fragments), value.source)
             elif value.source is not None and self._whole is None:
                 self._write_inner(value, author, level)
                 return
@@ -350,14 +352,15 @@ class _JsonWriter:
         inner = _JsonWriter(self._settings)
         inner._whole = (0, "")
         inner.write(value, author, level)
-        if "".join(piece for piece, _, _ in inner.pieces) != text or value.recorder is None:
+        if "".join(fragment for fragment, _, _ in inner.fragments) != text or value.recorder is None:
             value.touch()
-            self.pieces += inner.pieces
+            self.fragments += inner.fragments
             return
         source = value.recorder.variable(f"json_text({value.source},{self._settings!a})")
-        # Authors piece by piece, but one variable for all of it: it stands with the first.
-        self.pieces += [
-            (piece, whose, source if number == 0 else "") for number, (piece, whose, _) in enumerate(inner.pieces)
+        # Authors fragment by fragment, but one variable for all of it: it stands with the first.
+        self.fragments += [
+            (fragment, whose, source if number == 0 else "")
+            for number, (fragment, whose, _) in enumerate(inner.fragments)
         ]
 
     def _write_items(self, items: list[Any], brackets: str, author: Author | None, level: int) -> None:
@@ -391,24 +394,24 @@ class _JsonWriter:
             source = value.recorder.variable(f"json_inside({source_of(value)},{self._ascii})")
         for number, (length, author) in enumerate(runs or [(0, None)]):
             inside = json.dumps(text[position : position + length], ensure_ascii=self._ascii)[1:-1]
-            self.pieces.append((inside, author if isinstance(author, Author) else None, _of_first(source, number)))
+            self.fragments.append((inside, author if isinstance(author, Author) else None, _of_first(source, number)))
             position += length
         self._add('"', whose)
 
     def _add(self, text: str, author: Author | None) -> None:
-        self.pieces.append((text, author, None))
+        self.fragments.append((text, author, None))
 
     def result(self, text: str) -> AuthoredText:
-        runs: list[Run] = [(len(piece), author) for piece, author, _ in self.pieces if piece]
+        runs: list[Run] = [(len(fragment), author) for fragment, author, _ in self.fragments if fragment]
         if self._whole is not None and self.recorder is not None:
             whole = self.recorder.variable(f"json_text({self._whole[1]},{self._settings!a})")
             return made_of(text, runs, [(text, whole)], self.recorder)
         parts: list[Part] = []
-        for piece, _, source in self.pieces:
+        for fragment, _, source in self.fragments:
             if source == "" or (source is None and parts and parts[-1][1] is None):
-                parts[-1] = (parts[-1][0] + piece, parts[-1][1])
-            elif source is not None or piece:
-                parts.append((piece, source))
+                parts[-1] = (parts[-1][0] + fragment, parts[-1][1])
+            elif source is not None or fragment:
+                parts.append((fragment, source))
         return made_of(text, runs, parts, self.recorder)
 
 

@@ -272,14 +272,14 @@ def _number(function: Callable[..., Any]) -> Callable[..., Any]:
 def _indent(value: Any, width: Any = 4, first: bool = False, blank: bool = False) -> Any:
     text = constant(value)
     prefix = width if isinstance(width, str) else " " * int(width)
-    pieces: list[Any] = [prefix] if first else []
+    fragments: list[Any] = [prefix] if first else []
     for number, line in enumerate((text + "\n").splitlines()):
         if number:
-            pieces.append("\n")
+            fragments.append("\n")
             if blank or line:
-                pieces.append(prefix)
-        pieces.append(line)
-    return concatenate(pieces or [""])
+                fragments.append(prefix)
+        fragments.append(line)
+    return concatenate(fragments or [""])
 
 
 def _format(value: Any, *arguments: Any, **named: Any) -> Any:

@@ -52,17 +52,6 @@ def forms_of(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
     They differ in what stands for a missing content (nothing, null, an empty text), in a call's arguments (an object or
     JSON text) and in its id (nine letters or digits).
-
-    Example:
-        >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
-        >>> for form in forms_of([{"role": "assistant", "tool_calls": [call]}]):
-        ...     print(form[0].get("content", "absent"), form[0]["tool_calls"][0]["function"]["arguments"])
-        absent {'a': 1}
-        None {'a': 1}
-         {'a': 1}
-        absent {"a": 1}
-        None {"a": 1}
-         {"a": 1}
     """
     yield list(messages)
     seen = [list(messages)]
