@@ -443,6 +443,11 @@ def memory_bombs(size: int) -> dict[str, tuple[bytes, str]]:
     }
 
 
+# What a process's resident memory varies by on its own: allocators keep pages, and a first run compiles its kernels.
+# The bombs above ask for hundreds of megabytes and more.
+NOISE = 8 << 20
+
+
 def test_memory_stays_below_the_promised_multiple_of_the_file(tmp_path: Path) -> None:
     size = 6 << 20
     good = write(tmp_path / "good.npy", around(ROW, 1))
@@ -460,7 +465,7 @@ def test_memory_stays_below_the_promised_multiple_of_the_file(tmp_path: Path) ->
         taken = int(line.split()[0])
         assert outcome in line, (name, line)
         # The mapped file itself counts once more.
-        assert taken < (MEMORY_MULTIPLE + 1) * path.stat().st_size + (3 << 20), (name, line)
+        assert taken < (MEMORY_MULTIPLE + 1) * path.stat().st_size + NOISE, (name, line)
     for line in lines[len(paths) :]:
         assert "refused" in line
-        assert int(line.split()[0]) < 3 << 20, line
+        assert int(line.split()[0]) < NOISE, line
