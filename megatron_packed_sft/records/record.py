@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,30 +20,38 @@ class Conversation:
         messages: each a dict with `role` and, as given, `content`, `tool_calls` (arguments as objects), `tool_call_id`,
             `name`, `reasoning_content`; keys with null values are removed.
         tools: the tools' JSON schemas, as chat templates take them.
-        train: for each message True or False if the record says so (`train`, or `weight` 0 or not), None for by role.
+        train: the weight of each message if the record says so: 0 (or False) leaves it untrained, 1 (or True) trains
+            it, 0.5 trains it half as much; None decides by its role.
+        weight: of the whole record; every message's weight is multiplied by it.
+        parts: for messages whose content came in parts with weights of their own: (characters, weight) of each part, in
+            order, None for the weight of the message.
+        variables: template variables that the record sets, its `chat_template_kwargs`.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] | None = None
-    train: Sequence[bool | None] | None = None
+    train: Sequence[float | None] | None = None
+    weight: float = 1.0
+    parts: Mapping[int, Sequence[tuple[int, float | None]]] | None = None
+    variables: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """A text in parts, each trained or not: prompt and completion, or one plain text that is all trained.
+    """A text in parts, each with its weight: prompt (0) and completion (1), or one plain text that is all trained.
 
     The parts are joined as they are and tokenized as one text, so ids do not depend on where the parts meet.
     """
 
-    parts: Sequence[tuple[str, bool]]
+    parts: Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRecord:
-    """Ids and a mask of the same length: `train[k]` is 1 if the model should learn to produce token k."""
+    """Ids and weights of the same length: `train[k]` is 0 unless the model should learn to produce token k."""
 
     input_ids: Sequence[int]
-    train: Sequence[int]
+    train: Sequence[float]
 
 
 Record = Conversation | TextRecord | TokenizedRecord
@@ -108,7 +116,7 @@ def kind_of(value: Any) -> str:
 def content_hash(record: Record) -> bytes:
     """Return a hash of the content of a record, for splits and exact duplicates.
 
-    It depends on the messages, tools and train flags, but not on the file, the schema or the order of keys.
+    It depends on the messages, tools, weights and variables, but not on the file, the schema or the order of keys.
 
     Example:
         >>> from megatron_packed_sft.records.schemas.registry import adapter
@@ -119,15 +127,31 @@ def content_hash(record: Record) -> bytes:
     """
     content: tuple[Any, ...]
     if isinstance(record, Conversation):
-        train = record.train if record.train and any(flag is not None for flag in record.train) else None
-        content = ("conversation", record.messages, record.tools or None, train)
+        content = ("conversation", record.messages, record.tools or None, _flags_of(record))
+        if record.weight != 1 or record.parts or record.variables:
+            parts = sorted((record.parts or {}).items())
+            content = (*content, float(record.weight), parts, dict(record.variables or {}))
     elif isinstance(record, TextRecord):
-        content = ("text", record.parts)
+        content = ("text", [(text, _flag(weight)) for text, weight in record.parts])
     else:
-        content = ("tokenized", record.input_ids, record.train)
+        content = ("tokenized", record.input_ids, [*map(_number, record.train)])
     try:
         return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
     except TypeError as error:  # Parquet columns may hold what JSON cannot, and JSON files integers beyond 64 bits
         raise RecordError(
             "", f"cannot be written as JSON ({error}); write such values as strings, or remove them"
         ) from error
+
+
+def _flags_of(record: Conversation) -> list[Any] | None:
+    flags = None if record.train is None else [*map(_flag, record.train)]
+    return flags if flags and any(flag is not None for flag in flags) else None
+
+
+def _flag(weight: float | None) -> float | None:
+    """Write weights 0 and 1 as flags, so that a hash does not depend on which of them the record had."""
+    return bool(weight) if weight in (0, 1) else weight
+
+
+def _number(weight: float) -> float:
+    return int(weight) if weight in (0, 1) else weight

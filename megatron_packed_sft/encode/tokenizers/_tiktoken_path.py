@@ -100,7 +100,7 @@ class TiktokenPath:
         """Return the flat ids of accepted texts, and the number of ids of each."""
         found: list[bytes] = []
         lengths = []
-        for text, _, literal in texts:
+        for text, _, literal, _ in texts:
             before = len(found)
             for index, part in enumerate(self._controls.split(text, literal).parts):
                 if index % 2:

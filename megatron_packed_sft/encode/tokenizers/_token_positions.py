@@ -11,12 +11,13 @@ end, so that one pass marks them all:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment
 from megatron_packed_sft.errors import InvalidInputError
 
 Positions = npt.NDArray[np.int64]
@@ -30,7 +31,7 @@ def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
         [3, 3]
     """
     lengths = []
-    for index, (text, _, _) in enumerate(texts):
+    for index, (text, *_) in enumerate(texts):
         if text.isascii():
             lengths.append(len(text))
             continue
@@ -56,10 +57,16 @@ def byte_positions(text: str) -> Positions:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
 
 
-def trained_ranges(
-    texts: Sequence[MarkedText], lengths: Sequence[int], *, in_bytes: bool
-) -> tuple[Positions, Positions]:
-    """Return where all trained ranges of a batch begin and end, with its texts placed end to end.
+class TrainedRanges(NamedTuple):
+    """Where all trained ranges of a batch begin and end, with its texts placed end to end."""
+
+    begins: Positions
+    ends: Positions
+    segments: tuple[Positions, npt.NDArray[np.float32], npt.NDArray[np.uint8]] | None = None  # ends, weights, kinds
+
+
+def trained_ranges(texts: Sequence[MarkedText], lengths: Sequence[int], *, in_bytes: bool) -> TrainedRanges:
+    """Return where the trained ranges of a batch are.
 
     Args:
         texts: the batch.
@@ -67,14 +74,14 @@ def trained_ranges(
         in_bytes: whether positions are bytes.
 
     Example:
-        >>> begins, ends = trained_ranges([MarkedText("né"), MarkedText("éa", [(1, 2)])], [3, 3], in_bytes=True)
-        >>> begins.tolist(), ends.tolist()
+        >>> ranges = trained_ranges([MarkedText("né"), MarkedText("éa", [(1, 2)])], [3, 3], in_bytes=True)
+        >>> ranges.begins.tolist(), ranges.ends.tolist()
         ([5], [6])
     """
     begins: list[int] = []
     ends: list[int] = []
     base = 0
-    for index, ((text, trained, _), length) in enumerate(zip(texts, lengths, strict=True)):
+    for index, ((text, trained, *_), length) in enumerate(zip(texts, lengths, strict=True)):
         if trained:
             at = byte_positions(text) if in_bytes and length != len(text) else None
             previous = 0
@@ -89,7 +96,26 @@ def trained_ranges(
                     begins.append(base + (begin if at is None else int(at[begin])))
                     ends.append(base + (end if at is None else int(at[end])))
         base += length
-    return np.array(begins, np.int64), np.array(ends, np.int64)
+    found = TrainedRanges(np.array(begins, np.int64), np.array(ends, np.int64))
+    if any(text.segments for text in texts):
+        return found._replace(segments=_segments(texts, lengths, in_bytes=in_bytes))
+    return found
+
+
+def _segments(
+    texts: Sequence[MarkedText], lengths: Sequence[int], *, in_bytes: bool
+) -> tuple[Positions, npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Return where the segments of a batch end, their weights and their kinds; a text without any is one segment."""
+    ends, weights, kinds = [], [], []
+    base = 0
+    for text, length in zip(texts, lengths, strict=True):
+        at = byte_positions(text.text) if in_bytes and length != len(text.text) else None
+        for segment in text.segments or (Segment(0, len(text.text)),):
+            ends.append(base + (segment.end if at is None else int(at[segment.end])))
+            weights.append(segment.weight)
+            kinds.append(segment.kind)
+        base += length
+    return np.array(ends, np.int64), np.array(weights, np.float32), np.array(kinds, np.uint8)
 
 
 def with_train_mask(
@@ -97,16 +123,19 @@ def with_train_mask(
     lengths: npt.NDArray[np.int64],
     token_starts: Positions,
     token_ends: Positions,
-    ranges: tuple[Positions, Positions],
+    ranges: TrainedRanges,
 ) -> Sequences:
     """Return the sequences of a batch: a token is trained if it overlaps a trained range.
 
+    A token that overlaps several segments has the weight and the kind of the first.
+
     Example:
         >>> ids, at = np.array([7, 8], np.int32), np.array([0, 2, 5])
-        >>> with_train_mask(ids, np.array([2]), at[:-1], at[1:], (np.array([2]), np.array([5]))).train.tolist()
+        >>> ranges = TrainedRanges(np.array([2]), np.array([5]))
+        >>> with_train_mask(ids, np.array([2]), at[:-1], at[1:], ranges).train.tolist()
         [0, 1]
     """
-    begins, ends = ranges
+    begins, ends, segments = ranges
     record = np.arange(len(lengths))
     if len(begins) == 0:
         return Sequences(input_ids, np.zeros(len(input_ids), np.uint8), lengths, record)
@@ -116,4 +145,12 @@ def with_train_mask(
     candidate[is_behind_all] = 0
     trained = ~is_behind_all & (token_starts < token_ends) & (begins[candidate] < token_ends)
     straddling = trained & ((token_starts < begins[candidate]) | (token_ends > ends[candidate]))
-    return Sequences(input_ids, trained.view(np.uint8), lengths, record, int(np.count_nonzero(straddling)))
+    found = Sequences(input_ids, trained.view(np.uint8), lengths, record, int(np.count_nonzero(straddling)))
+    if segments is None:
+        return found
+    segment_ends, weights, kinds = segments
+    segment = np.searchsorted(segment_ends, np.maximum(token_starts, begins[candidate]), side="right")
+    segment = np.where(trained, segment, 0)
+    return found._replace(
+        weights=np.where(trained, weights[segment], np.float32(0)), kinds=np.where(trained, kinds[segment], np.uint8(0))
+    )

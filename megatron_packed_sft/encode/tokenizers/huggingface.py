@@ -235,7 +235,7 @@ class HuggingFaceTokenizer:
     def _encodings(self, texts: Sequence[MarkedText], method: str) -> list[Any]:
         plain: list[int] = []
         disguised: list[int] = []
-        for index, (text, _, literal) in enumerate(texts):
+        for index, (text, _, literal, _) in enumerate(texts):
             has_lookalike = bool(literal) and self._controls.split(text, literal).has_lookalike
             (disguised if has_lookalike else plain).append(index)
         jobs = [(self._backend, plain, [texts[index].text for index in plain])]

@@ -8,6 +8,21 @@ from typing import Any, NamedTuple, Protocol
 from megatron_packed_sft.encode.sequences import Sequences
 
 
+class Segment(NamedTuple):
+    """Trained characters of one weight and kind.
+
+    Args:
+        start, end: a half-open range of characters.
+        weight: how much the loss of its tokens counts, above 0.
+        kind: what it is, one of `encode.masks.turn_parts.KINDS`; counted by audits.
+    """
+
+    start: int
+    end: int
+    weight: float = 1.0
+    kind: int = 0
+
+
 class MarkedText(NamedTuple):
     """A rendered text and which of its characters are trained.
 
@@ -16,11 +31,14 @@ class MarkedText(NamedTuple):
         trained: half-open character ranges, ascending, not touching or overlapping.
         literal: half-open character ranges, ascending, in which no control token may begin or end: text of a message
             that only looks like one, and is ordinary text for the tokenizer.
+        segments: the trained ranges cut at every change of weight or kind, ascending; none if all have weight 1 and
+            nobody asked for kinds.
     """
 
     text: str
     trained: Sequence[tuple[int, int]] = ()
     literal: Sequence[tuple[int, int]] = ()
+    segments: Sequence[Segment] = ()
 
 
 class Tokenizer(Protocol):

@@ -139,7 +139,7 @@ class SentencePieceTokenizer:
         num_bytes = utf8_lengths(texts)
         parts: list[_Part] = []
         num_parts = []
-        for text, _, literal in texts:
+        for text, _, literal, _ in texts:
             split, has_lookalike = self._controls.split(text, literal)
             before = len(parts)
             for index, part in enumerate(split):
