@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
-from megatron_packed_sft.encode.masks.turn_finder import joined
+from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
-from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
+from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
@@ -46,6 +47,8 @@ class EncodedRecords(NamedTuple):
         num_cut_tokens: tokens cut off, including those of records that were dropped because of it.
         num_cut_trained_tokens: the trained ones among them.
         lost: what the template left out of records that were encoded all the same.
+        num_added_sequences: sequences beyond the first of their record, with `render` turns or auto.
+        num_cut_turns: trained turns that were left out by `truncation` turns.
     """
 
     sequences: Sequences
@@ -54,12 +57,22 @@ class EncodedRecords(NamedTuple):
     num_cut_tokens: int
     num_cut_trained_tokens: int
     lost: Sequence[Lost] = ()
+    num_added_sequences: int = 0
+    num_cut_turns: int = 0
+
+
+class _Item(NamedTuple):
+    """What will be a sequence: the record's position in the batch, and what of it is encoded."""
+
+    record: int
+    source: Any  # MarkedRecord or TokenizedRecord
+    is_text: bool = False
 
 
 class RecordEncoder:
     """Encode records with one tokenizer, template and set of options.
 
-    A record gives the same sequence whatever else is in its batch. The encoder is pickled by its arguments, and each
+    A record gives the same sequences whatever else is in its batch. The encoder is pickled by its arguments, and each
     worker process builds its own.
 
     Args:
@@ -67,6 +80,7 @@ class RecordEncoder:
         template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
             is loaded with the first conversation; text records need none.
         options: what is trained, and how long a sequence may be.
+        with_kinds: also say what every trained token is part of (`Sequences.kinds`), for audits.
     """
 
     def __init__(
@@ -74,6 +88,8 @@ class RecordEncoder:
         tokenizer: Tokenizer,
         template: ChatTemplate | TemplateOptions | str | None = None,
         options: EncodeOptions | None = None,
+        *,
+        with_kinds: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -83,92 +99,58 @@ class RecordEncoder:
                 raise InvalidInputError(
                     f"encode.add_{name} is true, but tokenizer {tokenizer.name} has no {name} token; set it to false"
                 )
-        self._loaded: tuple[ChatTemplate, TemplateOptions] | None = None
-        self._markers: dict[bool, ChatMarker] = {}
-        escapes_text = self.options.special_tokens_in_text == "escape"
-        # Some tokenizers have control tokens of white space only; escaping those would be pointless.
-        escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
-        self._escaped_in_text = control_pattern(escaped)
+        self._with_kinds = with_kinds
+        self._records = RecordMarker(tokenizer, template, self.options, with_kinds=with_kinds)
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a compiled template is faster to rebuild than to send."""
-        return type(self), (self.tokenizer, self.template, self.options)
+        return partial(type(self), with_kinds=self._with_kinds), (self.tokenizer, self.template, self.options)
 
-    def marker(self, *, with_tools: bool = False) -> ChatMarker:
-        """Return the renderer of conversations; its template is compiled on first use."""
-        if self._loaded is None:
-            given = self.template
-            options = given if isinstance(given, TemplateOptions) else TemplateOptions()
-            name = given.name if isinstance(given, TemplateOptions) else given
-            loaded = name if isinstance(name, ChatTemplate) else load_template(name, self.tokenizer)
-            self._loaded = loaded, options
-        template, options = self._loaded
-        with_tools = with_tools and template.tool_source is not None
-        if with_tools not in self._markers:
-            if with_tools:
-                template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
-            self._markers[with_tools] = ChatMarker(self.tokenizer, template, self.options, options)
-        return self._markers[with_tools]
+    def marker(self, conversation: Conversation | None = None) -> ChatMarker:
+        """Return the renderer of conversations, or of one like this; its template is compiled on first use."""
+        return self._records.marker(conversation)
 
     def mark(self, record: Conversation | TextRecord) -> MarkedText:
-        """Return a record's text as it is tokenized, with its trained characters; raise RecordRefusedError if empty."""
-        return self._mark(record).marked
+        """Return a record's text as it is tokenized, with its trained characters; raise RecordRefusedError if empty.
 
-    def _mark(self, record: Conversation | TextRecord) -> MarkedChat:
-        if isinstance(record, Conversation):
-            chat = self.marker(with_tools=record.tools is not None).mark(record)
-        else:
-            chat = MarkedChat(self._mark_text(record))
-        text = chat.marked.text
-        if not text:
-            raise RecordRefusedError(DropReason.EMPTY, "the record has no text")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise RecordRefusedError(
-                    DropReason.INVALID_TEXT, f"character {error.start} is half a surrogate pair"
-                ) from None
-        return chat
+        With `render=turns` it is the text of the last turn.
+        """
+        return self._records.mark(record)[-1].marked
 
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:
         """Encode a batch of records; those that give no sequence are in `dropped`, with their reasons."""
         dropped: list[Dropped] = []
-        texts: list[MarkedText] = []
-        text_numbers: list[int] = []
-        tokenized: list[TokenizedRecord] = []
-        tokenized_numbers: list[int] = []
+        items: list[_Item] = []
         lost: list[Lost] = []
         for number, record in enumerate(records):
             try:
                 if isinstance(record, TokenizedRecord):
-                    tokenized.append(self._checked(record))
-                    tokenized_numbers.append(number)
-                else:
-                    chat = self._mark(record)
-                    texts.append(chat.marked)
-                    text_numbers.append(number)
-                    lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in chat.losses]
+                    items.append(_Item(number, self._checked(record)))
+                    continue
+                marked = self._records.mark(record)
+                items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
+                for one in marked:
+                    lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in one.losses]
             except RecordRefusedError as refusal:
                 dropped.append(Dropped(number, refusal.reason, refusal.detail))
-        encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(text_numbers, np.int64))
-        is_text = np.array([isinstance(records[number], TextRecord) for number in text_numbers], bool)
-        batches = [self._with_ends(encoded, is_text), _flat(tokenized, tokenized_numbers)]
-        sequences = in_record_order(batches)._replace(num_straddling=encoded.num_straddling)
-        result = self._finish(sequences, dropped)._replace(lost=lost)
+        result = self._finish(self._encode(items), items, dropped)
         if self.options.on_empty == "error":
             _refuse_nothing_left(result.dropped)
-        return result
+        num_records = len({item.record for item in items})
+        return result._replace(lost=lost, num_added_sequences=len(items) - num_records)
 
-    def _mark_text(self, record: TextRecord) -> MarkedText:
-        text = "".join(part for part, _ in record.parts)
-        trained, position = [], 0
-        for part, is_trained in record.parts:
-            if is_trained:
-                trained.append((position, position + len(part)))
-            position += len(part)
-        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
-        return MarkedText(text, joined(trained), literal)
+    def _encode(self, items: Sequence[_Item]) -> Sequences:
+        """Return the sequences of some items, before any cut; `record` numbers the items."""
+        numbers = [number for number, item in enumerate(items) if isinstance(item.source, MarkedRecord)]
+        texts = [item.source.marked for item in items if isinstance(item.source, MarkedRecord)]
+        tokenized = [(n, item.source) for n, item in enumerate(items) if isinstance(item.source, TokenizedRecord)]
+        encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(numbers, np.int64))
+        is_text = np.array([items[number].is_text for number in numbers], bool)
+        batches = [self._with_ends(encoded, is_text), _flat(tokenized)]
+        sequences = in_record_order(batches)._replace(num_straddling=encoded.num_straddling)
+        if sequences.weights is not None and np.array_equal(sequences.weights, sequences.train):
+            return sequences._replace(weights=None)  # kinds were asked for, not weights
+        return sequences
 
     def _checked(self, record: TokenizedRecord) -> TokenizedRecord:
         if len(record.input_ids) != len(record.train):
@@ -193,28 +175,70 @@ class RecordEncoder:
                 sequences = sequences.with_eos(wanted, tokenizer.eos_id)
         return sequences
 
-    def _finish(self, sequences: Sequences, dropped: list[Dropped]) -> EncodedRecords:
+    def _finish(self, sequences: Sequences, items: Sequence[_Item], dropped: list[Dropped]) -> EncodedRecords:
         """Cut long sequences, drop those with nothing left to train, and count both."""
         num_trained = sequences.num_trained()
-        kept = sequences
         max_len, truncation = self.options.max_len, self.options.truncation
         is_long = sequences.lengths > (max_len if max_len is not None else np.iinfo(np.int64).max)
-        if max_len is not None and truncation != "drop" and is_long.any():
-            kept = sequences.cut(max_len, truncation)
+        kept, num_cut_turns = sequences, 0
+        if max_len is not None and is_long.any():
+            if truncation == "turns":
+                kept, num_cut_turns = self._cut_at_turns(sequences, items, max_len)
+            elif truncation != "drop":
+                kept = sequences.cut(max_len, truncation)
         left = kept.num_trained()
-        is_kept = (left > 0) & ~(is_long if truncation == "drop" else np.zeros_like(is_long))
+        fits = np.ones_like(is_long) if max_len is None else kept.lengths <= max_len
+        is_kept = (left > 0) & fits
+        record = np.array([item.record for item in items], np.int64)
         for number in np.flatnonzero(~is_kept):
-            too_long = bool(is_long[number]) and truncation == "drop"
             length = int(sequences.lengths[number])
-            reason, detail = _why_dropped(length, int(num_trained[number]), max_len, too_long=too_long)
-            dropped.append(Dropped(int(sequences.record[number]), reason, detail))
+            reason, detail = _why_dropped(length, int(num_trained[number]), max_len, too_long=not fits[number])
+            dropped.append(Dropped(int(record[number]), reason, detail))
         return EncodedRecords(
-            kept.only(is_kept),
+            kept._replace(record=record).only(is_kept),
             dropped=sorted(dropped),
             num_cut_sequences=int((kept.lengths < sequences.lengths)[is_kept].sum()),
             num_cut_tokens=int((sequences.lengths - kept.lengths).sum()),
             num_cut_trained_tokens=int((num_trained - left).sum()),
+            num_cut_turns=num_cut_turns,
         )
+
+    def _cut_at_turns(self, sequences: Sequences, items: Sequence[_Item], max_len: int) -> tuple[Sequences, int]:
+        """Leave whole turns out of long chats; return the sequences, and how many trained turns are gone.
+
+        A chat of which no whole turn fits stays too long. Texts have no turns; they are cut on the right.
+        """
+        batches, num_cut = [sequences.only(sequences.lengths <= max_len)], 0
+        for number in np.flatnonzero(sequences.lengths > max_len).tolist():
+            source = items[number].source
+            one = sequences.take(np.array([number]))
+            if not isinstance(source, MarkedRecord) or source.conversation is None:
+                batches.append(one.cut(max_len, "right"))
+                continue
+            found = self._longest_that_fits(source, max_len)
+            if found is not None:
+                one = found[1]._replace(record=np.array([number]))
+                num_cut += source.num_turns - found[0].num_turns
+            batches.append(one)
+        return in_record_order(batches)._replace(num_straddling=sequences.num_straddling), num_cut
+
+    def _longest_that_fits(self, source: MarkedRecord, max_len: int) -> tuple[MarkedRecord, Sequences] | None:
+        assert source.conversation is not None
+        shorter = list(shorter_by_turns(source.conversation, self.options.turns_to_keep))
+        best = None
+        low, high = 0, len(shorter)  # of two neighbours, the one with fewer turns is the shorter one
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                marked = self._records.mark_chat(shorter[middle], is_turn=source.is_turn)
+            except RecordRefusedError:  # nothing left to train, or a template that needs what was left out
+                marked = None
+            one = None if marked is None else self._encode([_Item(0, marked)])
+            if marked is not None and one is not None and one.lengths[0] <= max_len and one.num_trained()[0] > 0:
+                best, high = (marked, one), middle
+            else:
+                low = middle + 1
+        return best
 
 
 def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long: bool) -> tuple[DropReason, str]:
@@ -234,10 +258,13 @@ def _refuse_nothing_left(dropped: Sequence[Dropped]) -> None:
             raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty to drop")
 
 
-def _flat(records: Sequence[TokenizedRecord], numbers: Sequence[int]) -> Sequences:
+def _flat(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:
+    train = np.concatenate([np.asarray(record.train, np.float32) for _, record in records] or [np.empty(0, np.float32)])
+    is_trained = train > 0
     return Sequences(
-        np.concatenate([np.asarray(record.input_ids, np.int32) for record in records] or [np.empty(0, np.int32)]),
-        np.concatenate([np.asarray(record.train) != 0 for record in records] or [np.empty(0, bool)]).astype(np.uint8),
-        np.array([len(record.input_ids) for record in records], np.int64),
-        np.array(numbers, np.int64),
+        np.concatenate([np.asarray(record.input_ids, np.int32) for _, record in records] or [np.empty(0, np.int32)]),
+        is_trained.view(np.uint8),
+        np.array([len(record.input_ids) for _, record in records], np.int64),
+        np.array([number for number, _ in records], np.int64),
+        weights=None if np.array_equal(train, is_trained) else train,
     )

@@ -11,10 +11,38 @@ from megatron_packed_sft.errors import InvalidInputError
 _CHOICES = {
     "special_tokens_in_content": ("escape", "allow"),
     "special_tokens_in_text": ("escape", "allow"),
-    "truncation": ("right", "left", "drop"),
+    "render": ("conversation", "turns", "auto"),
+    "truncation": ("right", "left", "drop", "turns"),
+    "turns_to_keep": ("newest", "oldest"),
     "on_empty": ("drop", "error"),
     "on_lost": (None, "warn", "drop", "error"),
 }
+
+
+# Variables that real templates ask for and that differ from chat to chat.
+RECORD_VARIABLES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "documents")
+# What the renderer itself gives to every template.
+RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    """What of an assistant's trained turn is trained; its end of turn is trained with what it ends.
+
+    Args:
+        answers: what the assistant says.
+        reasoning: its reasoning, with the tags around it.
+        tool_calls: its tool calls, with the tags and the JSON around them.
+    """
+
+    answers: bool = True
+    reasoning: bool = True
+    tool_calls: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse to train nothing."""
+        if not (self.answers or self.reasoning or self.tool_calls):
+            raise InvalidInputError("encode.train leaves nothing to train; set one of its keys to true")
 
 
 @dataclass(kw_only=True)
@@ -22,15 +50,21 @@ class EncodeOptions:
     """What is trained, and how long a sequence may be. docs/masks.md shows what the options do to one chat.
 
     Args:
-        roles_to_train: roles whose messages are trained; `train` flags in a record win over them.
+        roles_to_train: roles whose messages are trained; `train` flags and weights in a record win over them.
+        train: which parts of an assistant's turn are trained.
         last_turn_only: train the last of these messages only.
         train_on_eot: also train the end-of-turn token of a trained message.
         special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
         special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
         add_bos: begin every sequence with the beginning-of-sequence token, unless it is there already.
         add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
+        render: conversation makes one sequence of a conversation; turns makes one for each trained turn, rendered up to
+            that turn as at inference; auto does so only where the whole conversation would show an earlier trained turn
+            differently, as templates do that strip old reasoning.
         max_len: the longest sequence in tokens; longer ones are truncated and counted, null for no limit.
-        truncation: the end to cut off, right or left; drop removes the sequence instead.
+        truncation: the end to cut off, right or left; turns leaves whole turns out and keeps the system prompt; drop
+            removes the sequence instead.
+        turns_to_keep: with truncation=turns, the newest or the oldest.
         on_empty: what to do with a record without a trained token; drop or error.
         on_lost: what to do with a record of which the template leaves text out; warn counts it, drop drops the record,
             error refuses it, and null refuses it only if a trained turn loses a tool call or all of its text.
@@ -38,18 +72,21 @@ class EncodeOptions:
     Example:
         >>> EncodeOptions(truncation="middle")
         Traceback (most recent call last):
-        megatron_packed_sft.errors.InvalidInputError: encode.truncation is 'middle'; use one of right, left, drop
+        megatron_packed_sft.errors.InvalidInputError: encode.truncation is 'middle'; use one of right, left, drop, turns
     """
 
     roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
+    train: TrainOptions = field(default_factory=TrainOptions)
     last_turn_only: bool = False
     train_on_eot: bool = True
     special_tokens_in_content: str = "escape"
     special_tokens_in_text: str = "allow"
     add_bos: bool = False
     add_eos: bool | None = None
+    render: str = "conversation"
     max_len: int | None = None
     truncation: str = "right"
+    turns_to_keep: str = "newest"
     on_empty: str = "drop"
     on_lost: str | None = None
 
@@ -78,6 +115,7 @@ class TemplateOptions:
         header: the text after which an assistant begins to write; null finds it in the template.
         end_of_turn: end-of-turn tokens; null finds them in the template.
         variables: further variables of the template, such as {enable_thinking: false}.
+        record_variables: the variables that a record may set for itself, in its chat_template_kwargs.
     """
 
     name: str | None = None
@@ -85,10 +123,14 @@ class TemplateOptions:
     header: str | None = None
     end_of_turn: list[str] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    record_variables: list[str] = field(default_factory=lambda: list(RECORD_VARIABLES))
 
     def __post_init__(self) -> None:
         """Refuse values that fit no template."""
         _refuse_text("template.end_of_turn", self.end_of_turn)
+        _refuse_text("template.record_variables", self.record_variables)
+        if reserved := RESERVED_VARIABLES.intersection((*self.variables, *self.record_variables)):
+            raise InvalidInputError(f"template variable {min(reserved)} has a fixed meaning; remove it")
         for key, is_empty in (("header", self.header == ""), ("end_of_turn", "" in (self.end_of_turn or ()))):
             if is_empty:
                 raise InvalidInputError(f"template.{key} is empty; use null to find it in the template")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Recorder,
     Run,
     authored,
+    concatenate,
     made_of,
     plain_text,
     source_of,
@@ -188,10 +190,14 @@ class AuthoredChat:
     Args:
         tools: of the chat.
         recorder: writes down what templates ask.
+        parts: for messages whose content came in parts, the length of each; every part is an author of its own.
     """
 
-    def __init__(self, tools: Any = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, tools: Any = None, recorder: Recorder | None = None, parts: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         self.recorder = recorder
+        self._parts = parts or {}
         self.tools = None if tools is None else author_value(list(tools), Author(TOOLS, ()), recorder, TOOLS_NAME)
         self._messages: dict[int, AuthoredMessage] = {}
 
@@ -204,6 +210,9 @@ class AuthoredChat:
                 continue
             if number not in self._messages:
                 self._messages[number] = _author_message(number, message, self.recorder)
+                if number in self._parts and isinstance(message.get("content"), str):
+                    content = _author_parts(number, message["content"], self._parts[number])
+                    dict.__setitem__(self._messages[number], "content", content)
             result.append(self._messages[number])
         return result
 
@@ -222,6 +231,14 @@ def _author_message(number: int, message: dict[str, Any], recorder: Recorder | N
                 recorder.guard(source, value)
         dict.__setitem__(result, key, inner)
     return result
+
+
+def _author_parts(number: int, content: str, lengths: Sequence[int]) -> AuthoredText:
+    ends = list(accumulate(lengths))
+    return concatenate(
+        authored(content[end - length : end], Author(number, ("content", place)))
+        for place, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    )
 
 
 def author_value(value: Any, author: Author, recorder: Recorder | None, source: str) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
+from megatron_packed_sft.encode.masks.authored_text import TOOLS, Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_escape
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
@@ -16,7 +17,14 @@ from megatron_packed_sft.encode.masks.probe import probe_template
 from megatron_packed_sft.encode.masks.recipes import RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
-from megatron_packed_sft.encode.masks.turn_finder import Range, TurnFinder, is_own, joined
+from megatron_packed_sft.encode.masks.turn_finder import TAG, Range, TurnFinder, is_own, joined
+from megatron_packed_sft.encode.masks.turn_parts import (
+    Kind,
+    MessageWeights,
+    TurnSyntax,
+    probe_syntax,
+    segments_of,
+)
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import forms_of, reasoning_key, with_reasoning_under
@@ -96,6 +104,8 @@ class ChatMarker:
         # Some tokenizers have thousands of control tokens; those that the template can write are few.
         known = "".join((template.source, *map(str, self._renderer.variables.values())))
         self._control = control_pattern(token for token in tokenizer.control_tokens if token.strip() and token in known)
+        kinds = {Kind.ANSWER: "answers", Kind.REASONING: "reasoning", Kind.TOOL_CALL: "tool_calls"}
+        self._untrained = frozenset(kind for kind, name in kinds.items() if not getattr(options.train, name))
         self._header, ends = template_options.header, template_options.end_of_turn
         self._stops = tuple(tokenizer.stop_tokens if ends is None else ends)
         probe = probe_template(self._traced, self._control, header=self._header, stops=self._stops)
@@ -118,15 +128,29 @@ class ChatMarker:
         self._is_book_separate = True
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
-    def mark(self, conversation: Conversation) -> MarkedChat:
-        """Render a conversation and say which characters are trained; RecordRefusedError if that cannot be said."""
+    def mark(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedChat:
+        """Render a conversation and say which characters are trained; RecordRefusedError if that cannot be said.
+
+        Args:
+            conversation: the chat.
+            is_turn: only its last message counts: what the template leaves out of others is meant to be left out.
+        """
+        if not conversation.weight:
+            raise RecordRefusedError(DropReason.NOTHING_TO_TRAIN, "the weight of the record is 0")
+        chat = self._mark_whole(conversation)
+        if is_turn:
+            last = len(conversation.messages) - 1
+            chat = chat._replace(losses=tuple(loss for loss in chat.losses if loss.message in (last, TOOLS)))
+        self._refuse_losses(chat.losses)
+        return chat
+
+    def _mark_whole(self, conversation: Conversation) -> MarkedChat:
         tools = None if conversation.tools is None else list(conversation.tools)
-        key = _key_of(conversation)
+        key = self._key_of(conversation)
         known = self._known.get(key)
         if known is not None and known.shapes:
             found = self._mark_by_shape(conversation, tools, known)
             if found is not None:
-                self._refuse_losses(found.losses)
                 return found
         wanted = self._checked_wanted(conversation)
         known = known or self._remember(key)
@@ -137,8 +161,53 @@ class ChatMarker:
             marked = self._mark_by_recipes(conversation, tools, wanted)
         if marked is None:
             marked = self._mark_and_learn(conversation, tools, wanted, known)
-        self._refuse_losses(marked.losses)
         return marked
+
+    def needs_segments(self, conversation: Conversation) -> bool:
+        """Whether a conversation has weights besides 0 and 1, or options leave a part of its turns untrained."""
+        return bool(
+            self._untrained
+            or conversation.parts
+            or conversation.weight != 1
+            or (conversation.train and any(flag is not None and flag not in (0, 1) for flag in conversation.train))
+        )
+
+    def with_segments(self, conversation: Conversation, chat: MarkedChat) -> MarkedChat:
+        """Return a marked conversation with the weight and the kind of every trained character."""
+        tools = None if conversation.tools is None else list(conversation.tools)
+        messages, plain = self._first_form(conversation, tools)
+        parts = {number: [length for length, _ in found] for number, found in (conversation.parts or {}).items()}
+        traced = self._traced.render(messages, AuthoredChat(tools, parts=parts))
+        if traced.text != plain or plain != chat.marked.text:
+            raise self._untraceable()
+        roles = [str(message.get("role")) for message in messages]
+        weights = self._weights_of(conversation)
+        segments = segments_of(traced, chat.marked.trained, roles, weights, self._syntax, self._untrained)
+        trained = tuple(joined((segment.start, segment.end) for segment in segments))
+        return chat._replace(marked=chat.marked._replace(trained=trained, segments=segments))
+
+    @cached_property
+    def _syntax(self) -> TurnSyntax:
+        tokens = re.compile(f"{self._control.pattern}|{TAG}")
+        return probe_syntax(self._traced, self._reasoning_key, tokens, self.ends)
+
+    def _weights_of(self, conversation: Conversation) -> dict[int, MessageWeights]:
+        """Return the weights of the messages to train."""
+        found = {}
+        flags = conversation.train or [None] * len(conversation.messages)
+        for number, (is_wanted, flag) in enumerate(zip(self.wanted(conversation), flags, strict=True)):
+            if is_wanted:
+                by_role = conversation.messages[number].get("role") in self._options.roles_to_train
+                weight = float(by_role) if flag is None else float(flag)
+                parts = [own for _, own in (conversation.parts or {}).get(number, ())]
+                scaled = [None if own is None else own * conversation.weight for own in parts]
+                found[number] = MessageWeights(weight * conversation.weight, scaled)
+        return found
+
+    def _untraceable(self) -> RecordRefusedError:
+        return RecordRefusedError(
+            DropReason.UNTRACEABLE_TEMPLATE, f"{self._renderer.name} changes text in ways that cannot be followed"
+        )
 
     def render(self, conversation: Conversation) -> str:
         """Render a conversation once, in the first form that the template takes."""
@@ -158,6 +227,14 @@ class ChatMarker:
                 DropReason.NOTHING_TO_TRAIN, "no message is to be trained, by its role or its flag"
             )
         return wanted
+
+    def _key_of(self, conversation: Conversation) -> Any:
+        """Return what of a chat is never guarded: roles, keys, kinds, flags."""
+        return (
+            conversation.tools is None,
+            tuple(self.wanted(conversation)) if conversation.train or conversation.parts else None,
+            *[(message.get("role"), *message, *map(type, message.values())) for message in conversation.messages],
+        )
 
     def _remember(self, key: Any) -> _Known:
         if len(self._known) >= _MAX_SHAPES:
@@ -276,6 +353,8 @@ class ChatMarker:
             message.get("role") in roles if flag is None else bool(flag)
             for message, flag in zip(conversation.messages, flags, strict=True)
         ]
+        for number, parts in (conversation.parts or {}).items():
+            wanted[number] = any(wanted[number] if weight is None else weight > 0 for _, weight in parts)
         if self._options.last_turn_only and any(wanted):
             last = len(wanted) - 1 - wanted[::-1].index(True)
             wanted = [number == last for number in range(len(wanted))]
@@ -307,9 +386,7 @@ class ChatMarker:
             recorder=recorder,
         )
         if finder.chat.text != plain:
-            raise RecordRefusedError(
-                DropReason.UNTRACEABLE_TEMPLATE, f"{self._renderer.name} changes text in ways that cannot be followed"
-            )
+            raise self._untraceable()
         turns, own = self._turns(finder, messages, wanted)
         losses = find_losses(messages, tools, finder.chat, own, recorder)
         marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
@@ -435,15 +512,6 @@ class ChatMarker:
                 f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "nothing",
                 tokenizer.name,
             )
-
-
-def _key_of(conversation: Conversation) -> Any:
-    """Return what of a chat is never guarded: roles, keys, kinds, flags."""
-    return (
-        conversation.tools is None,
-        conversation.train and tuple(conversation.train),
-        *[(message.get("role"), *message, *map(type, message.values())) for message in conversation.messages],
-    )
 
 
 def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:

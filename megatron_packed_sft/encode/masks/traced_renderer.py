@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jinja2 import filters, nodes, pass_eval_context, tests
+from jinja2 import Template, filters, nodes, pass_eval_context, tests
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -100,20 +101,10 @@ class TracedRenderer:
     """
 
     def __init__(self, renderer: Renderer) -> None:
-        environment = _Environment(optimized=False)
-        prepare_environment(environment, renderer.name, renderer.date)
-        environment.concat = concatenate  # type: ignore[method-assign]
-        for name, function in list(environment.filters.items()):
-            if name not in _TRANSPARENT:
-                environment.filters[name] = _opaque(name, function)
-        environment.filters.update(_FILTERS)
-        environment.tests.update(_tests())
-        tree = _Instrument().visit(environment.parse(renderer.source))
-        code = environment.compile(tree)
-        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+        self._template, defaults = _compiled(renderer.source, renderer.name, renderer.date)
         self.name = renderer.name
         self._renderer = renderer
-        self._variables = {**environment.globals, **renderer.variables}
+        self._variables = {**defaults, **renderer.variables}
 
     def render(
         self,
@@ -145,6 +136,23 @@ class TracedRenderer:
         )
         with self._renderer.refusing():
             return TracedText(concatenate(["", *self._template.root_render_func(context)]))
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[str, Any]]:
+    """Return an instrumented template and its globals."""
+    environment = _Environment(optimized=False)
+    prepare_environment(environment, name, date)
+    environment.concat = concatenate  # type: ignore[method-assign]
+    for filter_name, function in list(environment.filters.items()):
+        if filter_name not in _TRANSPARENT:
+            environment.filters[filter_name] = _opaque(filter_name, function)
+    environment.filters.update(_FILTERS)
+    environment.tests.update(_tests())
+    tree = _Instrument().visit(environment.parse(source))
+    code = environment.compile(tree)
+    template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+    return template, environment.globals
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -26,7 +26,7 @@ Messages = Sequence[dict[str, Any]]
 
 # What a message is called belongs to its header, not to what it says.
 _HEADER_KEYS = frozenset({"role", "name", "tool_call_id"})
-_TAG = r"<[^<>\s]{1,60}>|\[/?[A-Z_]+\]"
+TAG = r"<[^<>\s]{1,60}>|\[/?[A-Z_]+\]"
 _PROBED_CALL = {
     "id": "abcdefghi",
     "type": "function",
@@ -91,7 +91,7 @@ class TurnFinder:
         self.messages = messages
         self.chat = render(messages)
         self._render = render
-        self._tokens = re.compile(f"{control.pattern}|{_TAG}")
+        self._tokens = re.compile(f"{control.pattern}|{TAG}")
         self._stops = tuple(stop for stop in stops if stop)
         self._header = header
         self._recorder = recorder

@@ -1,0 +1,286 @@
+r"""What a turn is made of: reasoning, answer, tool calls, end of turn; each with its weight.
+
+    <think>\nHm.\n</think>\n\nFour.<|im_end|>
+    ├────── reasoning ──────┤├ans┤├── end ──┤
+
+One traced render says who wrote every character. Template text belongs to what it opens or closes: a tag before a
+message's reasoning and the first one behind it are reasoning, the tags and the JSON around a call are its call. The end
+of turn is trained as what it ends is.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.encode.masks.authored_text import Author
+from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
+from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
+from megatron_packed_sft.encode.masks.turn_finder import Range, is_own
+from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.tokenizers.interface import Segment
+from megatron_packed_sft.support.drop_reasons import DropReason
+
+
+class Kind(enum.IntEnum):
+    """What a trained character is part of; `OTHER` is what roles besides the assistant say, and text records."""
+
+    OTHER = 0
+    ANSWER = 1
+    REASONING = 2
+    TOOL_CALL = 3
+    END_OF_TURN = 4
+
+
+# Tags of reasoning that messages write themselves, in their content.
+_COMMON_TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+_PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+
+
+class TurnSyntax(NamedTuple):
+    """How a template writes turns.
+
+    Args:
+        ends: its end-of-turn texts.
+        tokens: matches control tokens and tags.
+        reasoning_tags: what opens and closes reasoning.
+    """
+
+    ends: Sequence[str]
+    tokens: re.Pattern[str]
+    reasoning_tags: Sequence[tuple[str, str]] = _COMMON_TAGS
+
+
+class MessageWeights(NamedTuple):
+    """How much of a message is trained.
+
+    Args:
+        message: its weight, 0 if only parts of it are trained.
+        parts: weights of the parts of its content; None for the message's.
+    """
+
+    message: float
+    parts: Sequence[float | None] = ()
+
+    def of(self, author: Author | None) -> float:
+        """Return the weight of what an author wrote; template text has the message's."""
+        if author is None or author.path[:1] != ("content",) or len(author.path) < 2:
+            return self.message
+        place = author.path[1]
+        weight = self.parts[place] if isinstance(place, int) and place < len(self.parts) else None
+        return self.message if weight is None else weight
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    kind: Kind
+    author: Author | None  # None for the template's text
+
+
+def probe_syntax(
+    renderer: TracedRenderer, reasoning_key: str | None, tokens: re.Pattern[str], ends: Sequence[str]
+) -> TurnSyntax:
+    """Find the tags between which a template writes reasoning, by rendering a small chat."""
+    tags = list(_COMMON_TAGS)
+    if reasoning_key is not None:
+        try:
+            chat = renderer.render([_PROBE[0], {**_PROBE[1], reasoning_key: "reason"}], AuthoredChat())
+        except RecordRefusedError:
+            return TurnSyntax(ends, tokens, tags)
+        for span in chat.spans:
+            if span.author.path == (reasoning_key,):
+                before = _token_before(chat.text, span.start, tokens)
+                after = tokens.search(chat.text, span.end)
+                if before and after and not chat.text[span.end : after.start()].strip():
+                    tags.insert(0, (before, after[0]))
+    return TurnSyntax(ends, tokens, tuple(dict.fromkeys(tags)))
+
+
+def segments_of(
+    chat: TracedText,
+    ranges: Sequence[Range],
+    roles: Sequence[str],
+    weights: Mapping[int, MessageWeights],
+    syntax: TurnSyntax,
+    untrained: frozenset[Kind],
+) -> list[Segment]:
+    """Cut the trained ranges of a chat at every change of weight or kind; what has no weight is left out.
+
+    Args:
+        chat: a traced render of the whole chat.
+        ranges: where it is trained.
+        roles: of its messages.
+        weights: of the messages to train, by number.
+        syntax: of the template.
+        untrained: kinds that are not to be trained.
+    """
+    segments: list[Segment] = []
+    for found in ranges:
+        for owner, turn in _by_owner(chat, found, weights):
+            if roles[owner] == "assistant":
+                pieces = _pieces(chat, turn, owner, syntax)
+            else:
+                pieces = _plain_pieces(chat, turn, owner)
+            for segment in _weighted(pieces, weights[owner], untrained):
+                last = segments[-1] if segments else None
+                if last is not None and last[1:] == (segment.start, *segment[2:]):
+                    segments[-1] = last._replace(end=segment.end)
+                else:
+                    segments.append(segment)
+    return segments
+
+
+def _weighted(pieces: Sequence[_Piece], weights: MessageWeights, untrained: frozenset[Kind]) -> Iterator[Segment]:
+    before: float | None = None
+    for start, end, kind, author in pieces:
+        weight = 0.0 if kind in untrained else weights.of(author)
+        if kind is Kind.END_OF_TURN and before is not None:
+            weight = before  # it is trained with what it ends
+        if weight > 0 and start < end:
+            yield Segment(start, end, weight, int(kind))
+        before = weight
+
+
+def _by_owner(chat: TracedText, found: Range, wanted: Mapping[int, MessageWeights]) -> Iterator[tuple[int, Range]]:
+    """Yield the messages of a trained range with their parts of it: turns that touch were joined."""
+    spans = [span for span in _inside(chat, found) if span.author.message in wanted]
+    owners = list(dict.fromkeys(span.author.message for span in spans))
+    if len(owners) < 2:
+        yield owners[0] if owners else _owner_by_iteration(chat, found, wanted), found
+        return
+    start = found[0]
+    for (one, last), (two, first) in pairwise(_outer_spans(spans, owners)):
+        entered = [at for at, mark in chat.marks if mark.kind == "enter" and mark.message == two]
+        cut = max((at for at in entered if last.end <= at <= first.start), default=first.start)
+        yield one, (start, cut)
+        start = cut
+    yield owners[-1], (start, found[1])
+
+
+def _outer_spans(spans: Sequence[Span], owners: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yield each owner with what is next to its neighbours: a span from its first text to its last."""
+    for owner in owners:
+        own = [span for span in spans if span.author.message == owner]
+        yield owner, Span(own[0].start, own[-1].end, own[0].author)
+
+
+def _owner_by_iteration(chat: TracedText, found: Range, wanted: Mapping[int, MessageWeights]) -> int:
+    entered = [mark.message for at, mark in chat.marks if mark.kind == "enter" and at <= found[0]]
+    if entered and entered[-1] in wanted:
+        return entered[-1]
+    if len(wanted) == 1:
+        return next(iter(wanted))
+    raise RecordRefusedError(
+        DropReason.UNTRACEABLE_TEMPLATE, "an empty turn cannot be told from others, so it has no weight of its own"
+    )
+
+
+def _inside(chat: TracedText, turn: Range) -> list[Span]:
+    """Return what messages wrote in a range, cut at its edges."""
+    return [
+        Span(max(span.start, turn[0]), min(span.end, turn[1]), span.author)
+        for span in chat.spans
+        if span.start < turn[1] and turn[0] < span.end and is_own(span.author, span.author.message)
+    ]
+
+
+def _plain_pieces(chat: TracedText, turn: Range, owner: int) -> list[_Piece]:
+    pieces, position = [], turn[0]
+    for span in _inside(chat, turn):
+        author = span.author if span.author.message == owner else None
+        pieces += [_Piece(position, span.start, Kind.OTHER, None), _Piece(span.start, span.end, Kind.OTHER, author)]
+        position = span.end
+    return [*pieces, _Piece(position, turn[1], Kind.OTHER, pieces[-1].author if pieces else None)]
+
+
+def _pieces(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> list[_Piece]:
+    """Cut an assistant's turn into what its message and its template wrote, each of one kind."""
+    text, (start, end) = chat.text, turn
+    spans = [span for span in _inside(chat, turn) if span.author.message == owner]
+    body = end
+    said = spans[-1].end if spans else start
+    for token in syntax.ends:
+        if text.endswith(token, said, end):
+            body = end - len(token)
+            break
+    pieces: list[_Piece] = []
+    position, before = start, None
+    for span in spans:
+        kind = _kind_of(span.author)
+        cut = span.start
+        if before is None:
+            cut = position
+        elif before is not kind:
+            is_opened = _is_opened(text, turn, pieces, syntax)
+            cut = _end_of_closing(text, position, span.start, before, is_opened, syntax)
+        pieces.append(_Piece(position, cut, before or kind, None))
+        pieces.append(_Piece(cut, span.start, kind if before is None or before is not kind else before, None))
+        pieces.append(_Piece(span.start, span.end, kind, span.author))
+        position, before = span.end, kind
+    pieces.append(_Piece(position, body, before or Kind.ANSWER, None))
+    pieces = _with_leading_reasoning(text, start, pieces, syntax)
+    return [*pieces, _Piece(body, end, Kind.END_OF_TURN, None)]
+
+
+def _end_of_closing(text: str, position: int, limit: int, kind: Kind, is_opened: bool, syntax: TurnSyntax) -> int:
+    """Return where template text stops closing what is before it and begins to open what follows."""
+    if kind is Kind.TOOL_CALL:
+        return limit  # nothing says where a call's last bracket is, and answers after calls open with nothing
+    closing = syntax.tokens.search(text, position, limit)
+    is_known = closing is not None and any(closing[0] == close for _, close in syntax.reasoning_tags)
+    if closing is None or not (is_opened or (kind is Kind.REASONING and is_known)):
+        return position
+    rest = text[closing.end() : limit]
+    return limit - len(rest.lstrip())
+
+
+def _is_opened(text: str, turn: Range, pieces: Sequence[_Piece], syntax: TurnSyntax) -> bool:
+    """Whether the turn itself opened the last text with a tag: then another one closes it."""
+    last = next((piece for piece in reversed(pieces) if piece.author is not None), None)
+    token = _token_before(text, last.start, syntax.tokens) if last else None
+    return token is not None and last is not None and text.rfind(token, 0, last.start) >= turn[0]
+
+
+def _with_leading_reasoning(text: str, start: int, pieces: list[_Piece], syntax: TurnSyntax) -> list[_Piece]:
+    """Call it reasoning where a turn begins with it between tags, whoever wrote the tags."""
+    stop = pieces[-1].end
+    for opening, closing in syntax.reasoning_tags:
+        begins = start + len(text[start:stop]) - len(text[start:stop].lstrip())
+        is_given = text[:start].rstrip().endswith(opening)
+        if not is_given and not text.startswith(opening, begins, stop):
+            continue
+        at = text.find(closing, start if is_given else begins + len(opening), stop)
+        if at < 0:
+            continue
+        behind = at + len(closing)
+        edge = stop - len(text[behind:stop].lstrip())
+        cut = []
+        for piece in pieces:
+            if piece.end <= edge:
+                cut.append(piece._replace(kind=Kind.REASONING))
+            elif piece.start < edge:
+                cut += [piece._replace(end=edge, kind=Kind.REASONING), piece._replace(start=edge)]
+            else:
+                cut.append(piece)
+        return cut
+    return pieces
+
+
+def _token_before(text: str, position: int, tokens: re.Pattern[str]) -> str | None:
+    """Return the control token or tag that stands right before a position, blanks apart."""
+    found = None
+    for match in tokens.finditer(text, max(0, position - 120), position):
+        found = match
+    return found[0] if found is not None and not text[found.end() : position].strip() else None
+
+
+def _kind_of(author: Author) -> Kind:
+    key = author.path[0] if author.path else "content"
+    if key in REASONING_KEYS:
+        return Kind.REASONING
+    return Kind.TOOL_CALL if key == "tool_calls" else Kind.ANSWER

@@ -1,0 +1,201 @@
+"""`RecordMarker`: a record to marked texts, one for each sequence that it will give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import orjson
+
+from megatron_packed_sft.encode.masks.lost_text import Loss
+from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
+from megatron_packed_sft.encode.masks.turn_finder import joined
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.shorter_conversations import up_to_turn
+from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer
+from megatron_packed_sft.records.record import Conversation, TextRecord
+from megatron_packed_sft.support.drop_reasons import DropReason
+
+_MAX_MARKERS = 64  # of the templates and variables that records ask for
+
+
+class MarkedRecord(NamedTuple):
+    """What one sequence is made of.
+
+    Args:
+        marked: its text and what of it is trained.
+        losses: what the template left out.
+        num_turns: trained turns.
+        conversation: what was rendered, if it was a chat.
+        is_turn: it is one turn of a longer chat, with what came before.
+    """
+
+    marked: MarkedText
+    losses: Sequence[Loss] = ()
+    num_turns: int = 1
+    conversation: Conversation | None = None
+    is_turn: bool = False
+
+
+class RecordMarker:
+    """Renders records with one tokenizer, template and set of options.
+
+    Args:
+        tokenizer: gives the template's variables, control tokens and stop tokens.
+        template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
+            is loaded with the first conversation; text records need none.
+        options: what is trained.
+        with_kinds: also say what every trained character is part of, at the price of another render.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | TemplateOptions | str | None,
+        options: EncodeOptions,
+        *,
+        with_kinds: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._options = options
+        self._with_kinds = with_kinds
+        self._loaded: tuple[ChatTemplate, TemplateOptions] | None = None
+        self._markers: dict[tuple[bool, bytes], ChatMarker] = {}
+        escapes_text = options.special_tokens_in_text == "escape"
+        # Some tokenizers have control tokens of white space only; escaping those would be pointless.
+        escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
+        self._escaped_in_text = control_pattern(escaped)
+
+    def mark(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
+        """Return a record's texts as they are tokenized; raise RecordRefusedError if there is none."""
+        if isinstance(record, TextRecord):
+            found = [self._mark_text(record)]
+        elif self._options.render == "conversation":
+            found = [self.mark_chat(record)]
+        else:
+            found = self._mark_turns(record)
+        for one in found:
+            _refuse_unusable(one.marked.text)
+        return found
+
+    def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
+        """Return a conversation as one text; with `is_turn`, of which only the last turn counts."""
+        marker = self.marker(conversation)
+        return self._finished(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
+
+    def marker(self, conversation: Conversation | None = None) -> ChatMarker:
+        """Return what marks a conversation: its template and its variables decide."""
+        if self._loaded is None:
+            given = self._template
+            options = given if isinstance(given, TemplateOptions) else TemplateOptions()
+            name = given.name if isinstance(given, TemplateOptions) else given
+            loaded = name if isinstance(name, ChatTemplate) else load_template(name, self._tokenizer)
+            self._loaded = loaded, options
+        template, options = self._loaded
+        with_tools = conversation is not None and conversation.tools is not None and template.tool_source is not None
+        variables = conversation.variables if conversation is not None else None
+        key = with_tools, _allowed(variables, options.record_variables) if variables else b""
+        if key not in self._markers:
+            if with_tools:
+                template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
+            if variables:
+                options = replace(options, variables={**options.variables, **variables})
+            if len(self._markers) >= _MAX_MARKERS:
+                del self._markers[next(iter(self._markers))]
+            self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
+        return self._markers[key]
+
+    def _finished(
+        self, marker: ChatMarker, conversation: Conversation, chat: MarkedChat, *, is_turn: bool
+    ) -> MarkedRecord:
+        num_turns = len(chat.marked.trained)
+        if self._with_kinds or marker.needs_segments(conversation):
+            chat = marker.with_segments(conversation, chat)
+        return MarkedRecord(chat.marked, chat.losses, num_turns, conversation, is_turn)
+
+    def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
+        """Return a text for each trained turn, or, if `auto` finds no difference, one for the whole conversation."""
+        marker = self.marker(conversation)
+        numbers = [number for number, is_wanted in enumerate(marker.wanted(conversation)) if is_wanted]
+        is_last = numbers == [len(conversation.messages) - 1]
+        is_auto = self._options.render == "auto"
+        if not numbers or (is_auto and is_last):
+            return [self.mark_chat(conversation)]
+        whole, refusal = None, None
+        try:
+            whole = marker.mark(conversation) if is_auto else None
+        except RecordRefusedError as error:
+            refusal = error  # turn by turn it may be sound
+        try:
+            prefixes = [up_to_turn(conversation, number) for number in numbers]
+            turns = [marker.mark(prefix, is_turn=True) for prefix in prefixes]
+        except RecordRefusedError:
+            if refusal is not None:
+                raise refusal from None
+            if whole is None:
+                raise
+            return [self._finished(marker, conversation, whole, is_turn=False)]
+        if whole is not None and _turns_in(marker, conversation, whole, numbers) == [*map(_trained_text, turns)]:
+            return [self._finished(marker, conversation, whole, is_turn=False)]
+        return [
+            self._finished(marker, prefix, turn, is_turn=True) for prefix, turn in zip(prefixes, turns, strict=True)
+        ]
+
+    def _mark_text(self, record: TextRecord) -> MarkedRecord:
+        text = "".join(part for part, _ in record.parts)
+        segments, position = [], 0
+        for part, weight in record.parts:
+            if weight and part:
+                segments.append(Segment(position, position + len(part), float(weight)))
+            position += len(part)
+        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
+        trained = joined((segment.start, segment.end) for segment in segments)
+        has_weights = self._with_kinds or any(segment.weight != 1 for segment in segments)
+        return MarkedRecord(MarkedText(text, trained, literal, segments if has_weights else ()))
+
+
+def _turns_in(
+    marker: ChatMarker, conversation: Conversation, whole: MarkedChat, numbers: Sequence[int]
+) -> list[tuple[str, ...]]:
+    """Return what is trained of each turn when the whole conversation is rendered."""
+    if len(whole.marked.trained) == len(numbers):
+        return [(whole.marked.text[start:end],) for start, end in whole.marked.trained]
+    found = []
+    for number in numbers:  # turns that touch, or that say nothing
+        own = conversation.train[number] if conversation.train else None
+        train = [own if other == number else 0.0 for other in range(len(conversation.messages))]
+        found.append(_trained_text(marker.mark(replace(conversation, train=train))))
+    return found
+
+
+def _trained_text(chat: MarkedChat) -> tuple[str, ...]:
+    return tuple(chat.marked.text[start:end] for start, end in chat.marked.trained)
+
+
+def _allowed(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
+    """Return a record's variables as a key; RecordRefusedError if it sets one that it may not."""
+    foreign = sorted(set(variables) - set(allowed))
+    if foreign:
+        raise RecordRefusedError(
+            DropReason.BAD_RECORD,
+            f"chat_template_kwargs sets {foreign[0]}, which records may not; add it to template.record_variables, or "
+            "remove it",
+        )
+    return orjson.dumps(variables, option=orjson.OPT_SORT_KEYS)
+
+
+def _refuse_unusable(text: str) -> None:
+    if not text:
+        raise RecordRefusedError(DropReason.EMPTY, "the record has no text")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RecordRefusedError(
+                DropReason.INVALID_TEXT, f"character {error.start} is half a surrogate pair"
+            ) from None
