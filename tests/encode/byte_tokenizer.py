@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -46,11 +46,16 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Encode as the interface says."""
         encoded = [self._encode(text) for text in texts]
+        has_segments = any(text.segments for text in texts)
+        segments = [self._segment(text, at) for text, tokens in zip(texts, encoded, strict=True) for _, at, _ in tokens]
+        train = np.array([is_trained for tokens in encoded for _, _, is_trained in tokens], np.uint8)
         return Sequences(
-            np.array([token for tokens in encoded for token, _ in tokens], np.int32),
-            np.array([is_trained for tokens in encoded for _, is_trained in tokens], np.uint8),
+            np.array([token for tokens in encoded for token, _, _ in tokens], np.int32),
+            train,
             np.array([len(tokens) for tokens in encoded], np.int64),
             np.arange(len(texts)),
+            weights=np.array([one.weight for one in segments], np.float32) * train if has_segments else None,
+            kinds=np.array([one.kind for one in segments], np.uint8) * train if has_segments else None,
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,7 +63,11 @@ class ByteTokenizer:
         names = {token: text for text, token in self.control_tokens.items()}
         return b"".join(names[i].encode() if i >= 256 else bytes([i]) for i in map(int, ids)).decode()
 
-    def _encode(self, marked: MarkedText) -> list[tuple[int, bool]]:
+    def _segment(self, marked: MarkedText, position: int) -> Segment:
+        return next((one for one in marked.segments if one.start <= position < one.end), Segment(0, 0))
+
+    def _encode(self, marked: MarkedText) -> list[tuple[int, int, bool]]:
+        """Return id, position and whether it is trained of every token."""
         pattern = re.compile("|".join(map(re.escape, sorted(self.control_tokens, key=len, reverse=True))) or "(?!)")
         trained = {position for start, end in marked.trained for position in range(start, end)}
         literal = {position for start, end in marked.literal for position in range(start, end)}
@@ -69,9 +78,9 @@ class ByteTokenizer:
             if match and position not in literal and match.end() - 1 not in literal:
                 inside = [at in trained for at in range(position, match.end())]
                 assert all(inside) or not any(inside), "a control token is trained in part"
-                tokens.append((self.control_tokens[match[0]], inside[0]))
+                tokens.append((self.control_tokens[match[0]], position, inside[0]))
                 position = match.end()
             else:
-                tokens += [(byte, position in trained) for byte in marked.text[position].encode()]
+                tokens += [(byte, position, position in trained) for byte in marked.text[position].encode()]
                 position += 1
         return tokens

@@ -18,7 +18,7 @@ from megatron_packed_sft.encode.masks.recipes import RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TAG, Range, TurnFinder, is_own, joined
-from megatron_packed_sft.encode.masks.turn_parts import (
+from megatron_packed_sft.encode.masks.turn_kinds import (
     Kind,
     MessageWeights,
     TurnSyntax,

@@ -14,7 +14,7 @@ class Segment(NamedTuple):
     Args:
         start, end: a half-open range of characters.
         weight: how much the loss of its tokens counts, above 0.
-        kind: what it is, one of `encode.masks.turn_parts.KINDS`; counted by audits.
+        kind: what it is, one of `encode.masks.turn_kinds.KINDS`; counted by audits.
     """
 
     start: int

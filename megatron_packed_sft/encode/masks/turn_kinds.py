@@ -143,7 +143,8 @@ def _weighted(pieces: Sequence[_Piece], weights: MessageWeights, untrained: froz
             weight = before  # it is trained with what it ends
         if weight > 0 and start < end:
             yield Segment(start, end, weight, int(kind))
-        before = weight
+        if author is not None:
+            before = weight
 
 
 def _by_owner(chat: TracedText, found: Range, wanted: Mapping[int, MessageWeights]) -> Iterator[tuple[int, Range]]:
@@ -209,41 +210,47 @@ def _pieces(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> li
             body = end - len(token)
             break
     pieces: list[_Piece] = []
-    position, before = start, None
-    for span in spans:
-        kind = _kind_of(span.author)
-        cut = span.start
-        if before is None:
-            cut = position
-        elif before is not kind:
-            is_opened = _is_opened(text, turn, pieces, syntax)
-            cut = _end_of_closing(text, position, span.start, before, is_opened, syntax)
-        pieces.append(_Piece(position, cut, before or kind, None))
-        pieces.append(_Piece(cut, span.start, kind if before is None or before is not kind else before, None))
+    position, kind, opening = start, Kind.ANSWER, (start, start)
+    for number, span in enumerate(spans):
+        last, kind = kind, _kind_of(span.author)
+        cut = position
+        if number:
+            cut = _end_of_closing(text, (position, span.start), last, opening, syntax) if kind != last else span.start
+        pieces += [_Piece(position, cut, last, None), _Piece(cut, span.start, kind, None)]
         pieces.append(_Piece(span.start, span.end, kind, span.author))
-        position, before = span.end, kind
-    pieces.append(_Piece(position, body, before or Kind.ANSWER, None))
+        if not number or kind != last:
+            opening = (cut, span.start)
+        position = span.end
+    pieces.append(_Piece(position, body, kind, None))
     pieces = _with_leading_reasoning(text, start, pieces, syntax)
     return [*pieces, _Piece(body, end, Kind.END_OF_TURN, None)]
 
 
-def _end_of_closing(text: str, position: int, limit: int, kind: Kind, is_opened: bool, syntax: TurnSyntax) -> int:
-    """Return where template text stops closing what is before it and begins to open what follows."""
+def _end_of_closing(text: str, between: Range, kind: Kind, opening: Range, syntax: TurnSyntax) -> int:
+    """Return where template text stops closing what is before it and begins to open what follows.
+
+    What the turn opened with a tag ends with the next one, and so does reasoning that the prompt opened.
+    """
+    start, limit = between
     if kind is Kind.TOOL_CALL:
-        return limit  # nothing says where a call's last bracket is, and answers after calls open with nothing
-    closing = syntax.tokens.search(text, position, limit)
+        return limit  # nothing says which bracket of a call is its last
+    closing = syntax.tokens.search(text, start, limit)
+    opened = list(syntax.tokens.finditer(text, *opening))
     is_known = closing is not None and any(closing[0] == close for _, close in syntax.reasoning_tags)
-    if closing is None or not (is_opened or (kind is Kind.REASONING and is_known)):
-        return position
-    rest = text[closing.end() : limit]
-    return limit - len(rest.lstrip())
+    if closing is None or not (opened or (kind is Kind.REASONING and is_known)):
+        return start
+    end = closing.end()
+    name = re.match(r"\w+", text[end:limit])
+    following = syntax.tokens.match(text, end + name.end(), limit) if name else None
+    if name and following and _is_named(text, opening, name[0], syntax):  # <|close|>think<|sep|>
+        end = following.end()
+    return limit - len(text[end:limit].lstrip())
 
 
-def _is_opened(text: str, turn: Range, pieces: Sequence[_Piece], syntax: TurnSyntax) -> bool:
-    """Whether the turn itself opened the last text with a tag: then another one closes it."""
-    last = next((piece for piece in reversed(pieces) if piece.author is not None), None)
-    token = _token_before(text, last.start, syntax.tokens) if last else None
-    return token is not None and last is not None and text.rfind(token, 0, last.start) >= turn[0]
+def _is_named(text: str, opening: Range, name: str, syntax: TurnSyntax) -> bool:
+    """Whether a name stands between the last two tags before some text: <|open|>think<|sep|>."""
+    tags = list(syntax.tokens.finditer(text, max(0, opening[1] - 120), opening[1]))[-2:]
+    return len(tags) == 2 and text[tags[0].end() : tags[1].start()] == name
 
 
 def _with_leading_reasoning(text: str, start: int, pieces: list[_Piece], syntax: TurnSyntax) -> list[_Piece]:
@@ -251,7 +258,7 @@ def _with_leading_reasoning(text: str, start: int, pieces: list[_Piece], syntax:
     stop = pieces[-1].end
     for opening, closing in syntax.reasoning_tags:
         begins = start + len(text[start:stop]) - len(text[start:stop].lstrip())
-        is_given = text[:start].rstrip().endswith(opening)
+        is_given = text[:start].rstrip().endswith(opening) or text.startswith(closing, begins, stop)
         if not is_given and not text.startswith(opening, begins, stop):
             continue
         at = text.find(closing, start if is_given else begins + len(opening), stop)
