@@ -49,6 +49,7 @@ class EncodedRecords(NamedTuple):
         lost: what the template left out of records that were encoded all the same.
         num_added_sequences: sequences beyond the first of their record, with `render` turns or auto.
         num_cut_turns: trained turns that were left out by `truncation` turns.
+        num_turns: trained turns of the sequences.
     """
 
     sequences: Sequences
@@ -59,6 +60,7 @@ class EncodedRecords(NamedTuple):
     lost: Sequence[Lost] = ()
     num_added_sequences: int = 0
     num_cut_turns: int = 0
+    num_turns: int = 0
 
 
 class _Item(NamedTuple):
@@ -67,6 +69,11 @@ class _Item(NamedTuple):
     record: int
     source: Any  # MarkedRecord or TokenizedRecord
     is_text: bool = False
+
+    @property
+    def num_turns(self) -> int:
+        """How many trained turns it has."""
+        return self.source.num_turns if isinstance(self.source, MarkedRecord) else 1
 
 
 class RecordEncoder:
@@ -201,6 +208,7 @@ class RecordEncoder:
             num_cut_tokens=int((sequences.lengths - kept.lengths).sum()),
             num_cut_trained_tokens=int((num_trained - left).sum()),
             num_cut_turns=num_cut_turns,
+            num_turns=sum(items[number].num_turns for number in np.flatnonzero(is_kept).tolist()) - num_cut_turns,
         )
 
     def _cut_at_turns(self, sequences: Sequences, items: Sequence[_Item], max_len: int) -> tuple[Sequences, int]:

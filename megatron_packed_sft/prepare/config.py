@@ -76,6 +76,7 @@ class PrepareConfig:
         max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); more
             is an error before anything is published.
         rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
+        audit: also show what is trained of each source, by kind, and records whose masks look odd; reads all again.
         limit: prepare the first records of each source only, for a trial.
         dry_run: count and estimate, write nothing.
         overwrite: replace an output that was made with other settings or from other files.
@@ -102,6 +103,7 @@ class PrepareConfig:
     max_errors: int = 100
     max_drop_share: float = 0.2
     rejects: str | None = None
+    audit: bool = False
     limit: int | None = None
     dry_run: bool = False
     overwrite: bool = False

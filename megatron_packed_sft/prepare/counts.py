@@ -28,7 +28,7 @@ class SplitCounts:
 
 @dataclass
 class Counts:
-    """Records read + repeated == sequences + dropped, exactly.
+    """Records read + repeated + added == sequences + dropped, exactly.
 
     Example:
         >>> counts = Counts(num_rows=2)
@@ -39,9 +39,11 @@ class Counts:
 
     num_rows: int = 0  # records read; dataset.json calls them so
     num_repeated: int = 0  # further copies of records, by the weight of their source
+    num_added: int = 0  # further sequences of records that were rendered turn by turn
     num_bytes: int = 0
     num_cut_rows: int = 0
     num_cut_tokens: int = 0
+    num_cut_turns: int = 0  # trained turns that were left out of long conversations
     num_straddling: int = 0  # tokens that hold a character of a trained turn and one that is not
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     dropped: dict[DropReason, int] = field(default_factory=dict)
@@ -124,4 +126,7 @@ def total_of(counts: Iterable[Counts]) -> Counts:
     return total
 
 
-_SUMS = ("num_rows", "num_repeated", "num_bytes", "num_cut_rows", "num_cut_tokens", "num_straddling")
+_SUMS = (
+    *("num_rows", "num_repeated", "num_added", "num_bytes", "num_cut_rows", "num_cut_tokens", "num_cut_turns"),
+    "num_straddling",
+)

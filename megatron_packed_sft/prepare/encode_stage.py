@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, total_of
 from megatron_packed_sft.prepare.encode_worker import (
     EncodeSettings,
@@ -73,6 +74,7 @@ class Estimate:
     splits: dict[str, EncodedSplit]
     num_slices: int
     looked_at: float  # share of the input's bytes
+    audits: dict[str, Audit] | None = None  # by source, if that was asked for
 
 
 def encode_sources(
@@ -123,7 +125,16 @@ def estimate(
         raise nothing_left(run.counts)
     num_bytes = sum(one.num_bytes for one in run.counts.values())
     looked_at = 1.0 if every == 1 else num_bytes / total
-    return Estimate(run.counts, splits, len(run.slice_sources), looked_at)
+    return Estimate(run.counts, splits, len(run.slice_sources), looked_at, run.audits if settings.audit else None)
+
+
+def audit_sources(
+    sources: Sequence[ScannedSource], settings: EncodeSettings, executor: Executor, progress: Progress
+) -> dict[str, Audit]:
+    """Encode all of the input once more, to say what is trained of it; nothing is kept."""
+    run = SliceRun(sources, replace(settings, tokens=None, audit=True), None, progress)
+    run.run(executor)
+    return run.audits
 
 
 class SliceRun:
@@ -272,6 +283,15 @@ class SliceRun:
         for result in self._in_order():
             counts[result.source].add(result.counts)
         return counts
+
+    @property
+    def audits(self) -> dict[str, Audit]:
+        """What is trained of each source."""
+        audits = {one.source.name: Audit() for one in self._sources}
+        for result in self._in_order():
+            if result.audit is not None:
+                audits[result.source].add(result.audit)
+        return audits
 
     @property
     def slice_sources(self) -> list[str]:

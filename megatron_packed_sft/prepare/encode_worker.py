@@ -21,6 +21,7 @@ from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
@@ -47,6 +48,7 @@ class EncodeSettings:
     max_errors: int = 0
     deduplicate: bool = False
     limit: int | None = None  # records of each source
+    audit: bool = False  # also count what is trained by kind
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the tokens of a record, in plain values."""
@@ -91,6 +93,7 @@ class SliceResult(NamedTuple):
     drops: tuple[Drop, ...] = ()  # those that are no mere matter of options
     lengths: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> tokens of each sequence, when only counting
     trained: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> trained tokens of each sequence, likewise
+    audit: Audit | None = None
 
 
 class HashedSlice(NamedTuple):
@@ -117,7 +120,8 @@ class SliceEncoder:
         self.settings = settings
         self._template = load_template_if_any(settings.template.name, settings.tokenizer)
         # Records with nothing to train on are refused here, where file and line are known.
-        self._encoder = RecordEncoder(settings.tokenizer, settings.template, replace(settings.options, on_empty="drop"))
+        options = replace(settings.options, on_empty="drop")
+        self._encoder = RecordEncoder(settings.tokenizer, settings.template, options, with_kinds=settings.audit)
 
     def encode(self, task: SliceTask) -> SliceResult:
         """Read, adapt, encode and store the records of one slice."""
@@ -126,6 +130,8 @@ class SliceEncoder:
             while batch := list(islice(records, _RECORDS_AT_ONCE)):
                 encoded = self._encoder.encode_records([one.record for one in batch])
                 self._count_drops(batch, encoded, sink)
+                if sink.audit is not None:
+                    sink.audit.look_at(encoded.sequences, encoded.num_turns, [str(one.raw.where) for one in batch])
                 self._store(task.source, batch, encoded.sequences, sink)
             return sink.finish()
 
@@ -144,6 +150,8 @@ class SliceEncoder:
             self._drop(sink, batch[index].raw, reason, detail)
         sink.counts.num_cut_rows += encoded.num_cut_sequences
         sink.counts.num_cut_tokens += encoded.num_cut_tokens
+        sink.counts.num_cut_turns += encoded.num_cut_turns
+        sink.counts.num_added += encoded.num_added_sequences
         sink.counts.num_straddling += encoded.sequences.num_straddling
         for index, kind, detail in encoded.lost:
             sink.counts.lose(kind, f"{batch[index].raw.where}: {detail}")
@@ -212,6 +220,7 @@ class _Sink:
     def __init__(self, settings: EncodeSettings, template_fingerprint: str | None, task: SliceTask) -> None:
         self.counts = Counts(num_bytes=task.num_bytes)
         self.drops: list[Drop] = []
+        self.audit = Audit() if settings.audit else None
         self._task = task
         self._tokens = settings.tokens
         self._arguments: dict[str, Any] = {
@@ -255,6 +264,7 @@ class _Sink:
             drops=tuple(self.drops),
             lengths={split: np.concatenate(lengths) for split, lengths in self._lengths.items()},
             trained={split: np.concatenate(trained) for split, trained in self._trained.items()},
+            audit=self.audit,
         )
 
     def _write_numbers(self, split: str, numbers: list[npt.NDArray[np.int64]]) -> str:

@@ -20,9 +20,10 @@ from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.config import PrepareConfig, SourceConfig
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
-from megatron_packed_sft.prepare.encode_stage import EncodedSources, encode_sources, estimate
+from megatron_packed_sft.prepare.encode_stage import EncodedSources, audit_sources, encode_sources, estimate
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings
 from megatron_packed_sft.prepare.executor import create_executor
 from megatron_packed_sft.prepare.plan_stage import (
@@ -108,7 +109,7 @@ class Pipeline:
                 with self._progress("publish", num_bins, "bin") as progress:
                     publish(publication, plans, encoded.stores, work, progress.update)
         stages = [_scan_line(sources), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
-        return replace(report, stages=stages)
+        return replace(report, stages=stages, audits=self._audit(sources, settings) if self.config.audit else None)
 
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""
@@ -126,7 +127,8 @@ class Pipeline:
             packed[split] = packed_by_source(plans[split], one.lengths, options, one.sources, names, trained)
         report = self._report(found.counts, plans, packed, tokenizer)
         dry_run = f"{counted(found.num_slices, 'slice')} encoded; nothing was written"
-        return replace(report, stages=[_scan_line(sources), ("dry run", dry_run)], looked_at=found.looked_at)
+        stages = [_scan_line(sources), ("dry run", dry_run)]
+        return replace(report, stages=stages, looked_at=found.looked_at, audits=found.audits)
 
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.config.tokenizer
@@ -149,6 +151,7 @@ class Pipeline:
             max_errors=config.max_errors if skips else 0,
             deduplicate=config.deduplicate,
             limit=config.limit,
+            audit=config.audit and tokens is None,
         )
 
     def _encode(
@@ -156,6 +159,10 @@ class Pipeline:
     ) -> EncodedSources:
         with self._progress("encode", sum(one.num_bytes for one in sources), "B") as progress:
             return encode_sources(sources, settings, work, self._executor, progress)
+
+    def _audit(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Audit]:
+        with self._progress("audit", sum(one.num_bytes for one in sources), "B") as progress:
+            return audit_sources(sources, settings, self._executor, progress)
 
     @property
     def _shows_bars(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.plan_stage import PackedSequences
 from megatron_packed_sft.support.drop_reasons import DropReason, Severity
@@ -19,7 +20,7 @@ _REMEDIES = {
     DropReason.LONGER_THAN_PACK: "raise packing.pack_size, or set packing.overflow=split or truncate",
     DropReason.TRUNCATED: "raise packing.pack_size, or set packing.overflow=split",
     DropReason.SHORT_TAIL: "lower packing.min_len",
-    DropReason.TOO_LONG: "raise encode.max_len, or set encode.truncation=right",
+    DropReason.TOO_LONG: "raise encode.max_len, or set encode.truncation to right or turns",
     DropReason.ANSWER_CUT_AWAY: "raise encode.max_len, or set encode.truncation=left",
     DropReason.NOTHING_TO_TRAIN: "check encode.roles_to_train",
     DropReason.EMPTY: "remove them from the input",
@@ -95,6 +96,7 @@ class PrepareReport:
     splits: Mapping[str, SplitReport]
     stages: Sequence[tuple[str, str]] = ()  # name of the stage, what it did
     looked_at: float = 1.0  # share of the input's bytes, in a dry run
+    audits: Mapping[str, Audit] | None = None  # what is trained of each source, if that was asked for
 
     @property
     def total(self) -> Counts:
@@ -118,9 +120,9 @@ class PrepareReport:
         return sum(split.packed.num_sequences for split in self.splits.values())
 
     def check(self) -> None:
-        """Make sure that nothing is lost: records read + repeated == packed + dropped, and tokens likewise."""
+        """Make sure that nothing is lost: records read + repeated + added == packed + dropped, and tokens likewise."""
         total = self.total
-        assert total.num_rows + total.num_repeated == self.num_packed + sum(self.dropped.values())
+        assert total.num_rows + total.num_repeated + total.num_added == self.num_packed + sum(self.dropped.values())
         for split in self.splits.values():
             accounting = split.plan.accounting
             assert accounting.num_tokens == split.encoded.num_tokens
@@ -142,7 +144,7 @@ class PrepareReport:
 
     def _lost_shares(self, *severities: Severity) -> tuple[float, float]:
         """Return the shares of records and of tokens that were lost."""
-        num_records = self.total.num_rows + self.total.num_repeated
+        num_records = self.total.num_rows + self.total.num_repeated + self.total.num_added
         num_tokens = sum(split.encoded.num_tokens for split in self.splits.values())
         records = sum(count for reason, count in self.dropped.items() if reason.severity in severities)
         tokens = sum(count for reason, count in self.dropped_tokens.items() if reason.severity in severities)

@@ -8,7 +8,9 @@ import re
 import shlex
 from typing import Any
 
+from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.prepare.audit import audit_lines
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
 from megatron_packed_sft.support.wording import byte_count, table
 
@@ -26,6 +28,8 @@ def summary(report: PrepareReport) -> str:
             "",
             f"These are counts over {share} of the input; multiply by {1 / report.looked_at:.1f} for all of it.",
         ]
+    if report.audits is not None:
+        lines += ["", *audit_lines(report.audits)]
     notes = _notes(report)
     if notes:
         lines += ["", *notes]
@@ -103,6 +107,8 @@ def _accounting(report: PrepareReport) -> list[str]:
     rows: list[tuple[str, int | str, int | str]] = [("records read", total.num_rows, "")]
     if total.num_repeated:
         rows.append(("repeated by weight", total.num_repeated, ""))
+    if total.num_added:
+        rows.append(("added by encode.render", total.num_added, ""))
     rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(total.dropped.items())]
     rows.append(("encoded", total.num_sequences, sum(plan.num_tokens for plan in plans)))
     if overlap := sum(plan.num_overlap_tokens for plan in plans):
@@ -155,11 +161,11 @@ def _notes(report: PrepareReport) -> list[str]:
         notes.append(f"dropped as {reason}, such as: {shown[0]}")
     for kind, count in sorted(total.lost.items()):
         words = kind.replace("_", " ")
-        notes.append(
-            f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} (encode.on_lost)"
-        )
+        remedy = "encode.render=turns keeps it" if kind == REASONING else "encode.on_lost"
+        notes.append(f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} ({remedy})")
     if total.num_cut_rows:
-        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} records, {total.num_cut_tokens:,} tokens")
+        turns = f", {total.num_cut_turns:,} trained turns" if total.num_cut_turns else ""
+        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} records, {total.num_cut_tokens:,} tokens{turns}")
     if total.num_straddling:
         notes.append(
             f"{total.num_straddling:,} tokens hold characters of a trained turn and of its header; they are trained "

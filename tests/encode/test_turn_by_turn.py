@@ -118,9 +118,9 @@ def test_long_conversations_lose_whole_turns(keep: str, first: int, last: int) -
 
 
 def test_a_call_is_not_torn_from_its_result() -> None:
-    chat = [user("x" * 60), assistant("y"), user("?"), assistant("", tool_calls=call("f", a="b")), result("r" * 40)]
+    chat = [user("x" * 300), assistant("y"), user("?"), assistant("", tool_calls=call("f", a="b")), result("r" * 40)]
     chat.append(assistant("done"))
-    encoder = encoder_for("chatml", EncodeOptions(max_len=220, truncation="turns"))
+    encoder = encoder_for("chatml", EncodeOptions(max_len=320, truncation="turns"))
     [(text, trained)] = texts(encoder, encoder.encode_records([Conversation(chat)]))
     assert "xxx" not in text
     assert "rrr" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def weighted(encoder: RecordEncoder, record: Any) -> list[tuple[str, float]]:
     edges = [0, *(np.flatnonzero(np.diff(sequences.weights)) + 1).tolist(), len(sequences.weights)]
     return [
         (encoder.tokenizer.decode(sequences.input_ids[start:end].tolist()), float(sequences.weights[start]))
-        for start, end in zip(edges[:-1], edges[1:], strict=True)
+        for start, end in pairwise(edges)
         if sequences.weights[start]
     ]
 

@@ -1,0 +1,142 @@
+"""What is trained of each source, in numbers: tokens by kind, extremes, and records whose masks look odd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.encode.masks.turn_kinds import Kind
+from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.support.wording import counted, table
+
+_COLUMNS = {
+    Kind.ANSWER: "answer",
+    Kind.REASONING: "reasoning",
+    Kind.TOOL_CALL: "tool call",
+    Kind.END_OF_TURN: "end of turn",
+    Kind.OTHER: "other",
+}
+ONLY_END, EVERYTHING, LATE = "only_end", "everything", "late"
+_ODD = {
+    ONLY_END: "trained on nothing but an end of turn",
+    EVERYTHING: "trained on everything",
+    LATE: "trained on nothing before its last twentieth",
+}
+_LATE_SHARE, _LATE_LENGTH = 0.95, 512  # a short question before a short answer is nothing odd
+_MAX_EXAMPLES = 3
+
+
+class Extreme(NamedTuple):
+    """The fewest or the most trained tokens of a sequence, and the record that it came from."""
+
+    num_tokens: int
+    where: str
+
+
+@dataclass
+class Audit:
+    """The masks of some records."""
+
+    num_records: int = 0
+    num_sequences: int = 0
+    num_turns: int = 0
+    num_tokens: int = 0
+    by_kind: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Kind), np.int64))
+    shortest: Extreme | None = None
+    longest: Extreme | None = None
+    odd: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def look_at(self, sequences: Sequences, num_turns: int, where: Sequence[str]) -> None:
+        """Count a batch of sequences; `where` says where each record of the batch is."""
+        if not len(sequences.lengths):
+            return
+        train = sequences.train.astype(bool)
+        kinds = sequences.all_kinds()
+        starts = sequences.ends - sequences.lengths
+        num_trained = np.add.reduceat(train, starts, dtype=np.int64)
+        places = [where[record] for record in sequences.record.tolist()]
+        few, many = int(num_trained.argmin()), int(num_trained.argmax())
+        self.add(
+            Audit(
+                num_records=len(np.unique(sequences.record)),
+                num_sequences=len(sequences.lengths),
+                num_turns=num_turns,
+                num_tokens=len(train),
+                by_kind=np.bincount(kinds[train], minlength=len(Kind)).astype(np.int64),
+                shortest=Extreme(int(num_trained[few]), places[few]),
+                longest=Extreme(int(num_trained[many]), places[many]),
+            )
+        )
+        is_end = train & (kinds == Kind.END_OF_TURN)
+        # The first trained token of each sequence: all tokens before it have the mask 0.
+        position = np.arange(len(train)) - np.repeat(starts, sequences.lengths)
+        first = np.minimum.reduceat(np.where(train, position, len(train)), starts)
+        found = {
+            ONLY_END: num_trained == np.add.reduceat(is_end, starts, dtype=np.int64),
+            EVERYTHING: num_trained >= np.maximum(sequences.lengths - 1, 1),
+            LATE: (first >= _LATE_SHARE * sequences.lengths) & (sequences.lengths >= _LATE_LENGTH),
+        }
+        for name, is_odd in found.items():
+            if is_odd.any():
+                some = [places[number] for number in np.flatnonzero(is_odd)[:_MAX_EXAMPLES]]
+                self._note(name, int(is_odd.sum()), some)
+
+    def add(self, other: Audit) -> None:
+        """Add the masks of other records."""
+        for name in ("num_records", "num_sequences", "num_turns", "num_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.by_kind = self.by_kind + other.by_kind
+        shortest = [one for one in (self.shortest, other.shortest) if one is not None]
+        longest = [one for one in (self.longest, other.longest) if one is not None]
+        self.shortest = min(shortest, key=lambda one: one.num_tokens, default=None)
+        self.longest = max(longest, key=lambda one: one.num_tokens, default=None)
+        for name, count in other.odd.items():
+            self._note(name, count, other.examples[name])
+
+    def _note(self, name: str, count: int, examples: Sequence[str]) -> None:
+        self.odd[name] = self.odd.get(name, 0) + count
+        shown = self.examples.setdefault(name, [])
+        shown += examples[: _MAX_EXAMPLES - len(shown)]
+
+
+def audit_lines(audits: Mapping[str, Audit]) -> list[str]:
+    """Return a table of what is trained of each source, and its odd records.
+
+    Example:
+        >>> one = Audit(num_records=1, num_turns=1, num_tokens=8, by_kind=np.array([0, 3, 0, 0, 1]))
+        >>> for line in audit_lines({"input": one}):
+        ...     print(line)
+        trained by kind  records  turns  answer  end of turn  trained  shortest  longest
+        input                  1      1       3            1   50.0 %         -        -
+    """
+    shown = [kind for kind in _COLUMNS if any(audit.by_kind[kind] for audit in audits.values())]
+    rows = []
+    for name, audit in audits.items():
+        num_trained = int(audit.by_kind.sum())
+        rows.append(
+            [
+                name,
+                audit.num_records,
+                audit.num_turns,
+                *(int(audit.by_kind[kind]) for kind in shown),
+                f"{100 * num_trained / audit.num_tokens:.1f} %" if audit.num_tokens else "-",
+                audit.shortest.num_tokens if audit.shortest else "-",
+                audit.longest.num_tokens if audit.longest else "-",
+            ]
+        )
+    header = ["trained by kind", "records", "turns", *(_COLUMNS[kind] for kind in shown)]
+    lines = table([*header, "trained", "shortest", "longest"], rows)
+    for name, audit in audits.items():
+        if audit.shortest and audit.longest and audit.shortest.where != audit.longest.where:
+            lines.append(
+                f"{name}: the fewest trained tokens are in {audit.shortest.where}, the most in {audit.longest.where}"
+            )
+        for odd, count in audit.odd.items():
+            places = "; ".join(audit.examples[odd])
+            lines.append(f"{name}: {counted(count, 'sequence')} {_ODD[odd]}, such as {places}")
+    return lines
