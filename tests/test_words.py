@@ -33,6 +33,7 @@ ALLOWED: list[tuple[str, str]] = [
     ("prepare/counts.py", r"num_(cut_)?rows"),  # keys of receipts on disk
     ("prepare/encode_worker.py", r"num_(cut_)?rows"),
     ("prepare/summary.py", r"rows"),  # of a printed table
+    ("prepare/audit.py", r"rows"),
     ("prepare/progress.py", r"_?unit"),  # what a progress bar counts
     ("prepare/pipeline.py", r"unit"),
     ("train/config.py", r"batch_unit"),  # a key that users write

@@ -75,7 +75,7 @@ class MessageWeights(NamedTuple):
         return self.message if weight is None else weight
 
 
-class _Piece(NamedTuple):
+class _Stretch(NamedTuple):
     start: int
     end: int
     kind: Kind
@@ -123,10 +123,10 @@ def segments_of(
     for found in ranges:
         for owner, turn in _by_owner(chat, found, weights):
             if roles[owner] == "assistant":
-                pieces = _pieces(chat, turn, owner, syntax)
+                stretches = _stretches(chat, turn, owner, syntax)
             else:
-                pieces = _plain_pieces(chat, turn, owner)
-            for segment in _weighted(pieces, weights[owner], untrained):
+                stretches = _plain_stretches(chat, turn, owner)
+            for segment in _weighted(stretches, weights[owner], untrained):
                 last = segments[-1] if segments else None
                 if last is not None and last[1:] == (segment.start, *segment[2:]):
                     segments[-1] = last._replace(end=segment.end)
@@ -135,9 +135,9 @@ def segments_of(
     return segments
 
 
-def _weighted(pieces: Sequence[_Piece], weights: MessageWeights, untrained: frozenset[Kind]) -> Iterator[Segment]:
+def _weighted(stretches: Sequence[_Stretch], weights: MessageWeights, untrained: frozenset[Kind]) -> Iterator[Segment]:
     before: float | None = None
-    for start, end, kind, author in pieces:
+    for start, end, kind, author in stretches:
         weight = 0.0 if kind in untrained else weights.of(author)
         if kind is Kind.END_OF_TURN and before is not None:
             weight = before  # it is trained with what it ends
@@ -190,16 +190,19 @@ def _inside(chat: TracedText, turn: Range) -> list[Span]:
     ]
 
 
-def _plain_pieces(chat: TracedText, turn: Range, owner: int) -> list[_Piece]:
-    pieces, position = [], turn[0]
+def _plain_stretches(chat: TracedText, turn: Range, owner: int) -> list[_Stretch]:
+    stretches, position = [], turn[0]
     for span in _inside(chat, turn):
         author = span.author if span.author.message == owner else None
-        pieces += [_Piece(position, span.start, Kind.OTHER, None), _Piece(span.start, span.end, Kind.OTHER, author)]
+        stretches += [
+            _Stretch(position, span.start, Kind.OTHER, None),
+            _Stretch(span.start, span.end, Kind.OTHER, author),
+        ]
         position = span.end
-    return [*pieces, _Piece(position, turn[1], Kind.OTHER, pieces[-1].author if pieces else None)]
+    return [*stretches, _Stretch(position, turn[1], Kind.OTHER, stretches[-1].author if stretches else None)]
 
 
-def _pieces(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> list[_Piece]:
+def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> list[_Stretch]:
     """Cut an assistant's turn into what its message and its template wrote, each of one kind."""
     text, (start, end) = chat.text, turn
     spans = [span for span in _inside(chat, turn) if span.author.message == owner]
@@ -209,21 +212,21 @@ def _pieces(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> li
         if text.endswith(token, said, end):
             body = end - len(token)
             break
-    pieces: list[_Piece] = []
+    stretches: list[_Stretch] = []
     position, kind, opening = start, Kind.ANSWER, (start, start)
     for number, span in enumerate(spans):
         last, kind = kind, _kind_of(span.author)
         cut = position
         if number:
             cut = _end_of_closing(text, (position, span.start), last, opening, syntax) if kind != last else span.start
-        pieces += [_Piece(position, cut, last, None), _Piece(cut, span.start, kind, None)]
-        pieces.append(_Piece(span.start, span.end, kind, span.author))
+        stretches += [_Stretch(position, cut, last, None), _Stretch(cut, span.start, kind, None)]
+        stretches.append(_Stretch(span.start, span.end, kind, span.author))
         if not number or kind != last:
             opening = (cut, span.start)
         position = span.end
-    pieces.append(_Piece(position, body, kind, None))
-    pieces = _with_leading_reasoning(text, start, pieces, syntax)
-    return [*pieces, _Piece(body, end, Kind.END_OF_TURN, None)]
+    stretches.append(_Stretch(position, body, kind, None))
+    stretches = _with_leading_reasoning(text, start, stretches, syntax)
+    return [*stretches, _Stretch(body, end, Kind.END_OF_TURN, None)]
 
 
 def _end_of_closing(text: str, between: Range, kind: Kind, opening: Range, syntax: TurnSyntax) -> int:
@@ -253,9 +256,9 @@ def _is_named(text: str, opening: Range, name: str, syntax: TurnSyntax) -> bool:
     return len(tags) == 2 and text[tags[0].end() : tags[1].start()] == name
 
 
-def _with_leading_reasoning(text: str, start: int, pieces: list[_Piece], syntax: TurnSyntax) -> list[_Piece]:
+def _with_leading_reasoning(text: str, start: int, stretches: list[_Stretch], syntax: TurnSyntax) -> list[_Stretch]:
     """Call it reasoning where a turn begins with it between tags, whoever wrote the tags."""
-    stop = pieces[-1].end
+    stop = stretches[-1].end
     for opening, closing in syntax.reasoning_tags:
         begins = start + len(text[start:stop]) - len(text[start:stop].lstrip())
         is_given = text[:start].rstrip().endswith(opening) or text.startswith(closing, begins, stop)
@@ -267,15 +270,15 @@ def _with_leading_reasoning(text: str, start: int, pieces: list[_Piece], syntax:
         behind = at + len(closing)
         edge = stop - len(text[behind:stop].lstrip())
         cut = []
-        for piece in pieces:
-            if piece.end <= edge:
-                cut.append(piece._replace(kind=Kind.REASONING))
-            elif piece.start < edge:
-                cut += [piece._replace(end=edge, kind=Kind.REASONING), piece._replace(start=edge)]
+        for stretch in stretches:
+            if stretch.end <= edge:
+                cut.append(stretch._replace(kind=Kind.REASONING))
+            elif stretch.start < edge:
+                cut += [stretch._replace(end=edge, kind=Kind.REASONING), stretch._replace(start=edge)]
             else:
-                cut.append(piece)
+                cut.append(stretch)
         return cut
-    return pieces
+    return stretches
 
 
 def _token_before(text: str, position: int, tokens: re.Pattern[str]) -> str | None:
