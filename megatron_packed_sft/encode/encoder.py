@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
-from megatron_packed_sft.encode.masks.turn_finder import joined
+from megatron_packed_sft.encode.masks.turn_parts import joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template

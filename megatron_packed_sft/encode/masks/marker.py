@@ -16,7 +16,8 @@ from megatron_packed_sft.encode.masks.probe import probe_template
 from megatron_packed_sft.encode.masks.recipes import RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
-from megatron_packed_sft.encode.masks.turn_finder import Range, TurnFinder, is_own, joined
+from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
+from megatron_packed_sft.encode.masks.turn_parts import Range, is_own, joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import forms_of, reasoning_key, with_reasoning_under
