@@ -10,7 +10,7 @@ import orjson
 
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
-from megatron_packed_sft.encode.masks.turn_finder import joined
+from megatron_packed_sft.encode.masks.turn_parts import joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.shorter_conversations import up_to_turn
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template

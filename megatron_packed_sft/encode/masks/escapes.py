@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_packed_sft.encode.masks.traced_renderer import Span
-from megatron_packed_sft.encode.masks.turn_finder import Range, joined
+from megatron_packed_sft.encode.masks.turn_parts import Range, joined
 
 # <think>, </tool_call>, <h1>: people write these on purpose, and mean the token.
 _MARKUP = re.compile(r"</?[a-z][a-z0-9_]*>")

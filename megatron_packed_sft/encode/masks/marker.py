@@ -17,14 +17,9 @@ from megatron_packed_sft.encode.masks.probe import probe_template
 from megatron_packed_sft.encode.masks.recipes import RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
-from megatron_packed_sft.encode.masks.turn_finder import TAG, Range, TurnFinder, is_own, joined
-from megatron_packed_sft.encode.masks.turn_kinds import (
-    Kind,
-    MessageWeights,
-    TurnSyntax,
-    probe_syntax,
-    segments_of,
-)
+from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
+from megatron_packed_sft.encode.masks.turn_kinds import Kind, MessageWeights, TurnSyntax, probe_syntax, segments_of
+from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import forms_of, reasoning_key, with_reasoning_under
@@ -188,8 +183,7 @@ class ChatMarker:
 
     @cached_property
     def _syntax(self) -> TurnSyntax:
-        tokens = re.compile(f"{self._control.pattern}|{TAG}")
-        return probe_syntax(self._traced, self._reasoning_key, tokens, self.ends)
+        return probe_syntax(self._traced, self._reasoning_key, Tokens(self._control).pattern, self.ends)
 
     def _weights_of(self, conversation: Conversation) -> dict[int, MessageWeights]:
         """Return the weights of the messages to train."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.encode.masks.authored_text import Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer, TracedText
-from megatron_packed_sft.encode.masks.turn_finder import TurnFinder, is_own
+from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
+from megatron_packed_sft.encode.masks.turn_parts import is_own
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.errors import InvalidInputError
 

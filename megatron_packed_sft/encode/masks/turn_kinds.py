@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.encode.masks.authored_text import Author
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
-from megatron_packed_sft.encode.masks.turn_finder import Range, is_own
+from megatron_packed_sft.encode.masks.turn_parts import Range, is_own
 from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import Segment
