@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS_NAME, VARIABLE, Author, Part, Recorder
-from megatron_packed_sft.encode.masks.authored_values import json_inside, json_text, signature
+from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
+from megatron_packed_sft.encode.templates.json_text import json_inside, json_text
 
 Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails
