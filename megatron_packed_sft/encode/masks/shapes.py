@@ -8,10 +8,19 @@ record's strings, so nothing needs to be rendered. For Qwen3 and a question with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS_NAME, VARIABLE, Author, Part, Recorder
+from megatron_packed_sft.encode.masks.authored_text import (
+    MESSAGE_NAME,
+    MESSAGES_NAME,
+    TOOLS_NAME,
+    VARIABLE,
+    Author,
+    Part,
+    Recorder,
+)
 from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 from megatron_packed_sft.encode.templates.json_text import json_inside, json_text
@@ -20,8 +29,9 @@ Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails
 Program = Callable[[Sequence[dict[str, Any]], Any], "tuple[tuple[str, ...], tuple[Range, ...]] | None"]
 
-NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature}
+NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature, "NoneType": NoneType}
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
+_ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=")
 
 
 class NotCompilable(Exception):  # noqa: N818 (not an error: the record is marked all the same)
@@ -34,14 +44,24 @@ class Shape(NamedTuple):
     Args:
         run: see `Program`.
         slots: which of the parts are the record's.
+        constants: the others.
     """
 
     run: Program
     slots: tuple[int, ...]
+    constants: tuple[str, ...]
 
 
-def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder) -> Shape:
+def compile_shape(
+    chat: TracedText, ranges: Sequence[Range], recorder: Recorder, recipes: Sequence[Sequence[str]] = ()
+) -> Shape:
     """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
+
+    Args:
+        chat: the render.
+        ranges: the trained ones.
+        recorder: what was asked to find them.
+        recipes: if they are not found but known, the lines of the recipes of the head and of each message.
 
     Example:
         >>> from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
@@ -57,7 +77,7 @@ def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder)
         raise NotCompilable(recorder.obstacle)
     parts = _merged(chat.whole.parts)
     places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
-    lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):", *_program(recorder)]
+    lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):", *_program(recorder), *_linked(recipes, recorder)]
     names: dict[int, str] = {}
     before, const_before, num_before = "0", 0, 0
     for number, (edge, (const, slots, offset)) in enumerate(places.items()):
@@ -69,8 +89,12 @@ def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder)
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
     namespace: dict[str, Any] = dict(NAMES)
-    exec("\n".join(_without_unused(lines)), namespace)
-    return Shape(namespace["run"], tuple(number for number, (_, name) in enumerate(parts) if name is not None))
+    exec("\n".join(without_unused(lines)), namespace)
+    return Shape(
+        namespace["run"],
+        tuple(number for number, (_, name) in enumerate(parts) if name is not None),
+        tuple(text for text, name in parts if name is None),
+    )
 
 
 def note_parts(render: TracedText, recorder: Recorder) -> None:
@@ -157,6 +181,27 @@ def _program(recorder: Recorder) -> list[str]:
     return lines
 
 
+def _linked(recipes: Sequence[Sequence[str]], recorder: Recorder) -> Iterator[str]:
+    """Yield the lines of recipes as they are about the messages of a chat, and none that the chat has itself."""
+    names = dict(recorder.names)
+    seen = set(_program(recorder))
+    for number, lines in enumerate(recipes, start=-1):
+        known: dict[str, str] = {}  # its variables -> the chat's
+        message = f"{MESSAGES_NAME}[{max(number, 0)}]"
+        for line in lines:
+            assigned = _ASSIGNMENT.match(line)
+            source = line[assigned.end() :] if assigned else line
+            source = _VARIABLE.sub(lambda match: known[match[0]], source.replace(MESSAGE_NAME, message))  # noqa: B023
+            if assigned and source in names:
+                known[assigned[1]] = names[source]
+            elif assigned:
+                known[assigned[1]] = names[source] = f"{VARIABLE}{len(names)}"
+                yield f" {names[source]}={source}"
+            elif source not in seen:
+                seen.add(source)
+                yield source
+
+
 def guard_line(source: str, answer: Any) -> str:
     """Return a line of a program that goes on only if an expression gives the same answer."""
     if answer is True or answer is False:
@@ -166,12 +211,12 @@ def guard_line(source: str, answer: Any) -> str:
     return f" if ({source})!={answer!a}: return None"
 
 
-def _without_unused(lines: list[str]) -> list[str]:
+def without_unused(lines: Sequence[str]) -> list[str]:
     """Leave out assignments that nothing needs; backwards, one pass is enough."""
     kept: list[str] = []
     needed: set[str] = set()
     for line in reversed(lines):
-        assigned = re.match(rf" ({VARIABLE}\d+)=", line)
+        assigned = _ASSIGNMENT.match(line)
         if assigned and assigned[1] not in needed:
             continue
         needed.update(_VARIABLE.findall(line[assigned.end() :] if assigned else line))

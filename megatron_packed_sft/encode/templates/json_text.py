@@ -22,9 +22,7 @@ def json_text(value: Any, settings: JsonSettings) -> str:
     known = _encoders.get(settings)
     if known is None:
         ensure_ascii, indent, separators, sort_keys = settings
-        encoder = json.JSONEncoder(
-            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         known = _encoders[settings] = (encoder.encode, {})
     encode, texts = known
     if not (type(value) is list or (type(value) is dict and "function" in value)):
