@@ -470,21 +470,28 @@ def event(kind: str, message: int = TOOLS, loop: int = 0) -> AuthoredText:
 
 def concatenate(texts: Iterable[Any]) -> AuthoredText:
     """Join texts, with their authors."""
-    fragments = [constant(text) for text in texts]
-    if len(fragments) == 1:
-        return fragments[0]
+    found = [text if type(text) is AuthoredText or type(text) is str else constant(text) for text in texts]
+    if len(found) == 1:
+        return constant(found[0])
     runs: list[Run] = []
     parts: list[Part] = []
     recorder = None
-    for fragment in fragments:
-        runs += fragment.authors
-        recorder = recorder or fragment.recorder
-        for text, name in fragment.parts:
+    for fragment in found:
+        if type(fragment) is AuthoredText:
+            runs += fragment.authors
+            recorder = recorder or fragment.recorder
+            new = fragment.parts
+        elif fragment:
+            runs.append((len(fragment), None))
+            new = ((fragment, None),)
+        else:
+            continue
+        for text, name in new:
             if name is None and parts and parts[-1][1] is None:
                 parts[-1] = (parts[-1][0] + text, None)
             else:
                 parts.append((text, name))
-    return _make("".join(map(plain_text, fragments)), tuple(runs), tuple(parts), recorder)
+    return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
 def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:

@@ -227,18 +227,22 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
         return authored(value, author, recorder, source)
     if not isinstance(value, dict | list | tuple):
         return value
+
+    def inside(step: str | int) -> Author:
+        # Nobody asks which of the tools wrote something, and their texts are long: they are all one author's.
+        return author if author.message == TOOLS else Author(author.message, (*author.path, step))
+
     result: Any
     if isinstance(value, dict):
         result = AuthoredDict()
         for key, inner in value.items():
-            place = Author(author.message, (*author.path, key))
+            place = inside(key)
             # A key is the same in every record of the shape, but it has an author all the same.
             name = authored(key, place) if isinstance(key, str) else key
             dict.__setitem__(result, name, author_value(inner, place, recorder, f"{source}[{key!a}]"))
     else:
         result = AuthoredList(
-            author_value(inner, Author(author.message, (*author.path, number)), recorder, f"{source}[{number}]")
-            for number, inner in enumerate(value)
+            author_value(inner, inside(number), recorder, f"{source}[{number}]") for number, inner in enumerate(value)
         )
     result.raw, result.author, result.recorder, result.source = value, author, recorder, source
     result.is_guarded, result.json_texts = False, {}
@@ -399,7 +403,12 @@ class _JsonWriter:
         self.fragments.append((text, author, None))
 
     def result(self, text: str) -> AuthoredText:
-        runs: list[Run] = [(len(fragment), author) for fragment, author, _ in self.fragments if fragment]
+        runs: list[Run] = []
+        for fragment, author, _ in self.fragments:
+            if runs and runs[-1][1] == author:
+                runs[-1] = (runs[-1][0] + len(fragment), author)
+            elif fragment:
+                runs.append((len(fragment), author))
         if self._whole is not None and self.recorder is not None:
             whole = self.recorder.variable(f"json_text({self._whole[1]},{self._settings!a})")
             return made_of(text, runs, [(text, whole)], self.recorder)

@@ -1,28 +1,34 @@
 """A traced chat taken apart: a recipe for each of its messages.
 
-A traced render is a straight-line program about the whole chat (see `Recorder`). Its lines are sorted by the message that
-they are about, and the text is cut where the template begins to write for each message. Where a line is about several
-messages, or a message's strings are written in another's place, the chat cannot be taken apart.
+A traced render is a straight-line program about the whole chat (see `Recorder`). Its lines are sorted by the message
+that they are about, and the text is cut where the template begins to write for each message. Where a line is about
+several messages, or a message's strings are written in another's place, the chat cannot be taken apart.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 from megatron_packed_sft.encode.masks.authored_text import MESSAGE_NAME, MESSAGES_NAME, TOOLS_NAME, VARIABLE, Recorder
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.recipes import HEAD, Recipe
-from megatron_packed_sft.encode.masks.shapes import NAMES, NotCompilable, Range, guard_line, without_unused
+from megatron_packed_sft.encode.masks.shapes import (
+    NotCompilable,
+    Range,
+    compiled,
+    guard_line,
+    type_guard,
+    without_unused,
+)
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
-_TYPES = {kind: kind.__name__ for kind in (str, list, dict, int, float, bool, NoneType)}
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
+_HEADER = f"def run({MESSAGE_NAME}, {TOOLS_NAME}):"
 _ANYBODY = frozenset[int]()
 _TOOLS = frozenset({HEAD})
 
@@ -65,32 +71,18 @@ class Lesson:
         region = (self._edges[number - HEAD], self._edges[number - HEAD + 1])
         edges = [_edge(edge, parts, region, starts) for turn in ranges for edge in turn]
         texts = [ascii(text) if name is None else name for _, text, name in parts]
-        joined = f"''.join(({','.join(texts)},))" if len(texts) > 1 else texts[0] if texts else "''"
-        code = _renamed(
-            [
-                *without_unused([*lines, f" return {joined},({_listed(edges)})"]),
-                f"def slots({MESSAGE_NAME}, {TOOLS_NAME}):",
-                *without_unused([*(line for line in lines if _is_assignment(line)), f" return ({_listed(slots)})"]),
-            ]
+        joined = f"''.join(({_listed(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
+        program = _renamed(without_unused([*lines, f" return {joined},({_listed(edges)})"]))
+        types = [] if number == HEAD else type_guard(MESSAGE_NAME, self._messages[number])
+        assignments = [line for line in lines if line.startswith(f" {VARIABLE}")]
+        return Recipe(
+            compiled("\n".join([_HEADER, *types, *program])),
+            "\n".join([_HEADER, *without_unused([*assignments, f" return ({_listed(slots)})"])]),
+            sum(self._count_marks(text) for _, text, name in parts if name is None),
+            tuple(losses),
+            tuple(program[:-1]),
+            "\n".join([*types, *program]),
         )
-        body = tuple(code[: code.index(f"def slots({MESSAGE_NAME}, {TOOLS_NAME}):") - 1])
-        head = [f"def run({MESSAGE_NAME}, {TOOLS_NAME}):", *self._type_guards(number)]
-        source = "\n".join([*head, *code])
-        namespace: dict[str, Any] = dict(NAMES)
-        exec(source, namespace)
-        num_marks = sum(self._count_marks(text) for _, text, name in parts if name is None)
-        return Recipe(namespace["run"], namespace["slots"], num_marks, tuple(losses), body, source)
-
-    def _type_guards(self, number: int) -> list[str]:
-        if number == HEAD:
-            return []
-        guards = []
-        for key, value in self._messages[number].items():
-            if type(value) not in _TYPES:
-                raise NotCompilable("a value of an unusual type")
-            if key != "role":
-                guards.append(f"type({MESSAGE_NAME}[{key!a}]) is not {_TYPES[type(value)]}")
-        return [f" if {' or '.join(guards)}: return None"] if guards else []
 
     def _lines_about(self, number: int) -> list[str]:
         """Return the lines that a recipe needs: a message's own; the head's may use strings of the first message."""
@@ -124,10 +116,6 @@ class Lesson:
             kept = self._lines.setdefault(about, [])
             kept.append((place, is_assignment, _MESSAGE.sub(MESSAGE_NAME, line)))
         self._num_sorted = len(recorder.lines)
-
-
-def _is_assignment(line: str) -> bool:
-    return line.startswith(f" {VARIABLE}")
 
 
 def _renamed(lines: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
@@ -13,7 +14,7 @@ from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_range
 from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import probe_template
-from megatron_packed_sft.encode.masks.recipes import HEAD, Read, RecipeBook
+from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Read, Recipe, RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import Range, TurnFinder, is_own, joined
@@ -61,9 +62,10 @@ class _Compiled:
 
 
 class _Known:
-    """What is known of chats with one sequence of roles, keys and kinds."""
+    """What is known of chats with one sequence of roles and keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = wanted
         self.num_seen = 0
         self.num_compiled = 0
         self.is_direct = True
@@ -110,9 +112,9 @@ class ChatMarker:
             )
         self._escaped = control_pattern(escaped)
         self._count_marks = ControlMarks(escaped).count
-        self._beginnings = {
-            token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known
-        }
+        self._beginnings = tuple(
+            {token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known}
+        )
         self._known: dict[Any, _Known] = {}
         self._book = RecipeBook()
         self._num_unlearnt = 0
@@ -121,19 +123,20 @@ class ChatMarker:
     def mark(self, conversation: Conversation) -> MarkedChat:
         """Render a conversation and say which characters are trained; RecordRefusedError if that cannot be said."""
         tools = None if conversation.tools is None else list(conversation.tools)
-        key = _key_of(conversation)
+        kinds = self._book.kinds_of(conversation.messages)
+        flags = conversation.train
+        key = (tools is None, flags and tuple(flags), *[number for number, _, _ in kinds])
         known = self._known.get(key)
         if known is not None and known.shapes:
             found = self._mark_by_shape(conversation, tools, known)
             if found is not None:
                 self._refuse_losses(found.losses)
                 return found
-        wanted = self._checked_wanted(conversation)
-        known = known or self._remember(key)
+        known = known or self._remember(key, self._checked_wanted(conversation))
         known.num_seen += 1
-        marked = self._mark_by_recipes(conversation, tools, wanted, known)
+        marked = self._mark_by_recipes(conversation, tools, known, kinds)
         if marked is None:
-            marked = self._mark_and_compile(conversation, tools, wanted, known)
+            marked = self._mark_and_compile(conversation, tools, known)
         self._refuse_losses(marked.losses)
         return marked
 
@@ -156,25 +159,28 @@ class ChatMarker:
             )
         return wanted
 
-    def _remember(self, key: Any) -> _Known:
+    def _remember(self, key: Any, wanted: list[bool]) -> _Known:
         if len(self._known) >= _MAX_SHAPES:
             self._known.clear()
-        known = self._known[key] = _Known()
+        known = self._known[key] = _Known(wanted)
         return known
 
     def _mark_by_recipes(
-        self, conversation: Conversation, tools: Any, wanted: Sequence[bool], known: _Known
+        self, conversation: Conversation, tools: Any, known: _Known, kinds: Sequence[Kind]
     ) -> MarkedChat | None:
         """Return a chat as the recipes of its messages read one render of it; those that are missing are learnt."""
         messages, plain = self._first_form(conversation, tools)
-        read = self._book.read(plain, messages, tools, wanted)
+        is_direct = all(map(is_, messages, conversation.messages))
+        if not is_direct:
+            kinds = self._book.kinds_of(messages)
+        read = self._book.read(plain, messages, kinds, tools, known.wanted)
         compiles = known.is_due(len(messages))
         if compiles or not read.is_whole(plain, messages):
             if self._num_unlearnt >= _MAX_UNLEARNT:
                 return None
             try:
-                read = self._learn(messages, plain, tools, wanted, known if compiles else None)
-                known.is_direct = messages == list(conversation.messages)
+                read = self._learn(messages, plain, tools, known, kinds, compiles=compiles)
+                known.is_direct = is_direct
             except NotCompilable:
                 self._num_unlearnt += 1
                 return None
@@ -221,8 +227,10 @@ class ChatMarker:
         starts = [0, *accumulate(map(len, parts))]
         return self._literal_between(text, ((starts[n], starts[n + 1]) for n in compiled.shape.slots))
 
-    def _learn(self, messages: Messages, plain: str, tools: Any, wanted: Sequence[bool], known: _Known | None) -> Read:
-        """Read a chat, learning the recipes that are missing; compile its shape, if it is `known`.
+    def _learn(
+        self, messages: Messages, plain: str, tools: Any, known: _Known, kinds: Sequence[Kind], *, compiles: bool
+    ) -> Read:
+        """Read a chat, learning the recipes that are missing, and perhaps compile its shape.
 
         Raises:
             NotCompilable: its messages cannot be told apart.
@@ -234,23 +242,24 @@ class ChatMarker:
             raise NotCompilable("a control token at the edge of a string")
         lesson = Lesson(messages, finder.chat, recorder, self._count_marks)
         num_known = -2
-        while not (read := self._book.read(plain, messages, tools, wanted)).is_whole(plain, messages):
+        while not (read := self._book.read(plain, messages, kinds, tools, known.wanted)).is_whole(plain, messages):
             if read.num_messages == num_known:
                 raise NotCompilable("a recipe that does not read its own message")
             num_known = read.num_messages
-            self._learn_turn(finder, lesson, tools, wanted, max(num_known, 0), recorder)
-        if known is not None:
+            recipes = self._recipes_around(finder, lesson, tools, known.wanted, max(num_known, 0), recorder)
+            self._book.add(kinds, tools, known.wanted, recipes)
+        if compiles:
             known.num_compiled += 1
             lines = [recipe.lines for recipe in read.recipes]
-            shape = compile_shape(finder.chat, joined(read.turns), recorder, lines)
+            shape = compile_shape(messages, finder.chat, joined(read.turns), recorder, lines)
             marked = MarkedText(plain, tuple(joined(read.turns)), ())
             self._keep_shape(known, shape, MarkedChat(marked, tuple(read.losses())), messages, tools)
         return read
 
-    def _learn_turn(
+    def _recipes_around(
         self, finder: TurnFinder, lesson: Lesson, tools: Any, wanted: Sequence[bool], number: int, recorder: Recorder
-    ) -> None:
-        """Learn the recipes of the messages between two trained turns, and of the second, around a message.
+    ) -> dict[int, Recipe]:
+        """Return the recipes of the messages between two trained turns, and of the second, around a message.
 
         What a turn depends on is mostly asked about the messages right before it, while it is searched; so these are
         learnt together.
@@ -262,7 +271,7 @@ class ChatMarker:
         turns, own = self._turns(finder, messages, [place == last and wanted[last] for place in range(len(messages))])
         numbers = range(first, last + 1)
         losses = find_losses(messages, tools, finder.chat, own, recorder, numbers)
-        recipes = {
+        return {
             place: lesson.recipe(
                 place,
                 [turn for whose, turn in turns if whose == place],
@@ -270,22 +279,19 @@ class ChatMarker:
             )
             for place in numbers
         }
-        self._book.add(messages, tools, wanted, recipes)
 
-    def _mark_and_compile(
-        self, conversation: Conversation, tools: Any, wanted: Sequence[bool], known: _Known
-    ) -> MarkedChat:
+    def _mark_and_compile(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat:
         """Find the turns of a chat whose messages cannot be told apart; compile its shape if it repeats."""
         # This takes time that grows with the square of the chat: it pays for shapes that repeat as often.
         is_due = known.num_seen % max(2, len(conversation.messages) ** 2 // 2) == 0
         recorder = Recorder() if is_due and known.num_compiled < _MAX_COMPILED else None
-        found = self._mark_slowly(conversation, tools, wanted, recorder)
+        found = self._mark_slowly(conversation, tools, known.wanted, recorder)
         if recorder is None or self._is_unsafe_to_learn(found.chat):
             return found.marked
         known.num_compiled += 1
         known.is_direct = found.is_direct
         try:
-            shape = compile_shape(found.chat, found.marked.marked.trained, recorder)
+            shape = compile_shape(found.messages, found.chat, found.marked.marked.trained, recorder)
         except NotCompilable:
             return found.marked
         self._keep_shape(known, shape, found.marked, found.messages, tools)
@@ -306,7 +312,7 @@ class ChatMarker:
         """Whether a string could complete a control token, or a part that every such chat has holds one as a text."""
         parts = [part for part in chat.whole.parts if part[0]]
         if any(
-            name is not None and before is None and any(text.endswith(beginning) for beginning in self._beginnings)
+            name is not None and before is None and text.endswith(self._beginnings)
             for (text, before), (_, name) in pairwise(parts)
         ):
             return True
@@ -493,15 +499,6 @@ class ChatMarker:
                 f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "nothing",
                 tokenizer.name,
             )
-
-
-def _key_of(conversation: Conversation) -> Any:
-    """Return what of a chat is never guarded: roles, keys, kinds, flags."""
-    return (
-        conversation.tools is None,
-        conversation.train and tuple(conversation.train),
-        *[(message.get("role"), *message, *map(type, message.values())) for message in conversation.messages],
-    )
 
 
 def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:

@@ -1,4 +1,4 @@
-"""Chats of unknown shape made of known messages: one plain render, read with what was learnt of single messages.
+r"""Chats of unknown shape made of known messages: one plain render, read with what was learnt of single messages.
 
 A recipe says what a template writes while it iterates over one message: constants and that message's strings, where its
 trained ranges begin and end, and every answer that the template got about the message in the renders by which its turn
@@ -6,19 +6,20 @@ was found. For Qwen3 and an answer between two questions it is, in short:
 
     def run(message, tools):
         if '</think>' in message['content']: return None
-        return '<|im_start|>assistant\\n' + message['content'] + '<|im_end|>\\n', (22, 32 + len(message['content']))
+        return '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n', (22, 32 + len(message['content']))
 
-A chat whose text its messages' recipes give whole, character by character, needs no tracing. The render proves the text;
-the answers about each message and its neighbours' kinds stand for the rest.
+A chat whose text its messages' recipes give whole, character by character, needs no tracing. The render proves the
+text; the answers about each message and its neighbours' kinds stand for the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.lost_text import Loss
-from megatron_packed_sft.encode.masks.shapes import Range
+from megatron_packed_sft.encode.masks.shapes import Range, compiled
 
 _MAX_RECIPES = 12  # of one kind of message among the same neighbours
 _MAX_KINDS = 4096
@@ -30,9 +31,18 @@ Messages = Sequence[dict[str, Any]]
 Written = tuple[str, tuple[int, ...]]
 
 
-# A number for a message's role and keys, its role, and what a neighbour sees of it.
-_Kind = tuple[int, Any, Any]
-_UNKNOWN: _Kind = (-1, None, None)
+class Kind(NamedTuple):
+    """What can be told of a message without looking at what it says.
+
+    Args:
+        number: of its role and keys.
+        role: as it is.
+        seen: what its neighbours see of it.
+    """
+
+    number: int
+    role: Any
+    seen: tuple[Any, bool]
 
 
 class Recipe(NamedTuple):
@@ -40,7 +50,7 @@ class Recipe(NamedTuple):
 
     Args:
         run: message, tools -> `Written`, or None if the template would have got other answers.
-        slots: message, tools -> where in the text its strings begin and end: (start, end, start, end, ...).
+        slots: a program: message, tools -> where in the text its strings begin and end: (start, end, start, end, ...).
         num_marks: how often control tokens may begin in its constants, see `ControlMarks`.
         losses: what the template leaves out of the message.
         lines: the assignments and guards of `run`, for shapes.
@@ -48,7 +58,7 @@ class Recipe(NamedTuple):
     """
 
     run: Callable[[Any, Any], Written | None]
-    slots: Callable[[Any, Any], tuple[int, ...]]
+    slots: str
     num_marks: int
     losses: tuple[Loss, ...]
     lines: tuple[str, ...]
@@ -91,7 +101,7 @@ class Read(NamedTuple):
     def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
         """Yield where messages and tools wrote."""
         for number, (place, recipe) in enumerate(zip(self.places, self.recipes, strict=False), start=HEAD):
-            edges = recipe.slots(messages[max(number, 0)], tools)
+            edges = compiled(recipe.slots)(messages[max(number, 0)], tools)
             yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
 
 
@@ -100,14 +110,27 @@ class RecipeBook:
 
     def __init__(self) -> None:
         self._recipes: dict[Any, list[Recipe]] = {}
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._numbers = count()
 
-    def add(self, messages: Messages, tools: Any, wanted: Sequence[bool], learnt: dict[int, Recipe]) -> None:
+    def kinds_of(self, messages: Messages) -> list[Kind]:
+        """Return what can be told of messages without looking at what they say."""
+        known = self._kinds
+        try:
+            return [known[(message.get("role"), *message)] for message in messages]
+        except KeyError:
+            if len(known) > _MAX_KINDS:
+                known.clear()
+                self._recipes.clear()
+            for message in messages:
+                role = message.get("role")
+                seen = (role, "tool_calls" in message)
+                known.setdefault((role, *message), Kind(next(self._numbers), role, seen))
+            return [known[(message.get("role"), *message)] for message in messages]
+
+    def add(self, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool], learnt: dict[int, Recipe]) -> None:
         """Keep recipes of messages of a chat, by their numbers."""
-        if len(self._recipes) > _MAX_KINDS or len(self._kinds) > _MAX_KINDS:
-            self._recipes.clear()
-            self._kinds.clear()
-        keys = list(_keys([self._kind_of(message) for message in messages], tools, wanted))
+        keys = _keys(kinds, tools, wanted)
         for number, recipe in learnt.items():
             known = self._recipes.setdefault(keys[number - HEAD], [])
             if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
@@ -115,18 +138,14 @@ class RecipeBook:
                 known.sort(key=lambda one: -len(one.code))  # one that says more is tried first
                 del known[_MAX_RECIPES:]
 
-    def read(self, text: str, messages: Messages, tools: Any, wanted: Sequence[bool]) -> Read:
+    def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
         """Read a rendered chat as far as it is known."""
         turns: list[Range] = []
         used: list[Recipe] = []
         position = 0
         places = [0]
-        known = self._kinds.get
-        kinds = [known((message.get("role"), *message), _UNKNOWN) for message in messages]
-        find = self._recipes.get
-        begins_with = text.startswith
-        for number, key in enumerate(_keys(kinds, tools, wanted), start=HEAD):
-            message = messages[number if number > 0 else 0]
+        find, begins_with = self._recipes.get, text.startswith
+        for message, key in zip((messages[0], *messages), _keys(kinds, tools, wanted), strict=True):
             for recipe in find(key, ()):
                 try:
                     written = recipe.run(message, tools)
@@ -137,28 +156,22 @@ class RecipeBook:
             else:
                 break
             added, edges = written
-            if edges:
-                turns += [(position + edges[n], position + edges[n + 1]) for n in range(0, len(edges), 2)]
+            for place in range(0, len(edges), 2):
+                turns.append((position + edges[place], position + edges[place + 1]))
             used.append(recipe)
             position += len(added)
             places.append(position)
         return Read(turns, places, used)
 
-    def _kind_of(self, message: dict[str, Any]) -> _Kind:
-        role = message.get("role")
-        keys = (role, *message)
-        if keys not in self._kinds:
-            self._kinds[keys] = (len(self._kinds), role, (role, "tool_calls" in message))
-        return self._kinds[keys]
 
-
-def _keys(kinds: Sequence[_Kind], tools: Any, wanted: Sequence[bool]) -> Iterator[Any]:
-    """Yield what decides on a message's recipes beside its answers: its kind, its neighbours', its place."""
+def _keys(kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Return what decides on recipes beside answers, of the head and each message: kind, neighbours' kinds, place."""
     has_tools = bool(tools)
-    yield "head", kinds[0][0], has_tools
+    keys: list[Any] = [("head", kinds[0][0], has_tools)]
     before = None
     after = [kind[1] for kind in kinds[1:]]
     after.append(None)
     for (kind, _, seen), is_wanted, following in zip(kinds, wanted, after, strict=True):
-        yield kind, is_wanted, before, following, has_tools
+        keys.append((kind, is_wanted, before, following, has_tools))
         before = seen
+    return keys

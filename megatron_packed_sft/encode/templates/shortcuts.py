@@ -1,9 +1,10 @@
 """Jinja's code generator with shorter code for what chat templates do most: a render takes half the time.
 
-Jinja compiles `message.role` to a call of `environment.getattr`, which asks some twenty questions about types. A message
-is nearly always a dict that has the key, so the question for that stands first, in the template's own code:
+Jinja compiles `message.role` to a call of `environment.getattr`, which asks some twenty questions about types. A
+message is nearly always a dict, so that question stands first, in the template's own code:
 
-    ((_it['role'] if 'role' in _it else undefined(...)) if type(_it := l_1_message) is dict else environment.getattr(...))
+    ((_it['role'] if 'role' in _it else undefined(obj=_it, name='role'))
+     if type(_it := l_1_message) is dict else environment.getattr(_it, 'role'))
 
 Likewise `loop.first`, attributes of namespaces, `content.split(...)` and `messages[0]`. Every shortcut gives what Jinja
 gives after its questions, and everything else still goes to Jinja, so the text never differs.
@@ -32,7 +33,7 @@ class QuickNamespace(Namespace):
 
     __getattribute__ = object.__getattribute__
 
-    def __init__(*arguments: Any, **named: Any) -> None:  # noqa: N805 (a value may be called `self`, as in Jinja's)
+    def __init__(*arguments: Any, **named: Any) -> None:  # a value may be called `self`
         arguments[0].__dict__.update(dict(*arguments[1:], **named))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -50,7 +51,7 @@ class QuickLoop(LoopContext):
 
     def _over_list(self, items: list[Any]) -> Iterator[tuple[Any, QuickLoop]]:
         self._length = len(items)
-        for self.index0, item in enumerate(items):  # noqa: B020 (the loop variable is the point)
+        for self.index0, item in enumerate(items):
             self._before, self._current = self._current, item
             yield item, self
 
@@ -129,7 +130,6 @@ def use_shortcuts(template: Template) -> None:
 def _namespaces(tree: nodes.Template) -> Iterator[str]:
     """Yield the variables that a template makes with `namespace(...)`."""
     for assign in tree.find_all(nodes.Assign):
-        call = assign.node
-        if isinstance(call, nodes.Call) and isinstance(call.node, nodes.Name) and call.node.name == "namespace":
-            if isinstance(assign.target, nodes.Name):
-                yield assign.target.name
+        function = assign.node.node if isinstance(assign.node, nodes.Call) else None
+        if isinstance(function, nodes.Name) and function.name == "namespace" and isinstance(assign.target, nodes.Name):
+            yield assign.target.name
