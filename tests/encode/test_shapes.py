@@ -140,7 +140,7 @@ def test_real_chats_are_marked_as_by_rendering(path: Path) -> None:
 def test_a_shape_that_repeats_is_rendered_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("chatml", chat_templates.CHATML))
     marker = encoder.marker()
-    for number in range(5):
+    for number in range(20):
         marker.mark(Conversation([user(f"{number}?"), assistant("4")]))
     monkeypatch.setattr(marker, "_renderer", None)
     monkeypatch.setattr(marker, "_traced", None)

@@ -73,7 +73,7 @@ class _Known:
 
     def is_due(self, num_messages: int) -> bool:
         """Whether to compile a shape: that costs a traced render, so it pays for what repeats."""
-        return self.num_compiled < _MAX_COMPILED and self.num_seen % max(4, num_messages) == 0
+        return self.num_compiled < _MAX_COMPILED and self.num_seen % max(8, 2 * num_messages) == 0
 
 
 class ChatMarker:

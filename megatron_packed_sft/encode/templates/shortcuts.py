@@ -66,10 +66,12 @@ class ShortcutGenerator(CodeGenerator):
     """See the module."""
 
     _namespaces: frozenset[str] = frozenset()
+    _conditions: frozenset[int] = frozenset()
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 (Jinja's name)
         """Write a template."""
         self._namespaces = frozenset(_namespaces(node))
+        self._conditions = frozenset(map(id, _conditions(node)))
         super().visit_Template(node, frame)
 
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
@@ -83,7 +85,8 @@ class ShortcutGenerator(CodeGenerator):
             is_there = f"is QuickNamespace and {name!r} in _it.__dict__"
             self._choose(f"_it.{name}", node.node, is_there, f"getattr(_it, {name!r})", frame)
         else:
-            item = f"(_it[{name!r}] if {name!r} in _it else undefined(obj=_it, name={name!r}))"
+            missing = "False" if id(node) in self._conditions else f"undefined(obj=_it, name={name!r})"
+            item = f"(_it[{name!r}] if {name!r} in _it else {missing})"
             self._choose(item, node.node, "is dict", f"getattr(_it, {name!r})", frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
@@ -115,6 +118,17 @@ class ShortcutGenerator(CodeGenerator):
         self.signature(node, frame, {name: name for name, is_set in flags.items() if is_set})
         self.write("))")
 
+    def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
+        """Write a test; a key that a dict does not have is not defined."""
+        value = node.node
+        if node.name != "defined" or not isinstance(value, nodes.Getattr) or value.attr in _DICT_ATTRIBUTES:
+            super().visit_Test(node, frame)
+            return
+        test, name = self.tests["defined"], repr(value.attr)
+        self.write(f"(({name} in _it and {test}(_it[{name}])) if type(_it := ")
+        self.visit(value.node, frame)
+        self.write(f") is dict else {test}(environment.getattr(_it, {name})))")
+
     def _choose(self, shortcut: str, value: nodes.Expr, kind: str, call: str, frame: Frame) -> None:
         """Write a shortcut that a value's kind allows, and the call of the environment for all others."""
         self.write(f"({shortcut} if type(_it := ")
@@ -125,6 +139,19 @@ class ShortcutGenerator(CodeGenerator):
 def use_shortcuts(template: Template) -> None:
     """Give a compiled template the names that its shortcuts need."""
     template.root_render_func.__globals__.update(LoopContext=QuickLoop, QuickNamespace=QuickNamespace)
+
+
+def _conditions(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield expressions of which a template only asks whether they are true."""
+    waiting: list[nodes.Node | None] = [node.test for node in tree.find_all(nodes.If)]
+    waiting += [node.test for node in tree.find_all(nodes.CondExpr)]
+    waiting += [node.node for node in tree.find_all(nodes.Not)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, nodes.And | nodes.Or):
+            waiting += [node.left, node.right]
+        elif node is not None:
+            yield node
 
 
 def _namespaces(tree: nodes.Template) -> Iterator[str]:
