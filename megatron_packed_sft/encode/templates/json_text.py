@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from json import encoder as json_encoder
 from typing import Any
 
 import orjson
@@ -18,12 +19,14 @@ def json_text(value: Any, settings: JsonSettings) -> str:
     """Return the JSON text of a plain value, as `tojson` with these settings writes it.
 
     Tools repeat from record to record: their texts are kept, and found by a serialization that is ten times as fast.
+
+    Example:
+        >>> json_text({"city": "Oslo", "days": [1, 2.5]}, (False, None, None, False))
+        '{"city": "Oslo", "days": [1, 2.5]}'
     """
     known = _encoders.get(settings)
     if known is None:
-        ensure_ascii, indent, separators, sort_keys = settings
-        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        known = _encoders[settings] = (encoder.encode, {})
+        known = _encoders[settings] = (_encoder(settings), {})
     encode, texts = known
     if not (type(value) is list or (type(value) is dict and "function" in value)):
         return encode(value)
@@ -43,5 +46,19 @@ def json_text(value: Any, settings: JsonSettings) -> str:
 
 def json_inside(text: str, ensure_ascii: bool) -> str:
     """Return a text as it stands between the quotes of JSON."""
-    escape = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
+    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
     return escape(text)[1:-1]
+
+
+def _encoder(settings: JsonSettings) -> Callable[[Any], str]:
+    ensure_ascii, indent, separators, sort_keys = settings
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    make: Any = getattr(json_encoder, "c_make_encoder", None)
+    if indent is not None or make is None:
+        return encoder.encode
+    # `encode` makes this anew for every value, which takes three times as long as small values do.
+    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
+    pieces = make(
+        None, encoder.default, escape, None, encoder.key_separator, encoder.item_separator, sort_keys, False, True
+    )
+    return lambda value: "".join(pieces(value, 0))
