@@ -6,6 +6,8 @@ python -m tests.real_data
 from __future__ import annotations
 
 import fcntl
+import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -13,10 +15,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from megatron_packed_sft.records.record import Conversation
+from megatron_packed_sft.records.schemas.registry import adapter
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft"
 # Beside the checkout, or further up where a worktree is nested deeper.
@@ -29,6 +34,21 @@ NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3"
 TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or _CACHE / "templates")
 _TEMPLATES_VERSION = "0.3.36"
 _SENTENCEPIECE = "mistral_common"
+
+
+def chat_files() -> list[Path]:
+    """All files of real chats."""
+    return sorted(path for path in DATA.glob("*.json*") if path.is_file())
+
+
+def real_chats(path: Path) -> Iterator[Conversation]:
+    """The conversations of a file, whatever its schema."""
+    adapt = adapter()
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for row in json.load(file) if path.suffix == ".json" else map(json.loads, file):
+            record = adapt(row)
+            if isinstance(record, Conversation):
+                yield record
 
 
 def tokenizer_folder(name: str) -> Path:

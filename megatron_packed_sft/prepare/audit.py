@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.masks.turn_kinds import Kind
+from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.support.wording import counted, table
 
 _COLUMNS = {
-    Kind.ANSWER: "answer",
-    Kind.REASONING: "reasoning",
-    Kind.TOOL_CALL: "tool call",
-    Kind.END_OF_TURN: "end of turn",
-    Kind.OTHER: "other",
+    TurnKind.ANSWER: "answer",
+    TurnKind.REASONING: "reasoning",
+    TurnKind.TOOL_CALL: "tool call",
+    TurnKind.END_OF_TURN: "end of turn",
+    TurnKind.OTHER: "other",
 }
 ONLY_END, EVERYTHING, LATE = "only_end", "everything", "late"
 _ODD = {
@@ -45,7 +45,7 @@ class Audit:
     num_sequences: int = 0
     num_turns: int = 0
     num_tokens: int = 0
-    by_kind: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Kind), np.int64))
+    by_kind: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(TurnKind), np.int64))
     shortest: Extreme | None = None
     longest: Extreme | None = None
     odd: dict[str, int] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class Audit:
                 num_sequences=len(sequences.lengths),
                 num_turns=num_turns,
                 num_tokens=len(train),
-                by_kind=np.bincount(kinds[train], minlength=len(Kind)).astype(np.int64),
+                by_kind=np.bincount(kinds[train], minlength=len(TurnKind)).astype(np.int64),
                 shortest=Extreme(int(num_trained[few]), places[few]),
                 longest=Extreme(int(num_trained[many]), places[many]),
             )
         )
-        is_end = train & (kinds == Kind.END_OF_TURN)
+        is_end = train & (kinds == TurnKind.END_OF_TURN)
         # The first trained token of each sequence: all tokens before it have the mask 0.
         position = np.arange(len(train)) - np.repeat(starts, sequences.lengths)
         first = np.minimum.reduceat(np.where(train, position, len(train)), starts)

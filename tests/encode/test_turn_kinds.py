@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.masks.turn_kinds import Kind
+from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.options import EncodeOptions, TrainOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.errors import InvalidInputError
@@ -34,7 +34,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds",
 def kinds(encoder: RecordEncoder, record: Conversation) -> list[tuple[str, str]]:
     """The trained text by kind."""
     marked = encoder.mark(record)
-    return [(Kind(kind).name, marked.text[start:end]) for start, end, _, kind in marked.segments]
+    return [(TurnKind(kind).name, marked.text[start:end]) for start, end, _, kind in marked.segments]
 
 
 def auditing(template: str, control_tokens: tuple[str, ...] = CHATML, eos: str = "<|im_end|>") -> RecordEncoder:

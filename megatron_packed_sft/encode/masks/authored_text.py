@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 TOOLS = -1
 # Names in recorded programs. Constants are written in ASCII, so none of them can be taken for one of these.
 MESSAGES_NAME, TOOLS_NAME, VARIABLE = "ä", "ü", "ö"
+MESSAGE_NAME = "ï"  # in programs about a single message
 _SUPPORTED_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]*")
 
 
@@ -57,14 +58,14 @@ class Recorder:
         self.obstacle: str | None = None
         self.sought: set[str] = set()  # constants that the template looked for in strings
         self.edges_in_slots: set[int] = set()  # edges of turns that stand at a known place inside a string
-        self._names: dict[str, str] = {}
+        self.names: dict[str, str] = {}  # of variables, by what they hold
         self._guarded: set[tuple[str, str]] = set()
 
     def variable(self, source: str) -> str:
         """Return the name of the variable that holds an expression."""
-        name = self._names.get(source)
+        name = self.names.get(source)
         if name is None:
-            name = self._names[source] = f"{VARIABLE}{len(self._names)}"
+            name = self.names[source] = f"{VARIABLE}{len(self.names)}"
             self.lines.append((name, source))
             self.is_assignment.append(True)
         return name
@@ -469,21 +470,28 @@ def event(kind: str, message: int = TOOLS, loop: int = 0) -> AuthoredText:
 
 def concatenate(texts: Iterable[Any]) -> AuthoredText:
     """Join texts, with their authors."""
-    fragments = [constant(text) for text in texts]
-    if len(fragments) == 1:
-        return fragments[0]
+    found = [text if type(text) is AuthoredText or type(text) is str else constant(text) for text in texts]
+    if len(found) == 1:
+        return constant(found[0])
     runs: list[Run] = []
     parts: list[Part] = []
     recorder = None
-    for fragment in fragments:
-        runs += fragment.authors
-        recorder = recorder or fragment.recorder
-        for text, name in fragment.parts:
+    for fragment in found:
+        if type(fragment) is AuthoredText:
+            runs += fragment.authors
+            recorder = recorder or fragment.recorder
+            new = fragment.parts
+        elif fragment:
+            runs.append((len(fragment), None))
+            new = ((fragment, None),)
+        else:
+            continue
+        for text, name in new:
             if name is None and parts and parts[-1][1] is None:
                 parts[-1] = (parts[-1][0] + text, None)
             else:
                 parts.append((text, name))
-    return _make("".join(map(plain_text, fragments)), tuple(runs), tuple(parts), recorder)
+    return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
 def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import orjson
-
 from megatron_packed_sft.encode.masks.authored_text import (
     MESSAGES_NAME,
     TOOLS,
@@ -24,8 +22,7 @@ from megatron_packed_sft.encode.masks.authored_text import (
     plain_text,
     source_of,
 )
-
-JsonSettings = tuple[bool, Any, Any, bool]  # ensure_ascii, indent, separators, sort_keys
+from megatron_packed_sft.encode.templates.json_text import JsonSettings, json_text
 
 
 def signature(value: Any) -> Any:
@@ -247,18 +244,22 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
         return authored(value, author, recorder, source)
     if not isinstance(value, dict | list | tuple):
         return value
+
+    def inside(step: str | int) -> Author:
+        # Nobody asks which of the tools wrote something, and their texts are long: they are all one author's.
+        return author if author.message == TOOLS else Author(author.message, (*author.path, step))
+
     result: Any
     if isinstance(value, dict):
         result = AuthoredDict()
         for key, inner in value.items():
-            place = Author(author.message, (*author.path, key))
+            place = inside(key)
             # A key is the same in every record of the shape, but it has an author all the same.
             name = authored(key, place) if isinstance(key, str) else key
             dict.__setitem__(result, name, author_value(inner, place, recorder, f"{source}[{key!a}]"))
     else:
         result = AuthoredList(
-            author_value(inner, Author(author.message, (*author.path, number)), recorder, f"{source}[{number}]")
-            for number, inner in enumerate(value)
+            author_value(inner, inside(number), recorder, f"{source}[{number}]") for number, inner in enumerate(value)
         )
     result.raw, result.author, result.recorder, result.source = value, author, recorder, source
     result.is_guarded, result.json_texts = False, {}
@@ -419,7 +420,12 @@ class _JsonWriter:
         self.fragments.append((text, author, None))
 
     def result(self, text: str) -> AuthoredText:
-        runs: list[Run] = [(len(fragment), author) for fragment, author, _ in self.fragments if fragment]
+        runs: list[Run] = []
+        for fragment, author, _ in self.fragments:
+            if runs and runs[-1][1] == author:
+                runs[-1] = (runs[-1][0] + len(fragment), author)
+            elif fragment:
+                runs.append((len(fragment), author))
         if self._whole is not None and self.recorder is not None:
             whole = self.recorder.variable(f"json_text({self._whole[1]},{self._settings!a})")
             return made_of(text, runs, [(text, whole)], self.recorder)
@@ -434,40 +440,3 @@ class _JsonWriter:
 
 def _of_first(source: str | None, number: int) -> str | None:
     return source if number == 0 or source is None else ""
-
-
-_MAX_TEXTS = 4096
-_encoders: dict[JsonSettings, tuple[Callable[[Any], str], dict[bytes, str]]] = {}
-
-
-def json_text(value: Any, settings: JsonSettings) -> str:
-    """Return the JSON text of a plain value, as `tojson` with these settings writes it.
-
-    Tools repeat from record to record: their texts are kept, and found by a serialization that is ten times as fast.
-    """
-    known = _encoders.get(settings)
-    if known is None:
-        ensure_ascii, indent, separators, sort_keys = settings
-        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        known = _encoders[settings] = (encoder.encode, {})
-    encode, texts = known
-    if not (type(value) is list or (type(value) is dict and "function" in value)):
-        return encode(value)
-    try:
-        key = orjson.dumps(value)
-    except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
-        return encode(value)
-    if b"null" in key:  # None, or a number that is none
-        return encode(value)
-    text = texts.get(key)
-    if text is None:
-        if len(texts) >= _MAX_TEXTS:
-            texts.clear()
-        text = texts[key] = encode(value)
-    return text
-
-
-def json_inside(text: str, ensure_ascii: bool) -> str:
-    """Return a text as it stands between the quotes of JSON."""
-    escape = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
-    return escape(text)[1:-1]

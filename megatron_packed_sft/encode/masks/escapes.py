@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_packed_sft.encode.masks.traced_renderer import Span
@@ -40,6 +40,30 @@ def tokens_to_escape(
         for token in control_tokens
         if token.strip() and (token in named or token in structure or not (token in meant or _MARKUP.fullmatch(token)))
     ]
+
+
+class ControlMarks:
+    """Counts the places of a text where a control token may begin, to see without a search that strings hold none.
+
+    A rendered text has at least as many of these places as its constants; if it has no more, no string holds the
+    beginning of a control token, and none begins in a string and ends behind it.
+
+    Args:
+        tokens: that are escaped.
+
+    Example:
+        >>> marks = ControlMarks(["<|im_start|>", "<|im_end|>"])
+        >>> marks.count("<|im_end|>"), marks.count("a < b"), marks.count("<|im_end|> is a <|token|>")
+        (1, 0, 2)
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        # Two characters, or one where two could overlap with themselves.
+        self._beginnings = sorted({token[: 2 if token[:1] != token[1:2] else 1] for token in tokens})
+
+    def count(self, text: str) -> int:
+        """Return how many there are."""
+        return sum(map(text.count, self._beginnings))
 
 
 def literal_ranges(text: str, spans: Sequence[Span], pattern: re.Pattern[str]) -> list[Range]:

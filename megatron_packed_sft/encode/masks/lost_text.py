@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS, Recorder
@@ -45,6 +45,7 @@ def find_losses(
     chat: TracedText,
     turns: dict[int, Sequence[Span]],
     recorder: Recorder | None = None,
+    numbers: Collection[int] | None = None,
 ) -> list[Loss]:
     """Return what the render of a chat has lost.
 
@@ -54,12 +55,16 @@ def find_losses(
         chat: its render.
         turns: the own spans of each trained turn: what is written elsewhere is not trained, so it does not count.
         recorder: gets a guard for every string that is missing: one that says nothing here may say something elsewhere.
+        numbers: look at these messages only; `TOOLS` for the tools.
     """
     shown: dict[int, set[Path]] = {}
     for span in chat.spans:
         shown.setdefault(span.author.message, set()).add(span.author.path)
-    losses = [Loss(ALL_TOOLS, TOOLS, False)] if tools and TOOLS not in shown else []
+    numbers = range(TOOLS, len(messages)) if numbers is None else numbers
+    losses = [Loss(ALL_TOOLS, TOOLS, False)] if tools and TOOLS not in shown and TOOLS in numbers else []
     for number, message in enumerate(messages):
+        if number not in numbers:
+            continue
         is_trained = number in turns
         paths = {span.author.path for span in turns[number]} if is_trained else shown.get(number, set())
         losses += _losses_of(number, message, paths, is_trained, recorder)

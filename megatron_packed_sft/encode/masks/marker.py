@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import TOOLS, Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
-from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_escape
+from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_ranges, tokens_to_escape
+from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import probe_template
-from megatron_packed_sft.encode.masks.recipes import RecipeBook
+from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Read, Recipe, RecipeBook
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape, note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_kinds import Kind, MessageWeights, TurnSyntax, probe_syntax, segments_of
+from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind, TurnSyntax, probe_syntax, segments_of
 from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
@@ -52,26 +53,30 @@ class _Found(NamedTuple):
     marked: MarkedChat
     chat: TracedText
     messages: Messages
-    turns: dict[int, Range] | None  # by message, if each has one
     is_direct: bool  # rendered in the form in which it came
 
 
 class _Compiled:
-    def __init__(self, shape: Shape, losses: tuple[Loss, ...], *, is_separate: bool) -> None:
+    def __init__(self, shape: Shape, losses: tuple[Loss, ...], num_marks: int) -> None:
         self.shape = shape
         self.losses = losses
         self.num_checks = _NUM_CHECKS
-        self.is_separate = is_separate  # no control token can begin in a string and end behind it
+        self.num_marks = num_marks  # where control tokens may begin in its constants
 
 
 class _Known:
-    """What is known of chats with one sequence of roles, keys and kinds."""
+    """What is known of chats with one sequence of roles and keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = wanted
         self.num_seen = 0
         self.num_compiled = 0
         self.is_direct = True
         self.shapes: list[_Compiled] = []
+
+    def is_due(self, num_messages: int) -> bool:
+        """Whether to compile a shape: that costs a traced render, so it pays for what repeats."""
+        return self.num_compiled < _MAX_COMPILED and self.num_seen % max(8, 2 * num_messages) == 0
 
 
 class ChatMarker:
@@ -99,7 +104,7 @@ class ChatMarker:
         # Some tokenizers have thousands of control tokens; those that the template can write are few.
         known = "".join((template.source, *map(str, self._renderer.variables.values())))
         self._control = control_pattern(token for token in tokenizer.control_tokens if token.strip() and token in known)
-        kinds = {Kind.ANSWER: "answers", Kind.REASONING: "reasoning", Kind.TOOL_CALL: "tool_calls"}
+        kinds = {TurnKind.ANSWER: "answers", TurnKind.REASONING: "reasoning", TurnKind.TOOL_CALL: "tool_calls"}
         self._untrained = frozenset(kind for kind, name in kinds.items() if not getattr(options.train, name))
         self._header, ends = template_options.header, template_options.end_of_turn
         self._stops = tuple(tokenizer.stop_tokens if ends is None else ends)
@@ -111,16 +116,13 @@ class ChatMarker:
                 tokenizer.control_tokens, tokenizer.template_variables, probe.structure, probe.sought
             )
         self._escaped = control_pattern(escaped)
-        first = sorted({token[0] for token in escaped})
-        self._first_characters = re.compile("|".join(map(re.escape, first)) or r"(?!)")
-        self._beginnings = {
-            token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known
-        }
-        self._endings = {token[-length:] for token in escaped for length in range(1, len(token))}
+        self._count_marks = ControlMarks(escaped).count
+        self._beginnings = tuple(
+            {token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known}
+        )
         self._known: dict[Any, _Known] = {}
         self._book = RecipeBook()
         self._num_unlearnt = 0
-        self._is_book_separate = True
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
     def mark(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedChat:
@@ -141,21 +143,19 @@ class ChatMarker:
 
     def _mark_whole(self, conversation: Conversation) -> MarkedChat:
         tools = None if conversation.tools is None else list(conversation.tools)
-        key = self._key_of(conversation)
+        kinds = self._book.kinds_of(conversation.messages)
+        flags = tuple(self.wanted(conversation)) if conversation.train or conversation.parts else None
+        key = (tools is None, flags, *[number for number, _, _ in kinds])
         known = self._known.get(key)
         if known is not None and known.shapes:
             found = self._mark_by_shape(conversation, tools, known)
             if found is not None:
                 return found
-        wanted = self._checked_wanted(conversation)
-        known = known or self._remember(key)
+        known = known or self._remember(key, self._checked_wanted(conversation))
         known.num_seen += 1
-        marked = None
-        # Compiling takes time that grows with the square of the chat: it pays for shapes that repeat as often.
-        if known.num_seen % max(2, len(conversation.messages) ** 2 // 2):
-            marked = self._mark_by_recipes(conversation, tools, wanted)
+        marked = self._mark_by_recipes(conversation, tools, known, kinds)
         if marked is None:
-            marked = self._mark_and_learn(conversation, tools, wanted, known)
+            marked = self._mark_and_compile(conversation, tools, known)
         return marked
 
     def needs_segments(self, conversation: Conversation) -> bool:
@@ -222,32 +222,41 @@ class ChatMarker:
             )
         return wanted
 
-    def _key_of(self, conversation: Conversation) -> Any:
-        """Return what of a chat is never guarded: roles, keys, kinds, flags."""
-        return (
-            conversation.tools is None,
-            tuple(self.wanted(conversation)) if conversation.train or conversation.parts else None,
-            *[(message.get("role"), *message, *map(type, message.values())) for message in conversation.messages],
-        )
-
-    def _remember(self, key: Any) -> _Known:
+    def _remember(self, key: Any, wanted: list[bool]) -> _Known:
         if len(self._known) >= _MAX_SHAPES:
             self._known.clear()
-        known = self._known[key] = _Known()
+        known = self._known[key] = _Known(wanted)
         return known
 
-    def _mark_by_recipes(self, conversation: Conversation, tools: Any, wanted: Sequence[bool]) -> MarkedChat | None:
-        """Return a chat as the recipes of its messages read one render of it, if they know all of it."""
+    def _mark_by_recipes(
+        self, conversation: Conversation, tools: Any, known: _Known, kinds: Sequence[Kind]
+    ) -> MarkedChat | None:
+        """Return a chat as the recipes of its messages read one render of it; those that are missing are learnt."""
         messages, plain = self._first_form(conversation, tools)
-        read = self._book.read(plain, messages, tools, wanted)
-        if read is None:
-            return None
-        search = self._escaped.search
+        is_direct = all(map(is_, messages, conversation.messages))
+        if not is_direct:
+            kinds = self._book.kinds_of(messages)
+        read = self._book.read(plain, messages, kinds, tools, known.wanted)
+        compiles = known.is_due(len(messages))
+        if compiles or not read.is_whole(plain, messages):
+            if self._num_unlearnt >= _MAX_UNLEARNT:
+                return None
+            try:
+                read = self._learn(messages, plain, tools, known, kinds, compiles=compiles)
+                known.is_direct = is_direct
+            except NotCompilable:
+                self._num_unlearnt += 1
+                return None
+            except RecordRefusedError:
+                return None  # the search in full will refuse it in its own words
         literal: Sequence[Range] = ()
-        if not self._is_book_separate or any(search(plain, start, end) for start, end in read.slots):
-            spans = [Span(start, end, _ANYBODY) for start, end in read.slots if start < end]
-            literal = literal_ranges(plain, spans, self._escaped)
-        return MarkedChat(MarkedText(plain, tuple(joined(read.turns)), literal), tuple(read.losses))
+        if self._count_marks(plain) != read.num_marks:
+            literal = self._literal_between(plain, read.slots(messages, tools))
+        return MarkedChat(MarkedText(plain, tuple(joined(read.turns)), literal), tuple(read.losses()))
+
+    def _literal_between(self, text: str, slots: Iterable[Range]) -> list[Range]:
+        spans = [Span(start, end, _ANYBODY) for start, end in slots if start < end]
+        return literal_ranges(text, spans, self._escaped)
 
     def _mark_by_shape(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat | None:
         """Return a chat as a compiled shape says, if it is of one."""
@@ -276,68 +285,103 @@ class ChatMarker:
 
     def _literal_in(self, text: str, parts: Sequence[str], compiled: _Compiled) -> Sequence[Range]:
         """Return where a shape's strings hold the text of control tokens; hardly any does."""
-        search = self._escaped.search if compiled.is_separate else self._first_characters.search
-        for number in compiled.shape.slots:
-            if search(parts[number]):
-                break
-        else:
+        if self._count_marks(text) == compiled.num_marks:
             return ()
         starts = [0, *accumulate(map(len, parts))]
-        spans = [Span(starts[n], starts[n + 1], _ANYBODY) for n in compiled.shape.slots if parts[n]]
-        return literal_ranges(text, spans, self._escaped)
+        return self._literal_between(text, ((starts[n], starts[n + 1]) for n in compiled.shape.slots))
 
-    def _mark_and_learn(
-        self, conversation: Conversation, tools: Any, wanted: Sequence[bool], known: _Known
-    ) -> MarkedChat:
-        """Find the turns of a chat by rendering; learn the recipes of its messages, compile its shape if it repeats."""
-        compiles = known.num_seen > 1 and known.num_compiled < _MAX_COMPILED
-        recorder = Recorder() if compiles or self._num_unlearnt < _MAX_UNLEARNT else None
-        found = self._mark_slowly(conversation, tools, wanted, recorder)
-        if recorder is None or self._could_span_parts(found.chat):
-            return found.marked
+    def _learn(
+        self, messages: Messages, plain: str, tools: Any, known: _Known, kinds: Sequence[Kind], *, compiles: bool
+    ) -> Read:
+        """Read a chat, learning the recipes that are missing, and perhaps compile its shape.
+
+        Raises:
+            NotCompilable: its messages cannot be told apart.
+        """
+        recorder = Recorder()
+        finder = self._finder(messages, plain, tools, recorder)
+        self._refuse_roles(messages)
+        if self._is_unsafe_to_learn(finder.chat):
+            raise NotCompilable("a control token at the edge of a string")
+        lesson = Lesson(messages, finder.chat, recorder, self._count_marks)
+        num_known = -2
+        while not (read := self._book.read(plain, messages, kinds, tools, known.wanted)).is_whole(plain, messages):
+            if read.num_messages == num_known:
+                raise NotCompilable("a recipe that does not read its own message")
+            num_known = read.num_messages
+            recipes = self._recipes_around(finder, lesson, tools, known.wanted, max(num_known, 0), recorder)
+            self._book.add(kinds, tools, known.wanted, recipes)
         if compiles:
             known.num_compiled += 1
-            self._compile(known, found, tools, recorder)
-        try:
-            if found.turns is None:
-                raise NotCompilable("a turn in several pieces")
-            losses = found.marked.losses
-            self._is_book_separate &= self._is_separate(found.chat)
-            self._book.learn(found.messages, tools, wanted, found.chat, found.turns, losses, recorder)
-        except NotCompilable:
-            self._num_unlearnt += 1
-        return found.marked
+            lines = [recipe.lines for recipe in read.recipes]
+            shape = compile_shape(messages, finder.chat, joined(read.turns), recorder, lines)
+            marked = MarkedText(plain, tuple(joined(read.turns)), ())
+            self._keep_shape(known, shape, MarkedChat(marked, tuple(read.losses())), messages, tools)
+        return read
 
-    def _compile(self, known: _Known, found: _Found, tools: Any, recorder: Recorder) -> None:
+    def _recipes_around(
+        self, finder: TurnFinder, lesson: Lesson, tools: Any, wanted: Sequence[bool], number: int, recorder: Recorder
+    ) -> dict[int, Recipe]:
+        """Return the recipes of the messages between two trained turns, and of the second, around a message.
+
+        What a turn depends on is mostly asked about the messages right before it, while it is searched; so these are
+        learnt together.
+        """
+        messages = list(finder.messages)
+        trained = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+        first = max((place + 1 for place in trained if place < number), default=HEAD)
+        last = min((place for place in trained if place >= number), default=len(messages) - 1)
+        turns, own = self._turns(finder, messages, [place == last and wanted[last] for place in range(len(messages))])
+        numbers = range(first, last + 1)
+        losses = find_losses(messages, tools, finder.chat, own, recorder, numbers)
+        return {
+            place: lesson.recipe(
+                place,
+                [turn for whose, turn in turns if whose == place],
+                [loss for loss in losses if loss.message == place],
+            )
+            for place in numbers
+        }
+
+    def _mark_and_compile(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat:
+        """Find the turns of a chat whose messages cannot be told apart; compile its shape if it repeats."""
+        # This takes time that grows with the square of the chat: it pays for shapes that repeat as often.
+        is_due = known.num_seen % max(2, len(conversation.messages) ** 2 // 2) == 0
+        recorder = Recorder() if is_due and known.num_compiled < _MAX_COMPILED else None
+        found = self._mark_slowly(conversation, tools, known.wanted, recorder)
+        if recorder is None or self._is_unsafe_to_learn(found.chat):
+            return found.marked
+        known.num_compiled += 1
         known.is_direct = found.is_direct
         try:
-            shape = compile_shape(found.chat, found.marked.marked.trained, recorder)
-            replayed = shape.run(found.messages, tools)
+            shape = compile_shape(found.messages, found.chat, found.marked.marked.trained, recorder)
         except NotCompilable:
-            return
+            return found.marked
+        self._keep_shape(known, shape, found.marked, found.messages, tools)
+        return found.marked
+
+    def _keep_shape(self, known: _Known, shape: Shape, marked: MarkedChat, messages: Messages, tools: Any) -> None:
+        replayed = shape.run(messages, tools)
         if (
             replayed is not None
-            and "".join(replayed[0]) == found.chat.text
-            and replayed[1] == found.marked.marked.trained
+            and "".join(replayed[0]) == marked.marked.text
+            and replayed[1] == tuple(marked.marked.trained)
         ):
-            known.shapes.insert(0, _Compiled(shape, found.marked.losses, is_separate=self._is_separate(found.chat)))
+            num_marks = sum(map(self._count_marks, shape.constants))
+            known.shapes.insert(0, _Compiled(shape, marked.losses, num_marks))
             del known.shapes[_MAX_VARIANTS:]
 
-    def _is_separate(self, chat: TracedText) -> bool:
-        """Whether no string's end and what follows it could make up a control token."""
+    def _is_unsafe_to_learn(self, chat: TracedText) -> bool:
+        """Whether a string could complete a control token, or a part that every such chat has holds one as a text."""
         parts = [part for part in chat.whole.parts if part[0]]
-        return not any(
-            before is not None and (name is not None or any(text.startswith(end) for end in self._endings))
-            for (_, before), (text, name) in pairwise(parts)
-        )
-
-    def _could_span_parts(self, chat: TracedText) -> bool:
-        """Whether a constant ends with the beginning of a control token, which a string might complete."""
-        parts = [part for part in chat.whole.parts if part[0]]
-        return any(
-            name is not None and before is None and any(text.endswith(beginning) for beginning in self._beginnings)
+        if any(
+            name is not None and before is None and text.endswith(self._beginnings)
             for (text, before), (_, name) in pairwise(parts)
-        )
+        ):
+            return True
+        starts = [0, *accumulate(len(text) for text, _ in parts)]
+        slots = [(starts[number], starts[number + 1]) for number, (_, name) in enumerate(parts) if name is not None]
+        return self._literal_between(chat.text, slots) != literal_ranges(chat.text, chat.spans, self._escaped)
 
     def wanted(self, conversation: Conversation) -> list[bool]:
         """Return which messages are to be trained."""
@@ -359,16 +403,30 @@ class ChatMarker:
     ) -> _Found:
         """Find every turn by rendering the chat, and the chat before and up to each of them."""
         messages, plain = self._first_form(conversation, tools)
+        finder = self._finder(messages, plain, tools, recorder)
+        turns, own = self._turns(finder, messages, wanted)
+        losses = find_losses(messages, tools, finder.chat, own, recorder)
+        marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
+        is_direct = messages == list(conversation.messages)
+        return _Found(MarkedChat(marked, tuple(losses)), finder.chat, messages, is_direct)
+
+    def _finder(self, messages: Messages, plain: str, tools: Any, recorder: Recorder | None) -> TurnFinder:
         authored = AuthoredChat(tools, recorder)
+        renders: dict[tuple[int, bool], TracedText] = {}  # the chat up to a message is that before the next one
 
         def render(
             messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False, probe: bool = False
         ) -> TracedText:
+            key = (len(messages), add_generation_prompt)
+            if not probe and key in renders:
+                return renders[key]
             traced = self._traced.render(
                 messages, authored, add_generation_prompt=add_generation_prompt, is_probe=probe
             )
             if recorder is not None:
                 note_parts(traced, recorder)
+            if not probe:
+                renders[key] = traced
             return traced
 
         finder = TurnFinder(
@@ -381,12 +439,7 @@ class ChatMarker:
         )
         if finder.chat.text != plain:
             raise self._untraceable()
-        turns, own = self._turns(finder, messages, wanted)
-        losses = find_losses(messages, tools, finder.chat, own, recorder)
-        marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
-        is_direct = messages == list(conversation.messages)
-        by_message = dict(turns) if len(dict(turns)) == len(turns) else None
-        return _Found(MarkedChat(marked, tuple(losses)), finder.chat, messages, by_message, is_direct)
+        return finder
 
     def _first_form(self, conversation: Conversation, tools: Any) -> tuple[Messages, str]:
         refusal = RecordRefusedError(DropReason.EMPTY, "the conversation has no messages")
@@ -455,6 +508,10 @@ class ChatMarker:
                 )
 
     def _literal(self, messages: Messages, chat: TracedText) -> list[Range]:
+        self._refuse_roles(messages)
+        return literal_ranges(chat.text, chat.spans, self._escaped)
+
+    def _refuse_roles(self, messages: Messages) -> None:
         for message in messages:
             if self._escaped.search(str(message.get("role", ""))):
                 raise RecordRefusedError(
@@ -462,7 +519,6 @@ class ChatMarker:
                     f"the role {message['role']!r} holds the text of a control token; rename it, or set "
                     "encode.special_tokens_in_content to allow",
                 )
-        return literal_ranges(chat.text, chat.spans, self._escaped)
 
     def _owners(self, blocks: Sequence[Range], chat: TracedText, roles: Sequence[str]) -> list[int]:
         """Return the message that each generation block belongs to: by its text, or, if it has none, by its number."""

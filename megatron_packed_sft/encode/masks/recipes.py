@@ -1,34 +1,48 @@
-"""Chats of unknown shape made of known messages: one plain render, read with what was learnt of single messages.
+r"""Chats of unknown shape made of known messages: one plain render, read with what was learnt of single messages.
 
 A recipe says what a template writes while it iterates over one message: constants and that message's strings, where its
-turn begins and ends, and every answer that the template got about the message in any of the renders by which the turn
-was found. A chat whose text its messages' recipes give whole, character by character, needs no tracing. The render
-proves the text; the answers about each message and its neighbours' kinds stand for the rest.
+trained ranges begin and end, and every answer that the template got about the message in the renders by which its turn
+was found. For Qwen3 and an answer between two questions it is, in short:
+
+    def run(message, tools):
+        if '</think>' in message['content']: return None
+        return '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n', (22, 32 + len(message['content']))
+
+A chat whose text its messages' recipes give whole, character by character, needs no tracing. The render proves the
+text; the answers about each message and its neighbours' kinds stand for the rest.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import count
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS_NAME, VARIABLE, Recorder
 from megatron_packed_sft.encode.masks.lost_text import Loss
-from megatron_packed_sft.encode.masks.shapes import NAMES, NotCompilable, Range, guard_line
-from megatron_packed_sft.encode.masks.traced_renderer import TracedText
+from megatron_packed_sft.encode.masks.shapes import Range, compiled
 
-_VARIABLE = re.compile(rf"{VARIABLE}\d+")
-_MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
 _MAX_RECIPES = 12  # of one kind of message among the same neighbours
 _MAX_KINDS = 4096
 
-HEAD = -1
+HEAD = -1  # the number of what is written before the first message
+
+Messages = Sequence[dict[str, Any]]
+# Of a message: its text, and where its trained ranges begin and end: (start, end, start, end, ...).
+Written = tuple[str, tuple[int, ...]]
 
 
-# What a recipe says of a message: its text, where its turn begins and ends (-1 if it has none), and where in the text
-# its strings begin and end.
-Written = tuple[str, int, int, tuple[int, ...]]
+class Kind(NamedTuple):
+    """What can be told of a message without looking at what it says.
+
+    Args:
+        number: of its role and keys.
+        role: as it is.
+        seen: what its neighbours see of it.
+    """
+
+    number: int
+    role: Any
+    seen: tuple[Any, bool]
 
 
 class Recipe(NamedTuple):
@@ -36,21 +50,59 @@ class Recipe(NamedTuple):
 
     Args:
         run: message, tools -> `Written`, or None if the template would have got other answers.
+        slots: a program: message, tools -> where in the text its strings begin and end: (start, end, start, end, ...).
+        num_marks: how often control tokens may begin in its constants, see `ControlMarks`.
         losses: what the template leaves out of the message.
+        lines: the assignments and guards of `run`, for shapes.
         code: to tell recipes apart.
     """
 
     run: Callable[[Any, Any], Written | None]
+    slots: str
+    num_marks: int
     losses: tuple[Loss, ...]
+    lines: tuple[str, ...]
     code: str
 
 
 class Read(NamedTuple):
-    """A text that was read whole: trained ranges, what messages and tools wrote, and what is lost."""
+    """A text that was read, whole or up to a message that is not known.
+
+    Args:
+        turns: trained ranges.
+        places: where the text of the head and of each message begins, and where the last one ends.
+        recipes: of the head and each message.
+    """
 
     turns: list[Range]
-    slots: list[Range]
-    losses: list[Loss]
+    places: list[int]
+    recipes: list[Recipe]
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages are known, -1 if not even the head is."""
+        return len(self.recipes) - 1
+
+    def is_whole(self, text: str, messages: Messages) -> bool:
+        """Whether nothing of the text is left over, and no message."""
+        return self.places[-1] == len(text) and self.num_messages == len(messages)
+
+    @property
+    def num_marks(self) -> int:
+        """How often control tokens may begin in constants."""
+        return sum([recipe.num_marks for recipe in self.recipes])
+
+    def losses(self) -> Iterator[Loss]:
+        """Yield what is lost."""
+        for number, recipe in enumerate(self.recipes, start=HEAD):
+            if recipe.losses:
+                yield from (loss._replace(message=number) for loss in recipe.losses)
+
+    def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
+        """Yield where messages and tools wrote."""
+        for number, (place, recipe) in enumerate(zip(self.places, self.recipes, strict=False), start=HEAD):
+            edges = compiled(recipe.slots)(messages[max(number, 0)], tools)
+            yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
 
 
 class RecipeBook:
@@ -58,200 +110,68 @@ class RecipeBook:
 
     def __init__(self) -> None:
         self._recipes: dict[Any, list[Recipe]] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._numbers = count()
 
-    def learn(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Any,
-        wanted: Sequence[bool],
-        chat: TracedText,
-        turns: dict[int, Range],
-        losses: Sequence[Loss],
-        recorder: Recorder,
-    ) -> None:
-        """Take a traced chat apart; raise NotCompilable if its messages depend on each other."""
-        if recorder.obstacle:
-            raise NotCompilable(recorder.obstacle)
-        learnt = list(_recipes_of(messages, chat, turns, losses, recorder))
-        if len(self._recipes) > _MAX_KINDS:
-            self._recipes.clear()
-        for key, recipe in zip(_keys(messages, tools, wanted), learnt, strict=True):
-            known = self._recipes.setdefault(key, [])
+    def kinds_of(self, messages: Messages) -> list[Kind]:
+        """Return what can be told of messages without looking at what they say."""
+        known = self._kinds
+        try:
+            return [known[(message.get("role"), *message)] for message in messages]
+        except KeyError:
+            if len(known) > _MAX_KINDS:
+                known.clear()
+                self._recipes.clear()
+            for message in messages:
+                role = message.get("role")
+                seen = (role, "tool_calls" in message)
+                known.setdefault((role, *message), Kind(next(self._numbers), role, seen))
+            return [known[(message.get("role"), *message)] for message in messages]
+
+    def add(self, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool], learnt: dict[int, Recipe]) -> None:
+        """Keep recipes of messages of a chat, by their numbers."""
+        keys = _keys(kinds, tools, wanted)
+        for number, recipe in learnt.items():
+            known = self._recipes.setdefault(keys[number - HEAD], [])
             if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
                 known.append(recipe)
                 known.sort(key=lambda one: -len(one.code))  # one that says more is tried first
                 del known[_MAX_RECIPES:]
 
-    def read(self, text: str, messages: Sequence[dict[str, Any]], tools: Any, wanted: Sequence[bool]) -> Read | None:
-        """Read a rendered chat; None if a part of it is unknown."""
+    def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
+        """Read a rendered chat as far as it is known."""
         turns: list[Range] = []
-        slots: list[Range] = []
-        losses: list[Loss] = []
+        used: list[Recipe] = []
         position = 0
-        for number, key in enumerate(_keys(messages, tools, wanted), start=HEAD):
-            message = messages[max(number, 0)]
-            for recipe in self._recipes.get(key, ()):
+        places = [0]
+        find, begins_with = self._recipes.get, text.startswith
+        for message, key in zip((messages[0], *messages), _keys(kinds, tools, wanted), strict=True):
+            for recipe in find(key, ()):
                 try:
                     written = recipe.run(message, tools)
                 except (KeyError, IndexError, TypeError, AttributeError, ValueError):
                     continue
-                if written is not None and text.startswith(written[0], position):
+                if written is not None and begins_with(written[0], position):
                     break
             else:
-                return None
-            added, start, end, places = written
-            if start >= 0:
-                turns.append((position + start, position + end))
-            if recipe.losses:
-                losses += [loss._replace(message=number) for loss in recipe.losses]
-            slots += [(position + places[n], position + places[n + 1]) for n in range(0, len(places), 2)]
+                break
+            added, edges = written
+            for place in range(0, len(edges), 2):
+                turns.append((position + edges[place], position + edges[place + 1]))
+            used.append(recipe)
             position += len(added)
-        return Read(turns, slots, losses) if position == len(text) else None
+            places.append(position)
+        return Read(turns, places, used)
 
 
-def _keys(messages: Sequence[dict[str, Any]], tools: Any, wanted: Sequence[bool]) -> Iterator[Any]:
-    """Yield what decides on a message's recipes beside its answers: its kind, its neighbours', its place."""
-    kinds = [(message.get("role"), *message, *map(type, message.values())) for message in messages]
+def _keys(kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Return what decides on recipes beside answers, of the head and each message: kind, neighbours' kinds, place."""
     has_tools = bool(tools)
-    yield HEAD, kinds[0], has_tools
-    last = len(kinds) - 1
+    keys: list[Any] = [("head", kinds[0][0], has_tools)]
     before = None
-    for number, kind in enumerate(kinds):
-        after = kinds[number + 1][0] if number < last else None
-        yield kind, wanted[number], before, after, number == 0, has_tools
-        before = kind[0], "tool_calls" in messages[number]
-
-
-def _recipes_of(
-    messages: Sequence[dict[str, Any]],
-    chat: TracedText,
-    turns: dict[int, Range],
-    losses: Sequence[Loss],
-    recorder: Recorder,
-) -> Iterator[Recipe]:
-    edges = [0, *_beginnings(chat, len(messages)), len(chat.text)]
-    sources = _Sources(recorder)
-    guards = sources.guards_by_message(len(messages))
-    regions = _regions(chat, edges)
-    for number, (start, end) in enumerate(pairwise(edges), start=HEAD):
-        allowed = {max(number, 0)}
-        parts = regions[number + 1]
-        lines = [f"def run(x, {TOOLS_NAME}):", *guards[number]]
-        lines += _writing(parts, turns.get(number), (start, end), sources, allowed, with_tools=number == HEAD)
-        code = "\n".join(lines)
-        namespace: dict[str, Any] = dict(NAMES)
-        exec(code, namespace)
-        yield Recipe(namespace["run"], tuple(loss for loss in losses if loss.message == number), code)
-
-
-def _writing(
-    parts: Sequence[tuple[int, str, str | None]],
-    turn: Range | None,
-    region: Range,
-    sources: _Sources,
-    allowed: set[int],
-    *,
-    with_tools: bool,
-) -> list[str]:
-    """Return the lines that put a message's text together and count its characters."""
-    lines, texts, places = [], [], []
-    starts = []  # of parts: an expression each
-    const, slots = 0, ""
-    for number, (_, text, name) in enumerate(parts):
-        starts.append(f"{const}{slots}")
-        if name is None:
-            texts.append(ascii(text))
-            const += len(text)
-            continue
-        lines.append(f" s{number}={_own(sources.expanded(name), allowed, with_tools=with_tools)}")
-        lines.append(f" n{number}=len(s{number})")
-        texts.append(f"s{number}")
-        slots += f"+n{number}"
-        places += [starts[-1], f"{const}{slots}"]
-    starts.append(f"{const}{slots}")
-    edges = ["-1", "-1"] if turn is None else [_edge(edge, parts, region, starts) for edge in turn]
-    joined = f"''.join(({','.join(texts)},))" if texts else "''"
-    return [*lines, f" return {joined},{edges[0]},{edges[1]},({','.join(places)}{',' if places else ''})"]
-
-
-def _beginnings(chat: TracedText, num_messages: int) -> list[int]:
-    """Return where the template begins to write for each message; NotCompilable if that is not in their order."""
-    found: dict[int, int] = {}
-    for position, mark in chat.marks:
-        if mark.kind == "enter":
-            found[mark.message] = position
-    beginnings = [found.get(number, -1) for number in range(num_messages)]
-    if -1 in beginnings or beginnings != sorted(beginnings):
-        raise NotCompilable("no loop over the messages")
-    return beginnings
-
-
-def _regions(chat: TracedText, edges: Sequence[int]) -> list[list[tuple[int, str, str | None]]]:
-    """Cut the parts of a chat at the edges of its regions: (position, text, variable)."""
-    regions: list[list[tuple[int, str, str | None]]] = [[] for _ in edges[1:]]
-    position, region = 0, 0
-    for text, name in chat.whole.parts:
-        end = position + len(text)
-        while position < end:
-            while edges[region + 1] <= position:
-                region += 1
-            stop = min(end, edges[region + 1])
-            if name is not None and stop < end:
-                raise NotCompilable("a string in two regions")
-            regions[region].append((position, text[len(text) - (end - position) :][: stop - position], name))
-            position = stop
-    return regions
-
-
-def _edge(edge: int, parts: Sequence[tuple[int, str, str | None]], region: Range, starts: Sequence[str]) -> str:
-    """Return an expression for where an edge of a turn is, counted from the beginning of the region."""
-    if edge < region[0]:
-        raise NotCompilable("a turn that begins before its iteration")
-    for (position, text, name), start in zip(parts, starts, strict=False):
-        if edge == position or (name is None and position < edge < position + len(text)):
-            return f"{start}+{edge - position}"
-        if position < edge < position + len(text):
-            raise NotCompilable("an edge inside a string")
-    return f"{starts[-1]}+{edge - region[1]}"
-
-
-class _Sources:
-    """Expressions of a recorder, written out in terms of messages and tools."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        lines = zip(recorder.lines, recorder.is_assignment, strict=True)
-        self._sources = {left: right for (left, right), is_assignment in lines if is_assignment}
-        self._expanded: dict[str, str] = {}
-
-    def expanded(self, name: str) -> str:
-        if name not in self._expanded:
-            self._expanded[name] = f"({self.written_out(self._sources[name])})"
-        return self._expanded[name]
-
-    def written_out(self, source: str) -> str:
-        if len(source) > 20_000:
-            raise NotCompilable("a long expression")
-        return _VARIABLE.sub(lambda match: self.expanded(match[0]), source)
-
-    def guards_by_message(self, num_messages: int) -> dict[int, list[str]]:
-        """Return the guards on each message alone, and on tools, as lines; NotCompilable if one is on several."""
-        found: dict[int, list[str]] = {number: [] for number in range(HEAD, num_messages)}
-        lines = zip(self._recorder.lines, self._recorder.is_assignment, strict=True)
-        for (source, answer), is_assignment in lines:
-            if is_assignment:
-                continue
-            text = self.written_out(source)
-            about = {int(number) for number in _MESSAGE.findall(text)}
-            if len(about) > 1 or (about and TOOLS_NAME in text):
-                raise NotCompilable("a question about several messages")
-            line = guard_line(_MESSAGE.sub("x", text), answer)
-            found[about.pop() if about else HEAD].append(line)
-        return found
-
-
-def _own(source: str, allowed: set[int], *, with_tools: bool) -> str:
-    about = {int(number) for number in _MESSAGE.findall(source)}
-    if not about <= allowed or (TOOLS_NAME in source and not with_tools):
-        raise NotCompilable("a message that writes another's text")
-    return _MESSAGE.sub("x", source)
+    after = [kind[1] for kind in kinds[1:]]
+    after.append(None)
+    for (kind, _, seen), is_wanted, following in zip(kinds, wanted, after, strict=True):
+        keys.append((kind, is_wanted, before, following, has_tools))
+        before = seen
+    return keys

@@ -8,19 +8,35 @@ record's strings, so nothing needs to be rendered. For Qwen3 and a question with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from types import NoneType
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS_NAME, VARIABLE, Author, Part, Recorder
-from megatron_packed_sft.encode.masks.authored_values import json_inside, json_text, signature
+from megatron_packed_sft.encode.masks.authored_text import (
+    MESSAGE_NAME,
+    MESSAGES_NAME,
+    TOOLS_NAME,
+    VARIABLE,
+    Author,
+    Part,
+    Recorder,
+)
+from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
+from megatron_packed_sft.encode.templates.json_text import json_inside, json_text
 
 Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails
 Program = Callable[[Sequence[dict[str, Any]], Any], "tuple[tuple[str, ...], tuple[Range, ...]] | None"]
 
-NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature}
+_NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature, "NoneType": NoneType}
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
+_MAX_COMPILED = 4096
+_QUESTION = re.compile(r"(bool|signature)\(([^()]*(?:\(\))?)\)")
+_CONTAINED = ("str", "dict", "list")
+_TYPES = frozenset({str, list, dict, int, float, bool, NoneType})
+_ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=")
 
 
 class NotCompilable(Exception):  # noqa: N818 (not an error: the record is marked all the same)
@@ -33,14 +49,29 @@ class Shape(NamedTuple):
     Args:
         run: see `Program`.
         slots: which of the parts are the record's.
+        constants: the others.
     """
 
     run: Program
     slots: tuple[int, ...]
+    constants: tuple[str, ...]
 
 
-def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder) -> Shape:
+def compile_shape(
+    messages: Sequence[dict[str, Any]],
+    chat: TracedText,
+    ranges: Sequence[Range],
+    recorder: Recorder,
+    recipes: Sequence[Sequence[str]] = (),
+) -> Shape:
     """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
+
+    Args:
+        messages: of the chat; another one of the shape must have the same keys.
+        chat: the render.
+        ranges: the trained ones.
+        recorder: what was asked to find them.
+        recipes: if they are not found but known, the lines of the recipes of the head and of each message.
 
     Example:
         >>> from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
@@ -48,15 +79,19 @@ def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder)
         >>> from megatron_packed_sft.encode.templates.renderer import Renderer
         >>> recorder = Recorder()
         >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
-        >>> traced = renderer.render([{"role": "user", "content": " Hi "}], AuthoredChat(None, recorder))
-        >>> compile_shape(traced, [(1, 4)], recorder).run([{"role": "user", "content": "Hello"}], None)
+        >>> messages = [{"role": "user", "content": " Hi "}]
+        >>> traced = renderer.render(messages, AuthoredChat(None, recorder))
+        >>> compile_shape(messages, traced, [(1, 4)], recorder).run([{"role": "user", "content": "Hello"}], None)
         (('[', 'Hello', ']'), ((1, 7),))
     """
     if recorder.obstacle:
         raise NotCompilable(recorder.obstacle)
     parts = _merged(chat.whole.parts)
     places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
-    lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):", *_program(recorder)]
+    lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):"]
+    for number, message in enumerate(messages):
+        lines += type_guard(f"{MESSAGES_NAME}[{number}]", message)
+    lines += [*_program(recorder), *_linked(recipes, recorder)]
     names: dict[int, str] = {}
     before, const_before, num_before = "0", 0, 0
     for number, (edge, (const, slots, offset)) in enumerate(places.items()):
@@ -67,9 +102,19 @@ def compile_shape(chat: TracedText, ranges: Sequence[Range], recorder: Recorder)
     texts = ",".join(name or ascii(text) for text, name in parts)
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
-    namespace: dict[str, Any] = dict(NAMES)
-    exec("\n".join(_without_unused(lines)), namespace)
-    return Shape(namespace["run"], tuple(number for number, (_, name) in enumerate(parts) if name is not None))
+    return Shape(
+        compiled("\n".join(without_unused(lines))),
+        tuple(number for number, (_, name) in enumerate(parts) if name is not None),
+        tuple(text for text, name in parts if name is None),
+    )
+
+
+@lru_cache(_MAX_COMPILED)
+def compiled(source: str) -> Any:
+    """Return the function `run` of a program."""
+    namespace: dict[str, Any] = dict(_NAMES)
+    exec(source, namespace)
+    return namespace["run"]
 
 
 def note_parts(render: TracedText, recorder: Recorder) -> None:
@@ -156,21 +201,73 @@ def _program(recorder: Recorder) -> list[str]:
     return lines
 
 
+def _linked(recipes: Sequence[Sequence[str]], recorder: Recorder) -> Iterator[str]:
+    """Yield the lines of recipes as they are about the messages of a chat, and none that the chat has itself."""
+    names = dict(recorder.names)
+    seen = set(_program(recorder))
+    for number, lines in enumerate(recipes, start=-1):
+        known: dict[str, str] = {}  # its variables -> the chat's
+        message = f"{MESSAGES_NAME}[{max(number, 0)}]"
+        for line in lines:
+            assigned = _ASSIGNMENT.match(line)
+            source = line[assigned.end() :] if assigned else line
+            source = _VARIABLE.sub(lambda match: known[match[0]], source.replace(MESSAGE_NAME, message))  # noqa: B023
+            if assigned and source in names:
+                known[assigned[1]] = names[source]
+            elif assigned:
+                known[assigned[1]] = names[source] = f"{VARIABLE}{len(names)}"
+                yield f" {names[source]}={source}"
+            elif source not in seen:
+                seen.add(source)
+                yield source
+
+
 def guard_line(source: str, answer: Any) -> str:
-    """Return a line of a program that goes on only if an expression gives the same answer."""
+    """Return a line of a program that goes on only if an expression gives the same answer.
+
+    Example:
+        >>> guard_line("bool(x)", True), guard_line("len(x)", 2)
+        (' if not x: return None', ' if (len(x))!=2: return None')
+    """
+    asked = _QUESTION.fullmatch(source)
     if answer is True or answer is False:
-        return f" if {'not ' if answer else ''}({source}): return None"
+        source = asked[2] if asked and asked[1] == "bool" else f"({source})"
+        return f" if {'not ' if answer else ''}{source}: return None"
     if answer is None:
         return f" if ({source}) is not None: return None"
+    if asked and asked[1] == "signature" and (differs := _differs(asked[2], answer)):
+        return f" if {differs}: return None"
     return f" if ({source})!={answer!a}: return None"
 
 
-def _without_unused(lines: list[str]) -> list[str]:
+def _differs(source: str, found: Any) -> str | None:
+    """Return an expression for whether a container's `signature` is another one, without a call; None for rare ones."""
+    if not isinstance(found, tuple) or not found:
+        return None
+    if all(kind in _CONTAINED for kind in found if isinstance(kind, str)) and all(isinstance(k, str) for k in found):
+        kinds = [f"type({source}[{number}]) is not {kind}" for number, kind in enumerate(found)]
+        return " or ".join([f"len({source})!={len(found)}", *kinds])
+    if all(isinstance(item, tuple) and isinstance(item[0], str) and item[1] in _CONTAINED for item in found):
+        kinds = [f"type({source}[{key!a}]) is not {kind}" for key, kind in found]
+        return " or ".join([f"(*{source},)!={tuple(key for key, _ in found)!a}", *kinds])
+    return None
+
+
+def type_guard(source: str, message: dict[str, Any]) -> list[str]:
+    """Return a line that goes on only if the values of a message have the same types; none if there are none."""
+    unusual = [value for value in message.values() if type(value) not in _TYPES]
+    if unusual:
+        raise NotCompilable("a value of an unusual type")
+    asked = [f"type({source}[{key!a}]) is not {type(value).__name__}" for key, value in message.items()]
+    return [f" if {' or '.join(asked)}: return None"] if asked else []
+
+
+def without_unused(lines: Sequence[str]) -> list[str]:
     """Leave out assignments that nothing needs; backwards, one pass is enough."""
     kept: list[str] = []
     needed: set[str] = set()
     for line in reversed(lines):
-        assigned = re.match(rf" ({VARIABLE}\d+)=", line)
+        assigned = _ASSIGNMENT.match(line)
         if assigned and assigned[1] not in needed:
             continue
         needed.update(_VARIABLE.findall(line[assigned.end() :] if assigned else line))

@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import Template, filters, nodes, pass_eval_context, tests
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from megatron_packed_sft.encode.masks.authored_text import (
@@ -177,6 +178,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
+        if (type(obj) is LoopContext or type(obj) is Namespace) and not attribute.startswith("_"):
+            try:
+                return getattr(obj, attribute)  # what Jinja returns after many more questions
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         found = super().getattr(obj, attribute)
         if type(obj) is str and attribute == "format":
             return _formatting(obj, found)  # the sandbox hides whose method it is

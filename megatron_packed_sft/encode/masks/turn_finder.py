@@ -53,6 +53,7 @@ class TurnFinder:
         header: str | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        self.messages = messages
         self._parts = ChatParts(messages, render)
         self.chat = self._parts.chat
         tokens = Tokens(control)

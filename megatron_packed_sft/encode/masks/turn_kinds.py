@@ -26,7 +26,7 @@ from megatron_packed_sft.encode.tokenizers.interface import Segment
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 
-class Kind(enum.IntEnum):
+class TurnKind(enum.IntEnum):
     """What a trained character is part of; `OTHER` is what roles besides the assistant say, and text records."""
 
     OTHER = 0
@@ -78,7 +78,7 @@ class MessageWeights(NamedTuple):
 class _Stretch(NamedTuple):
     start: int
     end: int
-    kind: Kind
+    kind: TurnKind
     author: Author | None  # None for the template's text
 
 
@@ -107,7 +107,7 @@ def segments_of(
     roles: Sequence[str],
     weights: Mapping[int, MessageWeights],
     syntax: TurnSyntax,
-    untrained: frozenset[Kind],
+    untrained: frozenset[TurnKind],
 ) -> list[Segment]:
     """Cut the trained ranges of a chat at every change of weight or kind; what has no weight is left out.
 
@@ -135,11 +135,13 @@ def segments_of(
     return segments
 
 
-def _weighted(stretches: Sequence[_Stretch], weights: MessageWeights, untrained: frozenset[Kind]) -> Iterator[Segment]:
+def _weighted(
+    stretches: Sequence[_Stretch], weights: MessageWeights, untrained: frozenset[TurnKind]
+) -> Iterator[Segment]:
     before: float | None = None
     for start, end, kind, author in stretches:
         weight = 0.0 if kind in untrained else weights.of(author)
-        if kind is Kind.END_OF_TURN and before is not None:
+        if kind is TurnKind.END_OF_TURN and before is not None:
             weight = before  # it is trained with what it ends
         if weight > 0 and start < end:
             yield Segment(start, end, weight, int(kind))
@@ -195,11 +197,11 @@ def _plain_stretches(chat: TracedText, turn: Range, owner: int) -> list[_Stretch
     for span in _inside(chat, turn):
         author = span.author if span.author.message == owner else None
         stretches += [
-            _Stretch(position, span.start, Kind.OTHER, None),
-            _Stretch(span.start, span.end, Kind.OTHER, author),
+            _Stretch(position, span.start, TurnKind.OTHER, None),
+            _Stretch(span.start, span.end, TurnKind.OTHER, author),
         ]
         position = span.end
-    return [*stretches, _Stretch(position, turn[1], Kind.OTHER, stretches[-1].author if stretches else None)]
+    return [*stretches, _Stretch(position, turn[1], TurnKind.OTHER, stretches[-1].author if stretches else None)]
 
 
 def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> list[_Stretch]:
@@ -213,7 +215,7 @@ def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) ->
             body = end - len(token)
             break
     stretches: list[_Stretch] = []
-    position, kind, opening = start, Kind.ANSWER, (start, start)
+    position, kind, opening = start, TurnKind.ANSWER, (start, start)
     for number, span in enumerate(spans):
         last, kind = kind, _kind_of(span.author)
         cut = position
@@ -226,21 +228,21 @@ def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) ->
         position = span.end
     stretches.append(_Stretch(position, body, kind, None))
     stretches = _with_leading_reasoning(text, start, stretches, syntax)
-    return [*stretches, _Stretch(body, end, Kind.END_OF_TURN, None)]
+    return [*stretches, _Stretch(body, end, TurnKind.END_OF_TURN, None)]
 
 
-def _end_of_closing(text: str, between: Range, kind: Kind, opening: Range, syntax: TurnSyntax) -> int:
+def _end_of_closing(text: str, between: Range, kind: TurnKind, opening: Range, syntax: TurnSyntax) -> int:
     """Return where template text stops closing what is before it and begins to open what follows.
 
     What the turn opened with a tag ends with the next one, and so does reasoning that the prompt opened.
     """
     start, limit = between
-    if kind is Kind.TOOL_CALL:
+    if kind is TurnKind.TOOL_CALL:
         return limit  # nothing says which bracket of a call is its last
     closing = syntax.tokens.search(text, start, limit)
     opened = list(syntax.tokens.finditer(text, *opening))
     is_known = closing is not None and any(closing[0] == close for _, close in syntax.reasoning_tags)
-    if closing is None or not (opened or (kind is Kind.REASONING and is_known)):
+    if closing is None or not (opened or (kind is TurnKind.REASONING and is_known)):
         return start
     end = closing.end()
     name = re.match(r"\w+", text[end:limit])
@@ -272,9 +274,9 @@ def _with_leading_reasoning(text: str, start: int, stretches: list[_Stretch], sy
         cut = []
         for stretch in stretches:
             if stretch.end <= edge:
-                cut.append(stretch._replace(kind=Kind.REASONING))
+                cut.append(stretch._replace(kind=TurnKind.REASONING))
             elif stretch.start < edge:
-                cut += [stretch._replace(end=edge, kind=Kind.REASONING), stretch._replace(start=edge)]
+                cut += [stretch._replace(end=edge, kind=TurnKind.REASONING), stretch._replace(start=edge)]
             else:
                 cut.append(stretch)
         return cut
@@ -289,8 +291,8 @@ def _token_before(text: str, position: int, tokens: re.Pattern[str]) -> str | No
     return found[0] if found is not None and not text[found.end() : position].strip() else None
 
 
-def _kind_of(author: Author) -> Kind:
+def _kind_of(author: Author) -> TurnKind:
     key = author.path[0] if author.path else "content"
     if key in REASONING_KEYS:
-        return Kind.REASONING
-    return Kind.TOOL_CALL if key == "tool_calls" else Kind.ANSWER
+        return TurnKind.REASONING
+    return TurnKind.TOOL_CALL if key == "tool_calls" else TurnKind.ANSWER

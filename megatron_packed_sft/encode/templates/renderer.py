@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -12,20 +11,15 @@ from typing import Any
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
+from megatron_packed_sft.encode.templates.json_text import json_text
+from megatron_packed_sft.encode.templates.shortcuts import QuickNamespace, ShortcutGenerator, use_shortcuts
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 # Variables that stand where a generation block begins and ends: empty texts, but traced renders see events there.
 BLOCK_BEGINS, BLOCK_ENDS = "generation_block_begins", "generation_block_ends"
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-# Without `format`, through which a template could reach attributes of its arguments.
-_STRING_METHODS = frozenset(
-    {"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip", "upper"}
-)
 
 
 class RecordRefusedError(PackedSFTError):
@@ -50,25 +44,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with shortcuts for what chat templates do most: `message.role`, `loop.last`, `content.split`.
-
-    Each shortcut returns what Jinja returns after some twenty type checks.
-    """
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)
-        if kind is dict:
-            if attribute not in _DICT_ATTRIBUTES:
-                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        elif kind is str:
-            if attribute in _STRING_METHODS:
-                return getattr(obj, attribute)
-        elif (kind is LoopContext or kind is Namespace) and not attribute.startswith("_"):
-            try:
-                return getattr(obj, attribute)
-            except AttributeError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+    code_generator_class = ShortcutGenerator
 
 
 class _Dict:
@@ -153,6 +129,7 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     """Return a template's tree, the template and its globals; records with variables of their own share it."""
     environment = _Environment()
     prepare_environment(environment, name, date)
+    environment.globals["namespace"] = QuickNamespace
     try:
         tree = environment.parse(source)
         template = environment.from_string(source)
@@ -160,6 +137,7 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
         raise InvalidInputError(
             f"{name}, line {error.lineno}: {error.message}; fix the template or choose another"
         ) from None
+    use_shortcuts(template)
     # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
     defaults = dict(template.globals)
     template.globals = {}
@@ -193,7 +171,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # Jinja's own filter escapes HTML and sorts keys; chat templates expect neither.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json_text(value, (ensure_ascii, indent, tuple(separators) if separators else None, sort_keys))
 
 
 def _clock(name: str, date: str | None) -> Callable[[str], str]:
