@@ -150,7 +150,7 @@ def _reasoning(part: dict[str, Any], place: str) -> str:
 
 def _calls(part: dict[str, Any], place: str) -> list[dict[str, Any]]:
     if part["type"] == "tool_use":
-        return [tool_call(part.get("name"), part.get("input"), f"{place}.input", part.get("id"))]
+        return [tool_call(part, "input", place)]
     value = part.get("value", part.get(part["type"], part))
     if type(value) is str:
         value = parse_json(value, f"{place}.value")

@@ -63,7 +63,7 @@ def _messages(content: dict[str, Any], place: str) -> list[dict[str, Any]]:
             (thoughts if part.get("thought") else texts).append(value)
         elif kind in _CALLS:
             object_of(value, f"{field}.{kind}", "give an object with name and args")
-            calls.append(tool_call(value.get("name"), value.get("args"), f"{field}.{kind}", value.get("id")))
+            calls.append(tool_call(value, "args", f"{field}.{kind}"))
         else:
             results.append(_result(value, f"{field}.{kind}"))
     message: dict[str, Any] = {"role": role}

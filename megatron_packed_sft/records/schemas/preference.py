@@ -184,8 +184,12 @@ def _with_text(rest: dict[str, Any], answer: str, chosen: str) -> dict[str, Any]
 
 
 def _as_messages(turns: list[Any], field: str) -> list[Any]:
-    is_turn = type(turns[0]) is dict and "from" in turns[0] if turns else False
-    return read_turns(turns, field).messages if is_turn else turns
+    if not turns or type(turns[0]) is not dict or "from" not in turns[0]:
+        return turns
+    messages, train, *_ = read_turns(turns, field)
+    if train is None:
+        return messages
+    return [{**message, "weight": weight} for message, weight in zip(messages, train, strict=True)]
 
 
 def _asked(rest: dict[str, Any], answer: list[Any], chosen: str) -> list[Any]:

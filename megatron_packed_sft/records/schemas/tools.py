@@ -24,13 +24,11 @@ def tools_of(record: dict[str, Any], more: Any = None) -> list[dict[str, Any]] |
         >>> tools_of({"functions": [{"name": "now", "parameters": {}}]})
         [{'type': 'function', 'function': {'name': 'now', 'parameters': {}}}]
     """
-    given = {name: read_tools(record.get(name), name) for name in ("tools", "functions")}
-    given["the tools in the messages"] = more
-    found = {name: tools for name, tools in given.items() if tools}
-    tools = next(iter(found.values()), None)
-    for name, others in found.items():
-        if others != tools:
-            raise RecordError(name, f"differs from {next(iter(found))}; keep one of them")
+    tools = read_tools(record.get("tools"), "tools")
+    for field, others in (("functions", read_tools(record.get("functions"), "functions")), ("tools", more)):
+        if others and tools and others != tools:
+            raise RecordError(field, "differs from the other tools of the record; keep one of them")
+        tools = tools or others
     return tools
 
 
@@ -68,17 +66,19 @@ def read_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
     return calls
 
 
-def tool_call(name: Any, arguments: Any, place: str, identifier: Any = None) -> dict[str, Any]:
-    """Return one call in OpenAI's form.
+def tool_call(call: dict[str, Any], arguments: str, place: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form, from one that has its arguments under another name.
 
     Example:
-        >>> tool_call("add", {"a": 1}, "content[0]", "call_1")
+        >>> tool_call({"id": "call_1", "name": "add", "input": {"a": 1}}, "input", "content[0]")
         {'id': 'call_1', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
     """
+    name = call.get("name")
     if type(name) is not str:
         raise RecordError(f"{place}.name", "is missing or not a string; give the name of the function")
-    outside = {} if identifier is None else {"id": identifier}
-    return {**outside, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments, place)}}
+    function = {"name": name, "arguments": arguments_of(call.get(arguments), f"{place}.{arguments}")}
+    outside = {"id": call["id"]} if "id" in call else {}
+    return {**outside, "type": "function", "function": function}
 
 
 def arguments_of(value: Any, field: str) -> dict[str, Any]:
