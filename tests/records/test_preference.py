@@ -101,9 +101,9 @@ def test_a_verdict_of_true_or_false_is_kto(record: dict[str, Any], label: str) -
 
 
 def test_a_schema_that_is_named_does_not_hide_a_verdict() -> None:
-    with pytest.raises(RecordError, match="^label is False: preference data"):
+    with pytest.raises(RecordError, match=r"^label is False: preference data"):
         adapter("messages")({"messages": [USER, BAD], "label": False})
-    with pytest.raises(RecordError, match="^the record is preference data"):
+    with pytest.raises(RecordError, match=r"^the record is preference data"):
         adapter("messages")({"messages": [USER, GOOD], "rejected": [BAD]})
     mapped = adapter(mapping={"messages": "messages"})({"messages": [USER, BAD], "label": False})
     assert mapped == Conversation([USER, BAD])
