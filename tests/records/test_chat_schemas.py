@@ -55,6 +55,13 @@ def test_functions_and_function_calls_are_tools_and_tool_calls() -> None:
     assert adapt({**record, "tools": [TOOL]}, "messages") == expected
 
 
+def test_a_role_for_a_call_is_an_assistant_who_calls() -> None:
+    text = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    for content in (text, f"[{text}]"):
+        turns = [USER, {"role": "tool_call", "content": content}, {"role": "tool_response", "content": "-3 C"}, ANSWER]
+        assert adapt({"messages": turns}, "messages").messages == [USER, CALLING, RESULT, ANSWER]
+
+
 def test_a_refusal_is_what_the_assistant_says() -> None:
     refusing = {"role": "assistant", "content": None, "refusal": "I cannot help with that.", "weight": 0.5}
     found = adapt({"messages": [USER, refusing]}, "messages")
@@ -246,6 +253,7 @@ USE = {"type": "tool_use", "name": "now", "input": {}}
             {"messages": [{"role": "assistant", "function_call": "f()"}]},
             "messages[0].tool_calls[0] is a string; give an",
         ),
+        ({"messages": [{"role": "tool_call", "content": "f()"}]}, "messages[0].content is not valid JSON"),
         ({"messages": [USER], "tools": [TOOL], "functions": [{"name": "f"}]}, "functions differs from the other tools"),
         ({"messages": [{**ANSWER, "refusal": "No."}]}, "messages[0].refusal stands beside a content; keep one of them"),
         ({"messages": [{**ANSWER, "refusal": 5}]}, "messages[0].refusal stands beside a content"),

@@ -62,6 +62,9 @@ def test_an_unknown_record_tells_its_keys() -> None:
         adapter()({"title": "?", "summary": "!"})
     with pytest.raises(RecordError, match=r"^the record has the keys text \(null\), id, which match no known schema"):
         adapter()({"text": None, "id": 5})
+    steps = [{"role": "ai", "text": "I look around.", "mask": False}]
+    with pytest.raises(RecordError, match=r"such as mapping: \{messages: trajectory, role: role, content: text\}$"):
+        adapter()({"trajectory": steps, "exit_status": "submitted"})
     with pytest.raises(RecordError, match=r"^the record has no keys"):
         adapter()({})
 

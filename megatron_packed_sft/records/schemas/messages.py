@@ -3,7 +3,8 @@
 Messages are normalized, so that chat templates and hashes see one form:
 - keys with null values are removed, at every depth (Parquet and Arrow give every message every key);
 - content in parts becomes one text, with reasoning and tool calls beside it (`content.py`);
-- tools and tool calls have one form (`tools.py`); `function_call` and the role `function` are their old names;
+- tools and tool calls have one form (`tools.py`); `function_call` and the role `function` are their old names, and
+  ms-swift has roles for them;
 - a `refusal` is what the assistant says;
 - weights (`weights.py`) leave the messages.
 """
@@ -137,11 +138,8 @@ class _Reader:
             return
         role = message.get("role")
         if type(role) is not str or role not in roles:
-            if role != "function":
-                said = "is missing" if role is None else f"is {role!r}"
-                known = ", ".join(sorted(roles))
-                raise RecordError(f"{place}.role", f"{said}; use one of {known}, or map it with `roles`")
-            message["role"] = "tool"
+            _replace_role(message, place, roles)
+            content = message.get("content")
         if not _UNUSUAL.isdisjoint(message):
             _replace_other_names(message, place)
             self._take_weight(message, place)
@@ -198,6 +196,21 @@ class _Reader:
     def result(self) -> ReadMessages:
         train = [self._weights.get(index) for index in range(len(self.messages))] if self._weights else None
         return ReadMessages(self.messages, train, self._parts or None, self._tools)
+
+
+def _replace_role(message: dict[str, Any], place: str, roles: Collection[str]) -> None:
+    """Give a message its usual role, if it has an old one (OpenAI) or one for a call alone (ms-swift)."""
+    role = message.get("role")
+    if role in ("function", "tool_response"):
+        message["role"] = "tool"
+    elif role in ("function_call", "tool_call"):
+        field = f"{place}.content"
+        calls = parse_json(string_of(message.pop("content", None), field), field)
+        message |= {"role": "assistant", "tool_calls": calls if type(calls) is list else [calls]}
+    else:
+        said = "is missing" if role is None else f"is {role!r}"
+        known = ", ".join(sorted(roles))
+        raise RecordError(f"{place}.role", f"{said}; use one of {known}, or map it with `roles`")
 
 
 def _replace_other_names(message: dict[str, Any], place: str) -> None:

@@ -75,6 +75,8 @@ _AUTO, _MAPPING = "auto", "mapping"
 TAKES = ("chosen",)
 # Built-in schemas that look at values, so that their keys alone decide nothing.
 _ASK_VALUES = frozenset({"body", "contents", "traj", "conversation", "dialog", "dialogue"})
+_ROLES = ("role", "from", "speaker", "author", "sender", "user")
+_CONTENTS = ("content", "value", "text", "utterance", "message", "body")
 _MAX_KNOWN = 1024
 _known: dict[tuple[str, ...], str] = {}  # keys that are not null -> built-in schema
 
@@ -144,7 +146,19 @@ def _recognise(record: dict[str, Any]) -> str:
 def _unknown(record: dict[str, Any]) -> RecordError:
     keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
     said = f"the keys {', '.join(keys)}" if keys else "no keys"
-    return RecordError("", f"has {said}, which match no known schema; set schema or mapping for its source")
+    line = _mapping_line(record)
+    such = f", such as mapping: {line}" if line else ""
+    return RecordError("", f"has {said}, which match no known schema; set schema or mapping for its source{such}")
+
+
+def _mapping_line(record: dict[str, Any]) -> str | None:
+    """Return the mapping that a record with a list of objects seems to need."""
+    for name, value in record.items():
+        if type(value) is list and value and type(value[0]) is dict:
+            role, content = (next((key for key in keys if key in value[0]), None) for keys in (_ROLES, _CONTENTS))
+            if role and content:
+                return f"{{messages: {name}, role: {role}, content: {content}}}"
+    return None
 
 
 def adapter(schema: str = _AUTO, mapping: Mapping[str, Any] | None = None, take: str | None = None) -> Adapter:
