@@ -107,7 +107,9 @@ def key_hint(schema: type, path: str, look_alikes: Mapping[str, str]) -> str:
     siblings = [key.path for key in _fields_at(schema, group)]
     # An entry that the user named, such as sources.NAME, has keys of its own; what other groups have is no hint there.
     is_named_entry = bool(group and siblings) and group not in {key.rpartition(".")[0] for key in known}
-    if right := look_alikes.get(path) or (None if is_named_entry else look_alikes.get(last)):
+    right = look_alikes.get(path) or (None if is_named_entry else look_alikes.get(last))
+    # What stands for a key without a group, such as path for input, means something else inside a group.
+    if right and (path in look_alikes or not siblings or not group or "." in right):
         return f"use {right}"
     if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
         return f"did you mean {group}.{near[0]}?" if group else f"did you mean {near[0]}?"

@@ -38,8 +38,11 @@ LOOK_ALIKES = {
     **dict.fromkeys(("num_workers", "workers", "num_proc"), "executor.num_workers"),
     **dict.fromkeys(("path", "paths", "files", "data", "input_path"), "input"),
     **dict.fromkeys(("output_dir", "output_path", "save_dir"), "output"),
-    **dict.fromkeys(("chat_template",), "template.name"),
-    **dict.fromkeys(("tokenizer_path", "tokenizer_name"), "tokenizer.path"),
+    **dict.fromkeys(("chat_template", "template.path", "template.file", "template.chat_template"), "template.name"),
+    **dict.fromkeys(("chat_template_kwargs", "template_kwargs", "template.kwargs"), "template.variables"),
+    **dict.fromkeys(("date", "template.today"), "template.date"),
+    **dict.fromkeys(("tokenizer_path", "tokenizer_name", "tokenizer.name"), "tokenizer.path"),
+    **{key: f"sources.NAME.{key} (NAME is input for input=)" for key in ("take", "schema", "mapping")},
     **dict.fromkeys(("val_frac", "validation_fraction", "val_fraction", "eval_fraction"), "split.validation_fraction"),
 }
 

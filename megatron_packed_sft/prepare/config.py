@@ -17,18 +17,21 @@ class SourceConfig:
     """One named source of records.
 
     Args:
-        path: a file, glob or URL, or a list of them.
-        schema: auto, messages, sharegpt, alpaca, prompt_completion, text, tokenized or mapping.
+        path: a file, glob or URL, or a list of them; the source called input may take its files from input instead.
+        schema: auto, messages, sharegpt, alpaca, prompt_completion, question_answer, text, tokenized, dialog, gemini,
+            openai_batch, trajectory or mapping.
         mapping: dotted keys of your own, for schema=mapping.
         weight: how often its training records are packed; 2 packs them twice, 0.5 a stable half of them.
         split: the split that all of its records go to; null decides by the hash of their content.
+        take: chosen takes the chosen side of preference data; null refuses such data.
     """
 
-    path: Any = REQUIRED
+    path: Any = None
     schema: str = "auto"
     mapping: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     split: str | None = None
+    take: str | None = None
 
 
 @dataclass
@@ -65,7 +68,7 @@ class PrepareConfig:
 
     Args:
         output: the dataset directory to publish.
-        input: a file, glob or URL, or a list of them; one source, called input.
+        input: a file, glob or URL, or a list of them; one source, called input, whose other keys are sources.input.
         sources: several sources by name, such as {maths: {path: maths.jsonl, weight: 2}}.
         work_dir: where token stores, plans and receipts are kept; null is OUTPUT.work.
         packed_storage: set by choosing storage=NAME.

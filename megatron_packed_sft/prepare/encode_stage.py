@@ -235,6 +235,7 @@ class SliceRun:
                 "file": task.slice.file.path,  # the examples of dropped records name it
                 "source": [task.source.name, task.source.schema, task.source.weight, task.source.split],
                 "mapping": dict(task.source.mapping),
+                **({"take": task.source.take} if task.source.take else {}),
                 "max_records": task.max_records,
                 "duplicates": sorted(task.duplicates),
                 **self._description,

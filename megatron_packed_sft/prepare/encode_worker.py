@@ -25,7 +25,7 @@ from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
-from megatron_packed_sft.records.record import Record, RecordError, content_hash
+from megatron_packed_sft.records.record import NotTakenError, Record, RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
@@ -138,7 +138,9 @@ class SliceEncoder:
     def _records(self, task: SliceTask, sink: _Sink) -> Iterator[ReadRecord]:
         for position, (raw, read) in enumerate(read_records(task)):
             sink.counts.num_rows += 1
-            if isinstance(read, RecordError):
+            if isinstance(read, NotTakenError):
+                self._drop(sink, raw, DropReason.NOT_TAKEN, "")
+            elif isinstance(read, RecordError):
                 self._drop(sink, raw, DropReason.BAD_RECORD, f"{read.field or 'the record'} {read.problem}", str(read))
             elif position in task.duplicates:
                 self._drop(sink, raw, DropReason.DUPLICATE, "")
@@ -192,7 +194,7 @@ class SliceEncoder:
 
 def read_records(task: SliceTask) -> Iterator[tuple[RawRecord, ReadRecord | RecordError]]:
     """Yield the records of a slice in one form; the error in place of a record that cannot be read."""
-    adapt = adapter(task.source.schema, task.source.mapping or None)
+    adapt = adapter(task.source.schema, task.source.mapping or None, task.source.take)
     for raw in islice(read_slice(task.slice), task.max_records):
         if isinstance(raw.value, RecordError):
             yield raw, raw.value

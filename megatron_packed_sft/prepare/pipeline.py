@@ -55,6 +55,8 @@ from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import byte_count, counted
 
+_INPUT = "input"  # the source that input= stands for
+
 
 class Pipeline:
     """A preparation: `run` does it, `estimate` counts what it would do.
@@ -280,9 +282,9 @@ def _check(config: PrepareConfig) -> None:
 def _sources(config: PrepareConfig) -> list[Source]:
     given: dict[str, SourceConfig] = dict(config.sources)
     if config.input is not None:
-        if given:
+        if set(given) - {_INPUT} or (_INPUT in given and given[_INPUT].path is not None):
             raise InvalidInputError("input and sources were both given; name all of the input in sources")
-        given = {"input": SourceConfig(path=config.input)}
+        given = {_INPUT: replace(given.get(_INPUT, SourceConfig()), path=config.input)}
     if not given:
         raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several sources")
     return [
@@ -293,12 +295,15 @@ def _sources(config: PrepareConfig) -> list[Source]:
             mapping=source.mapping,
             weight=source.weight,
             split=source.split,
+            take=source.take,
         )
         for name, source in given.items()
     ]
 
 
 def _paths(key: str, given: Any) -> tuple[str, ...]:
+    if given is None:
+        raise InvalidInputError(f"{key} has no value; add {key}=...")
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
         raise InvalidInputError(f"{key} is {given!r}; give a path, or a list of paths")

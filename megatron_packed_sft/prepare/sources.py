@@ -12,6 +12,7 @@ import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import InputFile, find_files
+from megatron_packed_sft.records.schemas.registry import TAKES
 from megatron_packed_sft.records.slices import FileSlice, scan_slices
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -32,6 +33,7 @@ class Source:
         mapping: dotted keys, for schema `mapping`.
         weight: how often its training records are packed.
         split: the split of all its records, or None to go by content.
+        take: the side of preference data that is taken, or None to refuse such data.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Source:
     mapping: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     split: str | None = None
+    take: str | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -52,6 +55,13 @@ class Source:
             raise InvalidInputError(f"sources.{self.name}.weight is {self.weight}; it must be above 0 and at most 1000")
         if self.split is not None and self.split not in SPLITS:
             raise InvalidInputError(f"sources.{self.name}.split is {self.split!r}; choose one of {', '.join(SPLITS)}")
+        if self.take is not None and self.take not in TAKES:
+            raise InvalidInputError(f"sources.{self.name}.take is {self.take!r}; choose {', '.join(TAKES)} or null")
+        if self.take is not None and (self.schema != "auto" or self.mapping):
+            raise InvalidInputError(
+                f"sources.{self.name}.take goes with schema auto, since a schema or a mapping says what is taken; "
+                "set one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class ScannedSource:
             "mapping": dict(self.source.mapping),
             "weight": self.source.weight,
             "split": self.source.split,
+            **({"take": self.source.take} if self.source.take else {}),
             "files": [
                 {"name": basename(file.path), "size": file.size, "checksum": file.checksum} for file in self.files
             ],

@@ -102,6 +102,14 @@ class RecordError(InvalidInputError):
         return RecordError(self.field, self.problem, where)
 
 
+class NotTakenError(RecordError):
+    """A record that is sound, but on the side of its preference data that is not taken; counted, never an error."""
+
+    def at(self, where: Location) -> NotTakenError:
+        """Return the same error with its location."""
+        return NotTakenError(self.field, self.problem, where)
+
+
 def kind_of(value: Any) -> str:
     """Return what kind of JSON value this is, for error messages.
 

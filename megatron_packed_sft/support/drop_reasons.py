@@ -59,6 +59,7 @@ class DropReason(enum.StrEnum):
     SHORT_TAIL = "short_tail", Severity.ANNOUNCED  # tokens only: last chunks of split sequences, below min_len
     # What the options ask for.
     DUPLICATE = "duplicate", Severity.HARMLESS
+    NOT_TAKEN = "not_taken", Severity.HARMLESS  # the side of preference data that `take` leaves
     SAMPLED_OUT = "sampled_out", Severity.HARMLESS
     BELOW_MIN_LEN = "below_min_len", Severity.HARMLESS
     ABOVE_MAX_LEN = "above_max_len", Severity.HARMLESS

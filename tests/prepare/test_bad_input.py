@@ -88,6 +88,10 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
         ("packing_length=256", "packing_length is not a key; use packing.pack_size"),
         ("packing.pack_sise=256", "packing.pack_sise is not a key; did you mean packing.pack_size?"),
         ("packing.pack_size=long", "packing.pack_size is 'long'; it must be an integer"),
+        ("template.path=x.jinja", "template.path is not a key; use template.name"),
+        ("tokenizer.name=x", "tokenizer.name is not a key; use tokenizer.path"),
+        ("template.files=x.jinja", "template.files is not a key; template has the keys name, date"),
+        ("date=2026-01-31", "date is not a key; use template.date"),
         ("on_error=ignore", "on_error is 'ignore'; choose raise or skip"),
         ("limit=0", "limit is 0"),
         ("shard_megabytes=0", "shard_megabytes is 0"),
@@ -111,6 +115,41 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path, tokenizer_path: str, ov
     assert failed.code == 2
     assert sentence in failed.err
     assert failed.err.count("\n") == 1
+
+
+def test_a_template_that_writes_the_date_names_the_key_that_sets_it(tmp_path: Path, tokenizer_path: str) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD])
+    given = [f"input={rows}", *arguments(tmp_path, tokenizer_path), f"template.name={template}"]
+    failed = prepare(*given)
+    assert failed.code == 2
+    assert "dated.jinja writes today's date, so ids would differ between runs; set template.date, such as" in failed.err
+    assert prepare(*given, "template.date=2026-01-31").code == 0
+
+
+def test_content_that_is_null_is_the_record_s_fault_only_if_nothing_else_is_said(
+    tmp_path: Path, tokenizer_path: str
+) -> None:
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.strip() }}{{ m.reasoning_content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    calling = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    thinking = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "reasoning_content": "Hm."}]}
+    rows = write_records(tmp_path / "rows.jsonl", [GOOD, calling, thinking])
+    given = [f"input={rows}", *arguments(tmp_path, tokenizer_path), f"template.name={template}"]
+    done = prepare(*given)
+    assert done.code == 0, done.err
+    write_records(rows, [{"messages": [GOOD["messages"][0], {"role": "assistant", "content": None}]}])
+    failed = prepare(*given, "--overwrite")
+    assert "line 1: messages[1].content is null or missing, and there are no tool_calls; give one" in failed.err
 
 
 def test_missing_input_is_one_sentence(tmp_path: Path, tokenizer_path: str) -> None:

@@ -97,12 +97,6 @@ def test_no_tools_are_none(tools: Any) -> None:
     assert adapt({"messages": [USER], "tools": tools}).tools is None
 
 
-def test_weights_and_flags_say_what_is_trained() -> None:
-    flags = [{"weight": 0}, {"weight": 1}, {"weight": 0.5}, {"train": False}, {"train": True, "weight": 0}, {}]
-    found = adapt({"messages": [{**ASSISTANT, **flag} for flag in flags]})
-    assert found == Conversation([ASSISTANT] * 6, None, [False, True, True, False, True, None])
-
-
 def test_a_system_prompt_of_the_record_goes_in_front_and_flags_stay_aligned() -> None:
     record = {"system": "Be brief.", "messages": [USER, {**ASSISTANT, "weight": 0}]}
     system = {"role": "system", "content": "Be brief."}
@@ -126,17 +120,16 @@ def messages(*given: Any) -> dict[str, Any]:
         (messages({"role": "human", "content": "Hi"}), "messages[0].role is 'human'; use one of assistant, developer"),
         (messages({"role": ["user"], "content": "Hi"}), "messages[0].role is ['user']; use one of"),
         (messages(USER, {"role": "assistant", "content": 4}), "messages[1].content is a number; give a string or"),
-        (messages({"role": "user", "content": None}), "messages[0].content is missing, and there are no tool_calls"),
+        (
+            messages({"role": "user", "content": None}),
+            "messages[0].content is null or missing, and there are no tool_calls",
+        ),
         (
             messages({"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url"}]}),
-            "messages[0].content[1] is a part of type 'image_url'; only text is supported",
+            "messages[0].content[1] is a part of type 'image_url', an image; only text is supported",
         ),
-        (messages({"role": "user", "content": ["Hi"]}), "messages[0].content[0] is a part of type a string"),
+        (messages({"role": "user", "content": ["Hi"]}), "messages[0].content[0] is a string; give a text part"),
         (messages({**ASSISTANT, "reasoning_content": 5}), "messages[0].reasoning_content is a number; give a string"),
-        (messages({**ASSISTANT, "weight": "no"}), "messages[0].weight is 'no'; give 0"),
-        (messages({**ASSISTANT, "weight": -1}), "messages[0].weight is -1; give 0"),
-        (messages({**ASSISTANT, "train": 1}), "messages[0].train is 1; give true or false"),
-        (messages({**ASSISTANT, "function_call": {"name": "f"}}), "messages[0].function_call is the old form"),
         (messages({**ASSISTANT, "tool_calls": {"name": "f"}}), "messages[0].tool_calls is an object; give a list"),
         (messages({**ASSISTANT, "tool_calls": ["f"]}), "messages[0].tool_calls[0] is a string; give an object"),
         (messages({**ASSISTANT, "tool_calls": [{"id": "1"}]}), "messages[0].tool_calls[0].function.name is missing"),
@@ -151,7 +144,7 @@ def messages(*given: Any) -> dict[str, Any]:
         ({"messages": [USER], "tools": {"name": "f"}}, "tools is an object; give a list"),
         ({"messages": [USER], "tools": [TOOL, {"type": "code"}]}, "tools[1] does not describe a function"),
         ({"messages": [USER], "tools": "nothing"}, "tools is not valid JSON ("),
-        ({"messages": [USER], "system": ["Be brief."]}, "system is a list; give a string"),
+        ({"messages": [USER], "system": ["Be brief."]}, "system[0] is a string; give a text part"),
         (
             {"messages": [{"role": "system", "content": "A"}], "system": "B"},
             "system differs from the system message at the start of the chat; keep one of them",

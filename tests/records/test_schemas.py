@@ -35,6 +35,11 @@ USER = {"role": "user", "content": "Add.\n\n2, 2"}
 ASSISTANT = {"role": "assistant", "content": "4"}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "messages": {"messages": [USER, ASSISTANT], "text": "rendered", "prompt": "Add."},
+    "dialog": {"dialog": [USER, ASSISTANT]},
+    "gemini": {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}], "text": "rendered"},
+    "openai_batch": {"body": {"messages": [USER, ASSISTANT]}, "custom_id": "1"},
+    "trajectory": {"traj": [USER, ASSISTANT], "reward": 1.0},
+    "question_answer": {"question": USER["content"], "answer": "4"},
     "sharegpt": {"conversations": [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": "4"}]},
     "alpaca": {"instruction": "Add.", "input": "2, 2", "output": "4", "text": "rendered"},
     "prompt_completion": {"prompt": "2 + 2 = ", "completion": "4"},
@@ -52,11 +57,14 @@ def test_a_record_is_recognised_by_its_keys_even_among_null_ones(schema: str) ->
 
 def test_an_unknown_record_tells_its_keys() -> None:
     with pytest.raises(
-        RecordError, match=r"^the record has the keys question, answer, which match no known schema; set schema"
+        RecordError, match=r"^the record has the keys title, summary, which match no known schema; set schema"
     ):
-        adapter()({"question": "?", "answer": "!"})
+        adapter()({"title": "?", "summary": "!"})
     with pytest.raises(RecordError, match=r"^the record has the keys text \(null\), id, which match no known schema"):
         adapter()({"text": None, "id": 5})
+    steps = [{"role": "ai", "text": "I look around.", "mask": False}]
+    with pytest.raises(RecordError, match=r"such as mapping: \{messages: trajectory, role: role, content: text\}$"):
+        adapter()({"trajectory": steps, "exit_status": "submitted"})
     with pytest.raises(RecordError, match=r"^the record has no keys"):
         adapter()({})
 
@@ -162,7 +170,7 @@ def test_ids_come_with_a_mask_or_with_labels() -> None:
         ("tokenized", {"input_ids": [2**63]}, "input_ids holds something other than 64-bit integers"),
         ("tokenized", {"input_ids": [5]}, "loss_mask is missing, and so is labels"),
         ("tokenized", {"input_ids": [5, 6], "loss_mask": [1]}, "loss_mask has 1 values, but there are 2 input_ids"),
-        ("tokenized", {"input_ids": [5, 6], "loss_mask": [1, 2]}, "loss_mask[1] is 2, at the input id 6; give 0 or 1"),
+        ("tokenized", {"input_ids": [5, 6], "loss_mask": [1, -2]}, "loss_mask[1] is -2, at the input id 6; give 0, 1"),
         ("tokenized", {"input_ids": [5, 6], "labels": [6, -100]}, "labels[0] is 6, at the input id 5; give the same"),
     ],
 )
@@ -236,7 +244,7 @@ def test_a_mapping_reaches_every_schema(mapping: Any, record: dict[str, Any], ex
         ({"messages": "log"}, {"log": ["Hi"]}, "log[0] is a string; give an object"),
         ({"prompt": "q", "completion": "a"}, {"q": "Hi", "a": None}, "q is a string, and completion is null"),
         ({"text": "body"}, {"text": "elsewhere"}, "body is null; give a string"),
-        ({"input_ids": "ids", "loss_mask": "mask"}, {"ids": [5], "mask": [3]}, "mask[0] is 3, at the input id 5"),
+        ({"input_ids": "ids", "loss_mask": "mask"}, {"ids": [5], "mask": [-3]}, "mask[0] is -3, at the input id 5"),
     ],
 )
 def test_faults_of_mapped_records_are_told_with_the_names_in_the_file(
@@ -250,7 +258,10 @@ def test_faults_of_mapped_records_are_told_with_the_names_in_the_file(
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"messages": "log", "speaker": "who"}, "mapping has unknown keys: speaker; use keys of completion, content,"),
+        (
+            {"messages": "log", "speaker": "who"},
+            "mapping has unknown keys: speaker; use keys of chat_template_kwargs, completion",
+        ),
         ({"role": "who"}, "does not say where the text is; set one of: messages; completion and prompt; "),
         ({"text": "body", "role": "who"}, "mapping has keys that do not go with text: role"),
         ({"messages": "log", "prompt": "q"}, "mapping has keys that do not go with messages: prompt"),
@@ -266,7 +277,10 @@ def test_a_mapping_that_makes_no_sense_is_refused_before_any_record(mapping: dic
 
 
 def test_equal_records_of_different_schemas_hash_equally_and_others_do_not() -> None:
-    same = {content_hash(adapter()(EXAMPLES[schema])) for schema in ("messages", "sharegpt", "alpaca")}
+    same = {
+        content_hash(adapter()(EXAMPLES[schema]))
+        for schema in ("messages", "sharegpt", "alpaca", "dialog", "question_answer")
+    }
     assert len(same) == 1
     others = [
         {"messages": [USER, {**ASSISTANT, "content": "5"}]},

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Record, RecordError
-from megatron_packed_sft.records.schemas.messages import ROLES, adapt_messages, list_of
-from megatron_packed_sft.records.schemas.texts import adapt_alpaca, adapt_prompt_completion, adapt_text, adapt_tokenized
+from megatron_packed_sft.records.schemas.messages import ROLES, adapt_messages
+from megatron_packed_sft.records.schemas.questions import adapt_alpaca
+from megatron_packed_sft.records.schemas.texts import adapt_prompt_completion, adapt_text, adapt_tokenized
+from megatron_packed_sft.records.schemas.values import list_of
 
 
 class _Target(NamedTuple):
@@ -21,15 +23,20 @@ class _Target(NamedTuple):
     has_messages: bool = False
 
 
+_RECORD_WEIGHT = "record_weight"  # `weight` is the path of a message's own
+_BESIDE = frozenset({"tools", "system", "chat_template_kwargs"})
 _TARGETS = (
-    _Target(frozenset({"messages"}), frozenset({"tools", "system"}), adapt_messages, True),
-    _Target(frozenset({"prompt", "completion"}), frozenset({"tools", "system"}), adapt_prompt_completion, True),
-    _Target(frozenset({"instruction", "output"}), frozenset({"input", "system", "history"}), adapt_alpaca),
+    _Target(frozenset({"messages"}), _BESIDE, adapt_messages, True),
+    _Target(frozenset({"prompt", "completion"}), _BESIDE, adapt_prompt_completion, True),
+    _Target(frozenset({"instruction", "output"}), _BESIDE | {"input", "history", "reasoning_content"}, adapt_alpaca),
     _Target(frozenset({"text"}), frozenset(), adapt_text),
     _Target(frozenset({"input_ids"}), frozenset({"loss_mask", "labels"}), adapt_tokenized),
 )
 _MESSAGE_LISTS = ("messages", "prompt", "completion")
-_MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "train")
+_MESSAGE_KEYS = (
+    *("role", "content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "tool_call_id"),
+    *("name", "refusal", "weight", "loss_weight", "train"),
+)
 _ROLES = "roles"
 _FIELD = re.compile(r"(\w+)(\[\d+\])?(?:\.(\w+))?(.*)", re.DOTALL)
 
@@ -39,9 +46,10 @@ class MappedRecords:
 
     Args:
         mapping: one of `messages`; `prompt` and `completion`; `instruction` and `output`; `text`; `input_ids`, with
-            what belongs to it (`tools`, `system`, `input`, `history`, `loss_mask`, `labels`), each to a dotted path,
-            such as `data.chat.turns` or `answers.0.text`. `role`, `content` and the other keys of a message are paths
-            in each message; those not named keep their own names. `roles` translates: `{"bot": "assistant"}`.
+            what belongs to it (`tools`, `system`, `chat_template_kwargs`, `input`, `history`, `loss_mask`, `labels`,
+            `record_weight`), each to a dotted path, such as `data.chat.turns` or `answers.0.text`. `role`, `content`,
+            `weight` and the other keys of a message are paths in each message; those not named keep their own names.
+            `roles` translates: `{"bot": "assistant"}`.
 
     Example:
         >>> adapt = MappedRecords({"messages": "chat", "role": "who", "content": "says", "roles": {"me": "user"}})
@@ -55,7 +63,12 @@ class MappedRecords:
         for name, path in mapping.items():
             if name != _ROLES and (not isinstance(path, str) or not path):
                 raise InvalidInputError(f"mapping.{name} is {path!r}; give a dotted path, such as 'data.chat'")
-        self._paths = {name: mapping[name] for name in mapping if name not in (*_MESSAGE_KEYS, _ROLES)}
+        in_messages = (*_MESSAGE_KEYS, _ROLES) if self._target.has_messages else (_ROLES,)
+        self._paths = {
+            "weight" if name == _RECORD_WEIGHT else name: path
+            for name, path in mapping.items()
+            if name not in in_messages
+        }
         self._message_paths = {name: mapping.get(name, name) for name in _MESSAGE_KEYS}
         self._split = {path: path.split(".") for path in (*self._paths.values(), *self._message_paths.values())}
 
@@ -104,6 +117,7 @@ class MappedRecords:
 
 def _target_of(mapping: Mapping[str, Any]) -> _Target:
     known = {_ROLES, *_MESSAGE_KEYS}.union(*(target.required | target.optional for target in _TARGETS))
+    known.add(_RECORD_WEIGHT)
     unknown = sorted(set(mapping) - known)
     if unknown:
         raise InvalidInputError(
@@ -111,7 +125,7 @@ def _target_of(mapping: Mapping[str, Any]) -> _Target:
         )
     for target in _TARGETS:
         if target.required <= set(mapping):
-            allowed = target.required | target.optional
+            allowed = target.required | target.optional | {_RECORD_WEIGHT}
             if target.has_messages:
                 allowed |= {_ROLES, *_MESSAGE_KEYS}
             foreign = sorted(set(mapping) - allowed)

@@ -1,252 +1,267 @@
-"""Chats in OpenAI's form: `messages`, with tools, tool calls, reasoning and per-message training flags.
+"""Chats in OpenAI's form: `messages`, with tools, tool calls, reasoning and weights. Also where others have the same.
 
 Messages are normalized, so that chat templates and hashes see one form:
 - keys with null values are removed, at every depth (Parquet and Arrow give every message every key);
-- content in text parts is joined; parts of another type are an error;
-- tool calls are `{"type": "function", "function": {"name", "arguments"}}`, with arguments as an object. Given a string,
-  some templates print it as it is, some quote it twice, some fail. So text is parsed, empty text is `{}`, and text that
-  is not a JSON object is an error;
-- tools are `{"type": "function", "function": {...}}`;
-- a train flag is `train`, or else `weight`: 0 is false, any other number is true. Weights have no other effect.
+- content in parts becomes one text, with reasoning and tool calls beside it (`content.py`);
+- tools and tool calls have one form (`tools.py`); `function_call` and the role `function` are their old names, and
+  ms-swift has roles for them;
+- a `refusal` is what the assistant says;
+- weights (`weights.py`) leave the messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
-import orjson
-
-from megatron_packed_sft.records.formats import json_files
 from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
-from megatron_packed_sft.records.schemas.registry import Schema, has_keys
+from megatron_packed_sft.records.schemas.content import PartWeights, is_result, read_parts, text_of
+from megatron_packed_sft.records.schemas.media import RECORD_KEYS, refuse_keys
+from megatron_packed_sft.records.schemas.registry import CHATS, Schema, has_keys, has_list
+from megatron_packed_sft.records.schemas.tools import read_tool_calls, tools_of
+from megatron_packed_sft.records.schemas.values import list_of, object_of, parse_json, string_of, without_nulls
+from megatron_packed_sft.records.schemas.weights import WEIGHT_KEYS, Weights, record_weight, train_weight
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_SYSTEM_KEYS = ("system", "system_prompt")
+# Keys that few messages have, and keys of a record beside its messages; most have none of them.
+_UNUSUAL = frozenset({*WEIGHT_KEYS, *RECORD_KEYS, *REASONING_KEYS[1:], "function_call", "refusal"})
+_BESIDE = frozenset({*_SYSTEM_KEYS, "tools", "functions", "weight", "loss_weight", "chat_template_kwargs"})
 
-TrainFlags = list[bool | None] | None
+
+class ReadMessages(NamedTuple):
+    """Normalized messages, and what they say about themselves.
+
+    Args:
+        messages: in OpenAI's form.
+        train: the weight of each, if any message gives one.
+        parts: message -> characters and weight of each part of its content, where a part has a weight.
+        tools: that a message defines.
+    """
+
+    messages: list[dict[str, Any]]
+    train: Weights = None
+    parts: dict[int, PartWeights] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
-def adapt_messages(record: dict[str, Any], *, roles: Collection[str] = ROLES) -> Conversation:
-    """Adapt a record with `messages`, and perhaps `tools` and `system`.
+def adapt_messages(record: dict[str, Any], *, roles: Collection[str] = ROLES, field: str = "messages") -> Conversation:
+    """Adapt a record with `messages`, and perhaps `tools`, `system`, a weight and `chat_template_kwargs`.
 
     Args:
         record: the parsed record; messages that are already normalized are not copied.
         roles: the roles that messages may have.
+        field: the key of the messages.
 
     Example:
         >>> adapt_messages({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
         [{'role': 'user', 'content': 'Hi'}]
     """
-    messages, train = read_messages(record.get("messages"), "messages", roles)
-    return with_system_and_tools(messages, train, record)
+    return conversation_of(read_messages(record.get(field), field, roles), record)
 
 
-def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> tuple[list[dict[str, Any]], TrainFlags]:
-    """Return normalized messages, and their train flags if any message has one.
+def adapt_batch(record: dict[str, Any]) -> Conversation:
+    """Adapt a line of OpenAI's batches: a request in `body`, and perhaps its `response`, whose message comes last.
 
     Example:
-        >>> read_messages([{"role": "assistant", "content": "Hello.", "weight": 0}], "messages")
-        ([{'role': 'assistant', 'content': 'Hello.'}], [False])
+        >>> adapt_batch({"body": {"messages": [{"role": "user", "content": "Hi"}]}}).messages
+        [{'role': 'user', 'content': 'Hi'}]
+    """
+    body = object_of(record.get("body"), "body", "give an object with messages")
+    messages = list_of(body.get("messages"), "body.messages")
+    if record.get("response") is not None:
+        messages = [*messages, _answer_of(record["response"])]
+    return conversation_of(read_messages(messages, "body.messages"), {**record, **body})
+
+
+def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> ReadMessages:
+    """Return normalized messages, with their weights if any message has one.
+
+    Example:
+        >>> read_messages([{"role": "assistant", "content": "Hello.", "weight": 0}], "messages")[:2]
+        ([{'role': 'assistant', 'content': 'Hello.'}], [0.0])
     """
     given = list_of(value, field)
-    messages = given
-    train: TrainFlags = None
+    read = None
     for index, message in enumerate(given):
         try:  # nearly all messages are just a role and a text, and stay as they are
             if len(message) == 2 and message["role"] in roles and type(message["content"]) is str:
+                if read is not None:
+                    read.messages.append(message)
                 continue
         except (KeyError, TypeError):
             pass  # reported with its field below
         place = f"{field}[{index}]"
-        if type(message) is not dict:
-            raise RecordError(place, f"is {kind_of(message)}; give an object with role and content")
-        if messages is given:
-            messages = list(given)
-        messages[index] = _normalized(message, place, roles)
-        flag = train_flag(message, place)
-        if flag is not None:
-            train = train or [None] * len(given)
-            train[index] = flag
-    return messages, train
+        object_of(message, place, "give an object with role and content")
+        if read is None:
+            read = _Reader(given[:index])
+        read.add(dict(without_nulls(message)), place, roles)
+    return ReadMessages(given) if read is None else read.result()
 
 
-def with_system_and_tools(messages: list[dict[str, Any]], train: TrainFlags, record: dict[str, Any]) -> Conversation:
-    """Return the conversation, with the record's own `system` in front and its `tools`.
+def conversation_of(read: ReadMessages, record: dict[str, Any]) -> Conversation:
+    """Return the conversation, with what stands beside its messages: system prompt, tools, weight and variables.
 
     Example:
-        >>> with_system_and_tools([{"role": "user", "content": "Hi"}], None, {"system": "Be brief."}).messages[0]
+        >>> conversation_of(ReadMessages([{"role": "user", "content": "Hi"}]), {"system": "Be brief."}).messages[0]
         {'role': 'system', 'content': 'Be brief.'}
     """
-    system = record.get("system")
-    if system:
-        if type(system) is not str:
-            raise RecordError("system", f"is {kind_of(system)}; give a string")
-        if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-            train = [None, *train] if train else None
-        elif messages[0].get("content") != system:
-            raise RecordError("system", "differs from the system message at the start of the chat; keep one of them")
-    return Conversation(messages, _read_tools(record.get("tools"), "tools"), train)
+    if read.tools is None and _BESIDE.isdisjoint(record):
+        return Conversation(read.messages, None, read.train, 1.0, read.parts)
+    messages, train, parts, tools = read
+    system = _system_of(record)
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+        train = [None, *train] if train else None
+        parts = {index + 1: weights for index, weights in parts.items()} if parts else None
+    elif system and messages[0].get("content") != system:
+        raise RecordError("system", "differs from the system message at the start of the chat; keep one of them")
+    variables = _variables_of(record.get("chat_template_kwargs"))
+    return Conversation(messages, tools_of(record, tools), train, record_weight(record), parts, variables)
 
 
-def _read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Return tools as chat templates take them, or None if there are none.
+class _Reader:
+    """Collects normalized messages; one message of the record may become several."""
 
-    Example:
-        >>> _read_tools('[{"name": "now", "parameters": {}}]', "tools")
-        [{'type': 'function', 'function': {'name': 'now', 'parameters': {}}}]
-    """
-    if value is None or value == "" or value == [] or value == "[]":
-        return None
-    return [_tool(tool, f"{field}[{index}]") for index, tool in enumerate(_without_nulls(list_of(value, field)))]
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+        self._weights: dict[int, float] = {}
+        self._parts: dict[int, PartWeights] = {}
+        self._tools: list[dict[str, Any]] | None = None
 
+    def add(self, message: dict[str, Any], place: str, roles: Collection[str]) -> None:
+        content = message.get("content")
+        if type(content) is list and any(map(is_result, content)):
+            self._add_results(message, place, roles)
+            return
+        role = message.get("role")
+        if type(role) is not str or role not in roles:
+            _replace_role(message, place, roles)
+            content = message.get("content")
+        if not _UNUSUAL.isdisjoint(message):
+            _replace_other_names(message, place)
+            self._take_weight(message, place)
+        elif "reasoning_content" in message:
+            string_of(message["reasoning_content"], f"{place}.reasoning_content")
+        if type(content) is not str and "content" in message:
+            self._read_content(message, f"{place}.content")
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["tool_calls"] = read_tool_calls(calls, f"{place}.tool_calls")
+        elif "content" not in message and not any(key in message for key in REASONING_KEYS):
+            raise RecordError(f"{place}.content", "is null or missing, and there are no tool_calls; give one of them")
+        self.messages.append(message)
 
-def read_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form, with arguments as objects.
+    def _add_results(self, message: dict[str, Any], place: str, roles: Collection[str]) -> None:
+        """Add a user's message in which Anthropic has the results of tools, each of them as a message."""
+        for has_results, group in groupby(message["content"], is_result):
+            parts = list(group)
+            if not has_results:
+                self.add({**message, "content": parts}, place, roles)
+                continue
+            for result in read_parts(parts, f"{place}.content").results:
+                self._take_weight(dict(message), place)
+                self.messages.append(result)
 
-    Example:
-        >>> read_tool_calls([{"name": "add", "arguments": '{"a": 1}'}], "tool_calls")
-        [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
-    """
-    calls = []
-    for index, call in enumerate(list_of(value, field)):
-        place = f"{field}[{index}]"
-        if type(call) is not dict:
-            raise RecordError(place, f"is {kind_of(call)}; give an object with a function")
-        function = call.get("function", call)
-        if type(function) is not dict or type(function.get("name")) is not str:
-            raise RecordError(f"{place}.function.name", "is missing or not a string; give the name of the function")
-        arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
-        outside = {"id": call["id"]} if "id" in call else {}
-        calls.append({**outside, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return calls
+    def _take_weight(self, message: dict[str, Any], place: str) -> None:
+        weight = train_weight(message, place)
+        if weight is not None:
+            self._weights[len(self.messages)] = weight
+        for key in WEIGHT_KEYS:
+            message.pop(key, None)
 
+    def _read_content(self, message: dict[str, Any], field: str) -> None:
+        content = message["content"]
+        if type(content) is str:  # of a refusal
+            return
+        if type(content) is not list:
+            raise RecordError(field, f"is {kind_of(content)}; give a string or a list of text parts")
+        read = read_parts(content, field)
+        # A message of nothing but calls or reasoning has no content; one of no parts at all has an empty one.
+        if read.text is None and (read.calls or read.reasoning is not None):
+            del message["content"]
+        else:
+            message["content"] = read.text or ""
+        for key, found in (("reasoning_content", read.reasoning), ("tool_calls", read.calls)):
+            if found:
+                if message.get(key):
+                    raise RecordError(f"{field}", f"has parts that are beside it in {key} as well; keep one of them")
+                message[key] = found
+        if read.weights:
+            self._parts[len(self.messages)] = read.weights
+        self._tools = read.tools or self._tools
 
-def train_flag(message: dict[str, Any], place: str) -> bool | None:
-    """Return the train flag of a message, or None if it has none.
-
-    Example:
-        >>> train_flag({"role": "assistant", "content": "Hello.", "weight": 0.5}, "messages[1]")
-        True
-    """
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None:
-        if type(train) is not bool:
-            raise RecordError(f"{place}.train", f"is {train!r:.40}; give true or false")
-        return train
-    if weight is None:
-        return None
-    if not isinstance(weight, int | float) or weight < 0:
-        raise RecordError(f"{place}.weight", f"is {weight!r:.40}; give 0 to leave the message untrained, or 1")
-    return weight != 0
-
-
-def list_of(value: Any, field: str) -> list[Any]:
-    """Return a non-empty list from a value that is one, or the JSON text of one.
-
-    Example:
-        >>> list_of('[{"role": "user", "content": "Hi"}]', "messages")
-        [{'role': 'user', 'content': 'Hi'}]
-    """
-    if type(value) is str:
-        value = parse_json(value, field)
-    if type(value) is not list:
-        raise RecordError(field, "is missing; give a list" if value is None else f"is {kind_of(value)}; give a list")
-    if not value:
-        raise RecordError(field, "is empty; give at least one element, or remove the record")
-    return value
-
-
-def parse_json(text: str, field: str) -> Any:
-    """Return the value of a field that holds JSON as text.
-
-    Example:
-        >>> parse_json('{"a": 1}', "arguments")
-        {'a': 1}
-    """
-    try:
-        return json_files.parse(text.encode(), field)
-    except orjson.JSONDecodeError as error:
-        raise RecordError(
-            field, f"is not valid JSON ({error.msg} at character {error.pos + 1}); fix the text"
-        ) from error
+    def result(self) -> ReadMessages:
+        train = [self._weights.get(index) for index in range(len(self.messages))] if self._weights else None
+        return ReadMessages(self.messages, train, self._parts or None, self._tools)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without keys that are null, at every depth; nulls in lists stay. Without nulls it is not copied.
-
-    Example:
-        >>> _without_nulls({"a": None, "b": [{"c": None}, None]})
-        {'b': [{}, None]}
-    """
-    try:
-        if b":null" not in orjson.dumps(value):  # much faster than walking through it
-            return value
-    except TypeError:
-        pass  # Parquet columns may hold what JSON cannot
-    return _without_nulls_anywhere(value)
-
-
-def _without_nulls_anywhere(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _without_nulls_anywhere(inner) for key, inner in value.items() if inner is not None}
-    if type(value) is list:
-        return [_without_nulls_anywhere(inner) for inner in value]
-    return value
-
-
-def _normalized(message: dict[str, Any], place: str, roles: Collection[str]) -> dict[str, Any]:
-    message = dict(_without_nulls(message))
-    message.pop("train", None)
-    message.pop("weight", None)
+def _replace_role(message: dict[str, Any], place: str, roles: Collection[str]) -> None:
+    """Give a message its usual role, if it has an old one (OpenAI) or one for a call alone (ms-swift)."""
     role = message.get("role")
-    if type(role) is not str or role not in roles:
+    if role in ("function", "tool_response"):
+        message["role"] = "tool"
+    elif role in ("function_call", "tool_call"):
+        field = f"{place}.content"
+        calls = parse_json(string_of(message.pop("content", None), field), field)
+        message |= {"role": "assistant", "tool_calls": calls if type(calls) is list else [calls]}
+    else:
         said = "is missing" if role is None else f"is {role!r}"
-        raise RecordError(f"{place}.role", f"{said}; use one of {', '.join(sorted(roles))}, or map it with `roles`")
+        known = ", ".join(sorted(roles))
+        raise RecordError(f"{place}.role", f"{said}; use one of {known}, or map it with `roles`")
+
+
+def _replace_other_names(message: dict[str, Any], place: str) -> None:
+    """Give a message the usual names for what it says, and refuse what would be lost."""
+    refuse_keys(message, f"{place}.")
     if "function_call" in message:
-        raise RecordError(f"{place}.function_call", "is the old form of a tool call; use tool_calls")
-    if "content" in message:
-        message["content"] = _text_of(message["content"], f"{place}.content")
-    if type(message.get("reasoning_content", "")) is not str:
-        raise RecordError(f"{place}.reasoning_content", f"is {kind_of(message['reasoning_content'])}; give a string")
-    calls = message.pop("tool_calls", None)
-    if calls:
-        message["tool_calls"] = read_tool_calls(calls, f"{place}.tool_calls")
-    elif "content" not in message and "reasoning_content" not in message:
-        raise RecordError(f"{place}.content", "is missing, and there are no tool_calls; give one of them")
-    return message
+        if message.get("tool_calls"):
+            raise RecordError(f"{place}.function_call", "stands beside tool_calls; keep one of them")
+        message["tool_calls"] = [message.pop("function_call")]
+    if "refusal" in message:
+        refusal = message.pop("refusal")
+        if refusal and message.get("content"):
+            raise RecordError(f"{place}.refusal", "stands beside a content; keep one of them")
+        message["content"] = string_of(refusal, f"{place}.refusal") or message.get("content", "")
+    given = [key for key in REASONING_KEYS if key in message]
+    for name in given:
+        if string_of(message[name], f"{place}.{name}") != message[given[0]]:
+            raise RecordError(f"{place}.{name}", f"differs from {given[0]}; keep one of them")
 
 
-def _text_of(content: Any, field: str) -> str:
-    if type(content) is str:
-        return content
-    if type(content) is not list:
-        raise RecordError(field, f"is {kind_of(content)}; give a string or a list of text parts")
-    for index, part in enumerate(content):
-        if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-            kind = repr(part.get("type")) if type(part) is dict else kind_of(part)
-            raise RecordError(f"{field}[{index}]", f"is a part of type {kind}; only text is supported, so remove it")
-    return "".join(part["text"] for part in content)
+def _answer_of(response: Any) -> Any:
+    """Return the message of a response as OpenAI's batches give it."""
+    body = object_of(response, "response", "give an object with body").get("body", response)
+    choices = body.get("choices") if type(body) is dict else None
+    if type(choices) is not list or len(choices) != 1 or type(choices[0]) is not dict:
+        raise RecordError("response.body.choices", "is not a list of one choice; remove the record, or the others")
+    return choices[0].get("message")
 
 
-def _arguments(value: Any, field: str) -> dict[str, Any]:
-    if type(value) is dict:
-        return value
-    if value is None or value == "":
-        return {}
-    parsed = parse_json(value, field) if type(value) is str else value
-    if type(parsed) is not dict:
-        raise RecordError(field, f"is {kind_of(parsed)}; give an object, or its JSON text")
-    return parsed
+def _system_of(record: dict[str, Any]) -> str | None:
+    given = {name: text_of(record[name], name) for name in _SYSTEM_KEYS if record.get(name)}
+    if len(set(given.values())) > 1:
+        raise RecordError("system_prompt", "differs from system; keep one of them")
+    return next(iter(given.values()), None)
 
 
-def _tool(tool: Any, place: str) -> dict[str, Any]:
-    if type(tool) is dict:
-        if type(tool.get("function")) is dict:
-            return tool
-        if type(tool.get("name")) is str:
-            return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-    raise RecordError(place, "does not describe a function; give {'type': 'function', 'function': {'name': ...}}")
+def _variables_of(value: Any) -> dict[str, Any] | None:
+    field = "chat_template_kwargs"
+    if type(value) is str and value:
+        value = parse_json(value, field)
+    return without_nulls(object_of(value, field, "give an object")) or None if value else None
 
 
-MESSAGES = Schema(has_keys("messages"), adapt_messages)
+def _adapt_trajectory(record: dict[str, Any]) -> Conversation:
+    return adapt_messages(record, field="traj")
+
+
+def _is_batch(record: dict[str, Any]) -> bool:
+    return type(record.get("body")) is dict and record["body"].get("messages") is not None
+
+
+MESSAGES = Schema(has_keys("messages"), adapt_messages, CHATS)
+OPENAI_BATCH = Schema(_is_batch, adapt_batch, CHATS)
+TRAJECTORY = Schema(has_list("traj"), _adapt_trajectory, CHATS)
