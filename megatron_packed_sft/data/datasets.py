@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,18 +175,21 @@ class PackedDataset:
             self._options = CollateOptions(**self._collate_arguments)
         return self._options
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return one packed bin: input_ids, seq_boundaries (starts and length) and loss_mask."""
-        bins, is_padding = self._locate([index])
-        return sample_of(self.source.bin(int(bins[0])), bool(is_padding[0]))
+        [sample] = self.__getitems__([index])
+        return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Return many packed bins."""
         bins, is_padding = self._locate(indices)
-        return [
+        samples = [
             sample_of(self.source.bin(index), padding)
             for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
         ]
+        # transformers' Trainer removes what is no argument of the model from samples, but only from a plain dict.
+        is_for_trainer = self._collate_arguments["contract"] == "hf"
+        return [MappingProxyType(sample) for sample in samples] if is_for_trainer else [*samples]
 
     def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of samples that `__getitem__` returned."""
