@@ -185,9 +185,9 @@ class MaskedByBoundaries(Batch):
         if key != "attention_mask":
             raise KeyError(key)
         raise InvalidInputError(
-            "this batch has boundaries instead of an attention_mask, and without either the sequences of a bin see each "
-            "other; pass packed_seq_params(batch) of megatron_packed_sft.megatron.forward_step to the model, or open the "
-            "dataset with return_cu_seqlen=False to get a dense mask"
+            "this batch has boundaries instead of an attention_mask, and without either the sequences of a bin see "
+            "each other; pass packed_seq_params(batch) of megatron_packed_sft.megatron.forward_step to the model, or "
+            "open the dataset with return_cu_seqlen=False to get a dense mask"
         )
 
 
