@@ -130,6 +130,7 @@ def validation_loader(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         drop_last=False,
+        shuffle=False,
     )
 
 
