@@ -117,7 +117,7 @@ class ShardBinReader:
         shards = [storage.open(path) for path in paths]
         figures = [storage.figures(shard) for shard in shards]
         parts = [
-            _made_with(str(path), one, functools.partial(_vocab_bound, one, shard))
+            _made_with(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
             for path, one, shard in zip(paths, figures, shards, strict=True)
         ]
         recorded = next((part.tokenizer for part in parts if part.tokenizer), None)
@@ -174,14 +174,10 @@ class ShardBinReader:
 
     def made_with(self) -> list[MadeWith]:
         """Return what the shards were made with: they agree, as far as they say."""
-        return [_made_with(self.description, self.figures, self._vocab_bound)]
+        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
 
-    def _vocab_bound(self) -> int | None:
-        if self.vocab_size is not None:
-            return self.vocab_size
-        shards = [self.shard(number) for number in range(len(self.entries))]
-        bounds = [_vocab_bound(self.storage.figures(shard), shard) for shard in shards]
-        return max((bound for bound in bounds if bound is not None), default=None) if None not in bounds else None
+    def _recorded_vocab_size(self) -> int | None:
+        return self.vocab_size
 
     def __len__(self) -> int:
         return self._offsets_list[-1]
@@ -238,15 +234,10 @@ class ShardBinReader:
         return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
 
 
-def _made_with(where: str, figures: BinFigures, vocab_bound: Callable[[], int | None]) -> MadeWith:
-    return MadeWith(where, figures.tokenizer, figures.chat_template_fingerprint, vocab_bound)
-
-
-def _vocab_bound(figures: BinFigures, shard: Any) -> int | None:
-    """Return what a shard's ids are below: recorded, or measured where they are in memory anyway."""
-    if figures.vocab_size is not None:
-        return figures.vocab_size
-    return shard.vocab_bound if isinstance(shard, FlatShard) else None
+def _made_with(
+    where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
+) -> MadeWith:
+    return MadeWith(where, figures.tokenizer, figures.chat_template_fingerprint, vocab_size, figures.num_bins, bin_at)
 
 
 def _identity(storage: Storage, path: Path, shard: Any) -> str:
@@ -317,9 +308,9 @@ class PlanBinReader:
 
     def made_with(self) -> list[MadeWith]:
         """Return what the store was made with."""
-        return [_made_with(self.description, self.figures, self._vocab_bound)]
+        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
 
-    def _vocab_bound(self) -> int | None:
+    def _recorded_vocab_size(self) -> int | None:
         return self.vocab_size
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
     a list or blend     code: tokenizer ab12, template 77aa  ┐
                         chat: tokenizer ab12, template 77aa  ├─ agree ─▶ one dataset
-                        bare .npy: records nothing           ┘  its ids must lie in the others' vocabulary
+                        bare .npy: records nothing           ┘  its ids are looked up in the others' vocabulary
 
 Ids of another tokenizer are other words, and nothing downstream would notice: losses only get worse.
 """
@@ -14,9 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.bins import PackedBin
 
 logger = logging.getLogger(__name__)
+
+
+_NUM_BINS_READ = 16  # enough to meet an end of turn, whose id is among the largest, and quick on a cold disk
 
 
 class MadeWith(NamedTuple):
@@ -25,13 +31,24 @@ class MadeWith(NamedTuple):
     where: str  # for messages
     tokenizer: Mapping[str, Any] | None
     template: str | None  # the fingerprint of the chat template
-    vocab_bound: Callable[[], int | None]  # all ids are below it; None where nobody can tell without reading all
+    vocab_size: Callable[[], int | None]  # all ids are below it; a model's may be larger than the tokenizer's
+    num_bins: int
+    bin_at: Callable[[int], PackedBin]
 
     @property
     def tokenizer_identity(self) -> str | None:
         """What tells the tokenizer from others: its fingerprint, or at least its name."""
         recorded = self.tokenizer or {}
         return recorded.get("fingerprint") or recorded.get("name") or None
+
+    def id_beyond(self, vocab_size: int) -> int | None:
+        """Return an id that a vocabulary of this size does not have, if one is found in bins from all over the part."""
+        recorded = self.vocab_size()
+        if recorded is not None and recorded <= vocab_size:
+            return None
+        chosen = np.unique(np.linspace(0, self.num_bins - 1, min(_NUM_BINS_READ, self.num_bins)).astype(np.int64))
+        largest = max(int(self.bin_at(number).input_ids.max()) for number in chosen.tolist())
+        return largest if largest >= vocab_size else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +79,8 @@ def refuse_mixed(parts: Sequence[MadeWith], tolerance: Tolerance) -> None:
     """Refuse parts that were made with different tokenizers or templates, and announce those that record nothing.
 
     Example:
-        >>> code = MadeWith("code", {"name": "gpt2", "fingerprint": "ab12"}, None, lambda: 50_257)
-        >>> chat = MadeWith("chat", {"name": "qwen3", "fingerprint": "cd34"}, None, lambda: 151_669)
+        >>> code = MadeWith("code", {"name": "gpt2", "fingerprint": "ab12"}, None, lambda: 50_257, 0, None)
+        >>> chat = MadeWith("chat", {"name": "qwen3", "fingerprint": "cd34"}, None, lambda: 151_669, 0, None)
         >>> refuse_mixed([code, chat], Tolerance())
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: chat was made with another tokenizer, 'qwen3' (cd34), than code, \
@@ -105,22 +122,19 @@ def _check_bare(bare: Sequence[MadeWith], recorded: Sequence[MadeWith], toleranc
         )
         return
     known = recorded[0]
-    vocab_size = known.vocab_bound()
-    are_checked = vocab_size is not None
+    vocab_size = known.vocab_size()
     for part in bare:
-        bound = part.vocab_bound()
-        if vocab_size is not None and bound is not None and bound > vocab_size:
+        if vocab_size is not None and (found := part.id_beyond(vocab_size)) is not None:
             raise InvalidInputError(
-                f"{part.where} records no tokenizer and has ids up to {bound - 1}, but {known.where} was made with "
-                f"{_shown(known)}, which has {vocab_size}; prepare both with one tokenizer, or set "
+                f"{part.where} records no tokenizer and has the id {found}, but {known.where} was made with "
+                f"{_shown(known)}, whose vocabulary ends at {vocab_size - 1}; prepare both with one tokenizer, or set "
                 f"{tolerance.switch('tokenizer')} if you know that they agree"
             )
-        are_checked &= bound is not None
     logger.warning(
         "%s record%s no tokenizer; %s; make sure that it was that of %s, %s",
         names,
         "s" if len(bare) == 1 else "",
-        f"the ids do lie in a vocabulary of {vocab_size}" if are_checked else "the ids could not be checked either",
+        "the ids could not be checked either" if vocab_size is None else f"the ids found are below its {vocab_size}",
         known.where,
         _shown(known),
     )
@@ -146,24 +160,27 @@ def refuse_other_tokenizer(tokenizer: Any, parts: Sequence[MadeWith], tolerance:
                     f"tokenizer, or set {tolerance.switch('tokenizer')} if you know that they agree"
                 )
             continue
-        bound = part.vocab_bound() if _vocab_size(tokenizer) is not None else None
-        if bound is not None and (vocab_size := _vocab_size(tokenizer, bound)) is not None and bound > vocab_size:
+        vocab_size = _vocab_size(tokenizer)
+        found = None if vocab_size is None else part.id_beyond(vocab_size)
+        if vocab_size is not None and found is not None and not _has_id(tokenizer, found):
             raise InvalidInputError(
-                f"{part.where} has a vocabulary of {bound}, but this tokenizer ({type(tokenizer).__name__}) only "
-                f"{vocab_size} ids; use the tokenizer that made the data, or set {tolerance.switch('tokenizer')} if "
-                "you know that they agree"
+                f"{part.where} has the id {found}, but the vocabulary of this tokenizer ({type(tokenizer).__name__}) "
+                f"ends at {vocab_size - 1}; use the tokenizer that made the data, or set "
+                f"{tolerance.switch('tokenizer')} if you know that they agree"
             )
 
 
-def _vocab_size(tokenizer: Any, wanted: int = 0) -> int | None:
-    """Return one more than the largest id of a tokenizer of any library, as far as it says; exact from `wanted` on."""
+def _vocab_size(tokenizer: Any) -> int | None:
+    """Return how many ids a tokenizer of any library has, as far as it says."""
     sizes = [getattr(tokenizer, name, None) for name in ("vocab_size", "padded_vocab_size")]
     if hasattr(tokenizer, "__len__"):  # of Hugging Face; unlike vocab_size, it counts the added tokens
         sizes.append(len(tokenizer))
-    known = max((size for size in sizes if type(size) is int), default=None)
-    if known is not None and known < wanted and hasattr(tokenizer, "get_vocab"):
-        return max(known, 1 + max(tokenizer.get_vocab().values(), default=0))  # ids may have gaps
-    return known
+    return max((size for size in sizes if type(size) is int), default=None)
+
+
+def _has_id(tokenizer: Any, wanted: int) -> bool:
+    """Return whether an id beyond the number of ids is one after all: they may have gaps."""
+    return hasattr(tokenizer, "get_vocab") and wanted <= max(tokenizer.get_vocab().values(), default=0)
 
 
 def _shown(part: MadeWith) -> str:

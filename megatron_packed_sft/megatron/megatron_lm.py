@@ -10,6 +10,7 @@ Samples have the keys of Megatron-LM's own SFT dataset; a micro batch is one sam
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.utils import Split
 
 _PARTS = "packed_sft_parts"  # of the configuration: what the paths opened so far were made with
+_LOCK = threading.Lock()
 
 
 class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatron-Core has no types
@@ -92,12 +94,14 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
             allow_tokenizer_mismatch=tolerance.tokenizer,
             allow_template_mismatch=tolerance.template,
         )
-        # The paths of a blend are opened one by one, and only this object knows of all of them.
-        opened_before = getattr(config, _PARTS, [])
-        parts = [part for part in dataset.source.made_with() if part.where not in {one.where for one in opened_before}]
-        if opened_before and parts:
-            refuse_mixed([*opened_before, *parts], tolerance)
-        setattr(config, _PARTS, [*opened_before, *parts])
+        # The paths of a blend are opened one by one, or by threads; only the configuration knows of all of them.
+        with _LOCK:
+            before = getattr(config, _PARTS, [])
+            known = {part.where for part in before}
+            parts = [part for part in dataset.source.made_with() if part.where not in known]
+            if before and parts:
+                refuse_mixed([*before, *parts], tolerance)
+            setattr(config, _PARTS, [*before, *parts])
         return dataset
 
     @staticmethod
