@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         visible_mask,
     )
     from megatron_packed_sft.data.batch.collate import widen
+    from megatron_packed_sft.data.batch.transformers_models import require_separate_sequences
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -135,6 +136,7 @@ _HOMES = {
     "register_schema": "records.schemas.registry",
     "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
+    "require_separate_sequences": "data.batch.transformers_models",
     "sample_conversations": "records.samples.sample_chats",
     "storage_names": "storage.registry",
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
@@ -212,6 +214,7 @@ __all__ = [
     "register_schema",
     "register_storage",
     "register_strategy",
+    "require_separate_sequences",
     "sample_conversations",
     "storage_names",
     "train_sentencepiece",

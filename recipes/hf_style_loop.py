@@ -1,7 +1,6 @@
 """Your own training loop over packed data, with a Hugging Face model: python recipes/hf_style_loop.py my_dataset
 
-A batch is one long sequence of packed conversations. Position ids restart with each of them, so `transformers` keeps
-them apart; on a GPU with FlashAttention, the boundaries in the batch do the same.
+A batch carries what keeps its packed conversations apart: restarting position ids, boundaries and `use_cache=False`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft import PackedLoader, create_sft_dataset, require_separate_sequences
 
 
 def small_model(vocab_size: int) -> PreTrainedModel:
@@ -27,7 +26,7 @@ def train(model: PreTrainedModel, loader: Iterable[dict[str, Any]], learning_rat
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for batch in loader:
         on_device = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-        loss = model(**on_device, use_cache=False).loss  # with a cache, transformers takes the batch for one text
+        loss = model(**on_device).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,6 +50,7 @@ def main() -> None:
     if not given.model and vocab_size is None:
         parser.error(f"{given.dataset} does not record its vocabulary size; add --vocab-size or --model")
     model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else small_model(vocab_size)
+    require_separate_sequences(model)  # a few architectures do not keep them apart
     loader = PackedLoader(dataset, micro_batch_size=given.bins_per_step)
     for step, loss in enumerate(train(model.train(), loader, given.learning_rate), start=1):
         print(f"step {step:>4}  loss {loss:.4f}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
@@ -21,17 +20,3 @@ def eos_id_of(tokenizer: Any) -> int:
         f"the tokenizer ({type(tokenizer).__name__}) has no eos_id, eod or eos_token_id; "
         "pass a tokenizer that has one, or the id itself as an integer"
     )
-
-
-def check_tokenizer(tokenizer: Any, recorded: Mapping[str, Any] | None, where: str) -> None:
-    """Refuse a tokenizer whose fingerprint differs from the one the data was made with.
-
-    Tokenizers without a `fingerprint` attribute, and data that recorded none, cannot be compared and pass.
-    """
-    own = getattr(tokenizer, "fingerprint", None)
-    made_with = None if recorded is None else recorded.get("fingerprint")
-    if isinstance(own, str) and isinstance(made_with, str) and own != made_with:
-        raise InvalidInputError(
-            f"{where} was made with tokenizer {recorded.get('name') if recorded else None!r} ({made_with}), not with "
-            f"this one ({own}); use that tokenizer, or set allow_tokenizer_mismatch=True if you know they agree"
-        )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +24,9 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_samples,
     locate_in_shard,
 )
+from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+_NO_TOLERANCE = Tolerance()
 
 
 class BinReader(Protocol):
@@ -64,6 +66,9 @@ class BinReader(Protocol):
     @property
     def pad_id(self) -> int | None:
         """What the data was padded with, as far as anybody recorded."""
+
+    def made_with(self) -> list[MadeWith]:
+        """Return what each of its parts was made with."""
 
     def __len__(self) -> int:
         """Return the number of bins."""
@@ -99,18 +104,28 @@ class ShardBinReader:
         self._offsets_list: list[int] = self.shard_offsets.tolist()
 
     @classmethod
-    def of_shards(cls, storage: Storage, paths: Sequence[Path], *, of_directory: bool = False) -> ShardBinReader:
-        """Open shards now; they must be made with the same tokenizer and template."""
+    def of_shards(
+        cls,
+        storage: Storage,
+        paths: Sequence[Path],
+        tolerance: Tolerance = _NO_TOLERANCE,
+        *,
+        of_directory: bool = False,
+    ) -> ShardBinReader:
+        """Open shards now; those made with different tokenizers or templates are refused."""
         _announce(storage, paths)
         shards = [storage.open(path) for path in paths]
         figures = [storage.figures(shard) for shard in shards]
-        for name in ("tokenizer", "chat_template_fingerprint"):
-            for path, one in zip(paths, figures, strict=True):
-                if one[name] != figures[0][name]:
-                    raise InvalidInputError(
-                        f"{path} was made with another {name} than {paths[0]}; open them as separate datasets, or "
-                        "prepare them again with one"
-                    )
+        parts = [
+            _made_with(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
+            for path, one, shard in zip(paths, figures, shards, strict=True)
+        ]
+        recorded = next((part.tokenizer for part in parts if part.tokenizer), None)
+        if recorded or not of_directory:
+            refuse_mixed(parts, tolerance)
+        together = BinFigures.over(figures)
+        if not tolerance.tokenizer:  # then all that record one agree
+            together = replace(together, tokenizer=recorded)
         return cls(
             storage,
             paths,
@@ -118,7 +133,7 @@ class ShardBinReader:
                 ShardEntry(path.name, len(shard), _identity(storage, path, shard))
                 for path, shard in zip(paths, shards, strict=True)
             ],
-            BinFigures.over(figures),
+            together,
             f"{_count(storage, len(shards))}, {paths[0]}{' ...' if len(shards) > 1 else ''}",
             of_directory,
             _open=dict(enumerate(shards)),
@@ -156,6 +171,13 @@ class ShardBinReader:
         if self.figures.pad_id is not None or not self.storage.has_manifest:
             return self.figures.pad_id
         return self.storage.figures(self.shard(0)).pad_id or 0
+
+    def made_with(self) -> list[MadeWith]:
+        """Return what the shards were made with: they agree, as far as they say."""
+        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
+
+    def _recorded_vocab_size(self) -> int | None:
+        return self.vocab_size
 
     def __len__(self) -> int:
         return self._offsets_list[-1]
@@ -210,6 +232,12 @@ class ShardBinReader:
         for place, index in enumerate(bins.tolist()):
             places.setdefault(bisect.bisect_right(self._offsets_list, index) - 1, []).append(place)
         return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
+
+
+def _made_with(
+    where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
+) -> MadeWith:
+    return MadeWith(where, figures.tokenizer, figures.chat_template_fingerprint, vocab_size, figures.num_bins, bin_at)
 
 
 def _identity(storage: Storage, path: Path, shard: Any) -> str:
@@ -278,6 +306,13 @@ class PlanBinReader:
         self.description = f"token store {store.path} with {plan!r}"
         self.fingerprint = checksum((store.fingerprint + plan.order_fingerprint).encode())
 
+    def made_with(self) -> list[MadeWith]:
+        """Return what the store was made with."""
+        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
+
+    def _recorded_vocab_size(self) -> int | None:
+        return self.vocab_size
+
     def __len__(self) -> int:
         return len(self._bins)
 
@@ -331,6 +366,10 @@ class JoinedBinReader:
     def pad_id(self) -> int | None:
         """The padding id of the first source that records one."""
         return next((pad_id for source in self.sources if (pad_id := source.pad_id) is not None), None)
+
+    def made_with(self) -> list[MadeWith]:
+        """Return what each source was made with."""
+        return [part for source in self.sources for part in source.made_with()]
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

@@ -10,16 +10,19 @@ index is a padding sample, the bin counted from the end with its loss mask all z
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
-from megatron_packed_sft.data._tokenizer_ids import check_tokenizer, eos_id_of
+from megatron_packed_sft.data._tokenizer_ids import eos_id_of
 from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, ShardBinReader, sample_of
+from megatron_packed_sft.data.made_with import Tolerance, refuse_other_tokenizer
 from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.disk.checksum import checksum
@@ -36,6 +39,7 @@ from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 if TYPE_CHECKING:
     from megatron_packed_sft.data.batch.contracts import CollateOptions
 
+logger = logging.getLogger(__name__)
 
 _DEFAULT_LENGTH = 1024  # Megatron-Bridge's
 
@@ -56,7 +60,8 @@ class PackedDataset:
             compact, return_doc_ids: as in `CollateOptions`.
         pad_seq_to_mult: what the data's sequences were padded to; by default what the data says, else 1.
         pack_metadata_file_path: Megatron-Bridge's metadata JSON for `pad_cu_seqlens`; else the data's own figures.
-        allow_tokenizer_mismatch: accept a tokenizer with another fingerprint than the data's.
+        allow_tokenizer_mismatch: accept a tokenizer with another fingerprint than the data's, or too small a
+            vocabulary.
         bridge_arguments: further arguments of Megatron-Bridge's dataset classes; those that mean nothing for packed
             data are refused unless they have Bridge's default.
     """
@@ -89,8 +94,7 @@ class PackedDataset:
             raise InvalidInputError(
                 f"max_num_samples is {max_num_samples}; give at least 1, or None for every bin once"
             )
-        if not allow_tokenizer_mismatch:
-            check_tokenizer(tokenizer, source.figures.tokenizer, source.description)
+        refuse_other_tokenizer(tokenizer, source.made_with(), Tolerance(tokenizer=allow_tokenizer_mismatch))
         self.source = source
         self.tokenizer = tokenizer
         self.max_seq_length = checked_length(source, max_seq_length, _DEFAULT_LENGTH, "max_seq_length")
@@ -169,23 +173,32 @@ class PackedDataset:
     def options(self) -> CollateOptions:
         """How bins become batches."""
         if self._options is None:  # the first use imports torch, which opening a dataset should not wait for
-            from megatron_packed_sft.data.batch.contracts import CollateOptions
+            from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 
             self._options = CollateOptions(**self._collate_arguments)
+            if not (self._options.return_cu_seqlen or CONTRACTS[self._options.contract].masks_sequences):
+                logger.warning(
+                    "the mask of contract %s, which comes with return_cu_seqlen=False, lets the sequences of a bin see "
+                    "each other, as in Megatron-Bridge; leave return_cu_seqlen on, or use contract mcore",
+                    self._options.contract,
+                )
         return self._options
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return one packed bin: input_ids, seq_boundaries (starts and length) and loss_mask."""
-        bins, is_padding = self._locate([index])
-        return sample_of(self.source.bin(int(bins[0])), bool(is_padding[0]))
+        [sample] = self.__getitems__([index])
+        return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Return many packed bins."""
         bins, is_padding = self._locate(indices)
-        return [
+        samples = [
             sample_of(self.source.bin(index), padding)
             for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
         ]
+        # transformers' Trainer removes what is no argument of the model from samples, but only from a plain dict.
+        is_for_trainer = self._collate_arguments["contract"] == "hf"
+        return [MappingProxyType(sample) for sample in samples] if is_for_trainer else [*samples]
 
     def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of samples that `__getitem__` returned."""
@@ -241,12 +254,30 @@ class GPTSFTPackedMemmapDataset(PackedDataset):
 
 
 class GPTSFTPackedMultiShardDataset(PackedDataset):
-    """Bins of several shards of one storage, end to end; see `PackedDataset` for the arguments."""
+    """Bins of several shards of one storage, end to end; see `PackedDataset` for the other arguments.
 
-    def __init__(self, shard_dirs: Sequence[str | os.PathLike[str]], tokenizer: Any = None, **arguments: Any) -> None:
+    Args:
+        shard_dirs: the shards.
+        tokenizer: as in `PackedDataset`.
+        allow_tokenizer_mismatch: also accept shards made with different tokenizers.
+        allow_template_mismatch: accept shards made with different chat templates.
+        arguments: further ones of `PackedDataset`.
+    """
+
+    def __init__(
+        self,
+        shard_dirs: Sequence[str | os.PathLike[str]],
+        tokenizer: Any = None,
+        *,
+        allow_tokenizer_mismatch: bool = False,
+        allow_template_mismatch: bool = False,
+        **arguments: Any,
+    ) -> None:
         if not shard_dirs:
             raise InvalidInputError("shard_dirs is empty; name at least one shard")
-        super().__init__(_shards_of("memmap_v1", shard_dirs), tokenizer, **arguments)
+        tolerance = Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch)
+        source = _shards_of("memmap_v1", shard_dirs, tolerance)
+        super().__init__(source, tokenizer, allow_tokenizer_mismatch=allow_tokenizer_mismatch, **arguments)
 
     @property
     def shards(self) -> list[PackedShard]:
@@ -313,10 +344,12 @@ def dataset_over(kind: type[PackedDataset], source: BinReader, tokenizer: Any, *
     return dataset
 
 
-def _shards_of(storage: str, paths: Sequence[str | os.PathLike[str]]) -> ShardBinReader:
+def _shards_of(
+    storage: str, paths: Sequence[str | os.PathLike[str]], tolerance: Tolerance | None = None
+) -> ShardBinReader:
     locations = [local_path(path) for path in paths]
     opened = storage_named(storage)
     for location in locations:
         if not opened.recognises(location):
             raise not_a_shard(location)
-    return ShardBinReader.of_shards(opened, locations)
+    return ShardBinReader.of_shards(opened, locations, tolerance or Tolerance())

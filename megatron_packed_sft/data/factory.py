@@ -20,6 +20,7 @@ from megatron_packed_sft.data.datasets import (
     checked_length,
     dataset_over,
 )
+from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
@@ -56,6 +57,8 @@ def create_sft_dataset(
     weights: Sequence[float] | None = None,
     max_num_samples: int | None = None,
     seed: int = 1234,
+    allow_tokenizer_mismatch: bool = False,
+    allow_template_mismatch: bool = False,
     **arguments: Any,
 ) -> PackedDataset:
     """Open packed data as a dataset.
@@ -77,11 +80,20 @@ def create_sft_dataset(
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
             as many samples as all sources together.
         seed: of the shuffle.
+        allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
+            different ones.
+        allow_template_mismatch: accept a list whose parts were made with different chat templates.
         arguments: further ones of `PackedDataset`.
     """
-    pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
     source, order = open_bins(
-        path, split=split, packed_storage=packed_storage, plan=plan, weights=weights, seed=seed, pad_id=pad_id
+        path,
+        split=split,
+        packed_storage=packed_storage,
+        plan=plan,
+        weights=weights,
+        seed=seed,
+        pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
+        tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
     )
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
@@ -94,6 +106,7 @@ def create_sft_dataset(
         max_num_samples=max_num_samples,
         seed=seed,
         order=order,
+        allow_tokenizer_mismatch=allow_tokenizer_mismatch,
         **arguments,
     )
     logger.info(
@@ -122,13 +135,16 @@ def open_bins(
     weights: Sequence[float] | None = None,
     seed: int = 1234,
     pad_id: int = 0,
+    tolerance: Tolerance | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
     Args:
         path, split, packed_storage, plan, weights, seed: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
+        tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
     """
+    tolerance = tolerance or Tolerance()
     given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     paths = [found for item in given for found in _expand(item)]
@@ -140,10 +156,12 @@ def open_bins(
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
         sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
     elif weights is None:
-        sources = _open_end_to_end(paths, split, wanted)
+        sources = _open_end_to_end(paths, split, wanted, tolerance)
     else:
-        sources = [_open(one, split, wanted) for one in paths]
+        sources = [_open(one, split, wanted, tolerance) for one in paths]
     source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
+    if len(sources) > 1:
+        refuse_mixed(source.made_with(), tolerance)
     order = None
     if weights is not None:
         blend = Blend(weights, [len(one) for one in sources])
@@ -162,17 +180,19 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
     return GPTSFTPackedMultiShardDataset
 
 
-def _open_end_to_end(paths: Sequence[Path], split: str, wanted: Storage | None) -> list[BinReader]:
+def _open_end_to_end(
+    paths: Sequence[Path], split: str, wanted: Storage | None, tolerance: Tolerance
+) -> list[BinReader]:
     """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
     storages = [storage_of(path) for path in paths]
     first = storages[0]
     if len(paths) > 1 and first is not None and all(one is first for one in storages):
         _check_wanted(paths[0], first, wanted)
-        return [ShardBinReader.of_shards(first, paths)]
-    return [_open(path, split, wanted) for path in paths]
+        return [ShardBinReader.of_shards(first, paths, tolerance)]
+    return [_open(path, split, wanted, tolerance) for path in paths]
 
 
-def _open(path: Path, split: str, wanted: Storage | None) -> BinReader:
+def _open(path: Path, split: str, wanted: Storage | None, tolerance: Tolerance) -> BinReader:
     if is_token_store(path):
         raise InvalidInputError(f"{path} is a token store; name a plan to read bins out of it, or materialize it first")
     if (path / DATASET).exists():
@@ -193,7 +213,7 @@ def _open(path: Path, split: str, wanted: Storage | None) -> BinReader:
         raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
     [storage] = kinds.values()
     _check_wanted(path, storage, wanted)
-    return ShardBinReader.of_shards(storage, [shard for shard, _ in inside], of_directory=True)
+    return ShardBinReader.of_shards(storage, [shard for shard, _ in inside], tolerance, of_directory=True)
 
 
 def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:

@@ -133,6 +133,11 @@ class PackedSFTSettings:
             return None
         assert self.seq_length is not None
         arguments = dict(self.dataset_kwargs or {})
+        if not arguments.get("return_cu_seqlen", True):
+            raise InvalidInputError(
+                "dataset.dataset_kwargs.return_cu_seqlen is false, and Megatron-Bridge's mask, which comes instead of "
+                "boundaries, lets the sequences of a bin see each other; leave the key out"
+            )
         # Megatron-Bridge turns the field on where it needs it; a recipe's arguments must not turn it off again.
         arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
         arguments["pad_cu_seqlens"] = self.pad_cu_seqlens or arguments.get("pad_cu_seqlens", False)

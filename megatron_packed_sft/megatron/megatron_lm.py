@@ -10,6 +10,7 @@ Samples have the keys of Megatron-LM's own SFT dataset; a micro batch is one sam
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.sample_order import Int64Array, SampleOrder
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
@@ -32,6 +34,9 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.datasets.utils import Split
+
+_PARTS = "packed_sft_parts"  # of the configuration: what the paths opened so far were made with
+_LOCK = threading.Lock()
 
 
 class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatron-Core has no types
@@ -69,15 +74,35 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> PackedDataset:
-        """Open anything that `create_sft_dataset` takes; of a dataset directory the training split."""
-        return create_sft_dataset(
+        """Open anything that `create_sft_dataset` takes; of a dataset directory the training split.
+
+        Paths made with different tokenizers or templates are refused, unless the configuration has an attribute
+        `allow_tokenizer_mismatch` or `allow_template_mismatch` that is true.
+        """
+        tolerance = Tolerance(
+            tokenizer=getattr(config, "allow_tokenizer_mismatch", False),
+            template=getattr(config, "allow_template_mismatch", False),
+            spelling="config.{} = True",
+        )
+        dataset = create_sft_dataset(
             dataset_path,
             config.tokenizer,
             config.sequence_length,
             contract="mcore",
             # Ranks without a data loader receive a bin into a buffer of this size.
             pad_to_max_length=True,
+            allow_tokenizer_mismatch=tolerance.tokenizer,
+            allow_template_mismatch=tolerance.template,
         )
+        # The paths of a blend are opened one by one, or by threads; only the configuration knows of all of them.
+        with _LOCK:
+            before = getattr(config, _PARTS, [])
+            known = {part.where for part in before}
+            parts = [part for part in dataset.source.made_with() if part.where not in known]
+            if before and parts:
+                refuse_mixed([*before, *parts], tolerance)
+            setattr(config, _PARTS, [*before, *parts])
+        return dataset
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedDataset) -> int:

@@ -88,7 +88,9 @@ class DataConfig:
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
-        allow_tokenizer_mismatch: accept a tokenizer whose fingerprint differs from the data's.
+        allow_tokenizer_mismatch: accept a tokenizer whose fingerprint differs from the data's, and paths made with
+            different tokenizers.
+        allow_template_mismatch: accept paths made with different chat templates.
         eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
@@ -103,6 +105,7 @@ class DataConfig:
     sequence_length: int | None = None
     tokenizer: str | None = None
     allow_tokenizer_mismatch: bool = False
+    allow_template_mismatch: bool = False
     eos_id: int | None = None
     shuffle: bool = True
     pad_to_max_length: bool = False

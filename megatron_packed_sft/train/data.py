@@ -11,6 +11,7 @@ from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
 from megatron_packed_sft.data.loading.loader import PackedLoader
+from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -44,6 +45,9 @@ def open_data(config: TrainConfig) -> TrainingData:
     data = config.data
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     eos_id = data.eos_id if tokenizer is None else tokenizer.eos_id
+    tolerance = Tolerance(
+        tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
+    )
     trained = open_bins(
         data.path,
         split=data.split,
@@ -52,13 +56,17 @@ def open_data(config: TrainConfig) -> TrainingData:
         weights=data.weights,
         seed=config.seed,
         pad_id=eos_id or 0,
+        tolerance=tolerance,
     )
     held_out = {
-        name: open_bins(path, split=config.validation.split) for name, path in _validation_paths(config).items()
+        name: open_bins(path, split=config.validation.split, tolerance=tolerance)
+        for name, path in _validation_paths(config).items()
     }
     sources = [trained.source, *(opened.source for opened in held_out.values())]
-    if tokenizer is not None and not data.allow_tokenizer_mismatch:
-        _refuse_other_tokenizer(tokenizer.fingerprint, data, sources)
+    for opened in held_out.values():  # a loss over ids of another tokenizer says nothing
+        refuse_mixed([*trained.source.made_with()[:1], *opened.source.made_with()], tolerance)
+    for source in sources:
+        refuse_other_tokenizer(tokenizer, source.made_with(), tolerance)
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
     length = _sequence_length(data, sources)
@@ -130,6 +138,7 @@ def validation_loader(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         drop_last=False,
+        shuffle=False,
     )
 
 
@@ -179,17 +188,6 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
         **{path: path for path in config.validation.paths},
         **{name: path for name, path in own.items() if split in splits.get(path, ())},
     }
-
-
-def _refuse_other_tokenizer(fingerprint: str, data: DataConfig, sources: list[BinReader]) -> None:
-    for source in sources:
-        recorded = source.figures.tokenizer or {}
-        if recorded.get("fingerprint") not in (None, fingerprint):
-            raise InvalidInputError(
-                f"{source.description} was made with tokenizer {recorded.get('name')!r} ({recorded['fingerprint']}), "
-                f"not with data.tokenizer={data.tokenizer} ({fingerprint}); use that tokenizer, or set "
-                "data.allow_tokenizer_mismatch=true if you know that they agree"
-            )
 
 
 def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:

@@ -147,6 +147,42 @@ def test_epochs_are_shuffled_anew_and_cross_the_edge_when_there_is_no_end() -> N
         len(loader)
 
 
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("num_epochs", [1, 2, None])
+def test_a_second_epoch_in_the_same_order_is_announced_once_when_it_begins(
+    num_epochs: int | None, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = PackedLoader(Numbers(6), micro_batch_size=2, num_epochs=num_epochs, prefetch=prefetch)
+    batches = itertools.chain.from_iterable(iter(lambda: loader, None))  # pass after pass
+    first = samples_of(itertools.islice(batches, 3))
+    assert caplog.messages == []
+    assert samples_of(itertools.islice(batches, 1)) == first[:2]
+    [message] = caplog.messages
+    assert message.startswith("epoch 2 brings the 6 samples in the same order as the first; pass shuffle=True")
+    samples_of(itertools.islice(batches, 8))
+    assert len(caplog.messages) == 1
+    loader._end_iteration()
+
+
+@pytest.mark.parametrize("arguments", [{"shuffle": True}, {"shuffle": False}, {"data_parallel_rank": 1}], ids=str)
+def test_an_order_that_was_asked_for_is_not_announced_and_nothing_by_other_ranks(
+    arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = PackedLoader(Numbers(6), data_parallel_size=2, **arguments)
+    for _ in range(3):
+        list(loader)
+    assert caplog.messages == []
+
+
+def test_a_resumed_second_epoch_and_one_of_a_sampler_alone_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    loader = PackedLoader(Numbers(6))
+    loader.load_state_dict({**loader.state_dict(), "consumed_samples": 8})
+    assert samples_of(itertools.islice(loader, 1)) == [2]
+    sampler = IndexSampler(6)
+    assert list(sampler) == list(sampler)
+    assert [message.partition(" brings")[0] for message in caplog.messages] == ["epoch 2", "epoch 2"]
+
+
 def test_a_saved_state_is_resumed_in_another_loader_with_other_ranks() -> None:
     loader = PackedLoader(Numbers(40), micro_batch_size=4, shuffle=True, num_epochs=2)
     iterator = iter(loader)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_packed_sft import create_sft_dataset
 from megatron_packed_sft.data.batch.attention_masks import doc_ids_from_boundaries, document_mask_mod, visible_mask
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
+from megatron_packed_sft.errors import InvalidInputError
+from tests.packed_bins import make_bins, write_shard
 
 SAMPLES = [
     {"input_ids": list(range(5, 15)), "seq_boundaries": [0, 4, 5, 10], "loss_mask": [1] * 10},
@@ -79,3 +84,35 @@ def test_attention_with_the_mask_is_attention_over_each_sequence_alone() -> None
                 parts = (tensor[index : index + 1, :, start:end] for tensor in (query, key, value))
                 alone = scaled_dot_product_attention(*parts, is_causal=True)
                 torch.testing.assert_close(packed[index : index + 1, :, start:end], alone)
+
+
+def test_a_batch_of_mcore_is_not_used_without_its_boundaries() -> None:
+    batch = make_batch("mcore")
+    assert "attention_mask" not in batch
+    assert batch.get("attention_mask") is None  # for those who do pass the boundaries
+    with pytest.raises(InvalidInputError, match=r"boundaries instead of an attention_mask.*packed_seq_params\(batch\)"):
+        batch["attention_mask"]
+    with pytest.raises(KeyError, match="nonsense"):
+        batch["nonsense"]
+    assert type(pickle.loads(pickle.dumps(batch))) is type(batch)
+
+
+def test_boundaries_without_the_padding_that_aligns_sequences_are_no_places() -> None:
+    sample = {"input_ids": [5, 6, 2, 2, 2, 7, 8, 2, 2, 2], "seq_boundaries": [0, 5, 10], "loss_mask": [1] + [0] * 9}
+    options = CollateOptions(contract="mcore", eos_id=2, max_seq_length=8, pad_seq_to_mult=4, return_doc_ids=True)
+    batch = collate([locate_in_samples([sample])], 1, options)
+    with pytest.raises(InvalidInputError, match=r"end at 4, not at the bin's 8 positions.*pass cu_seqlens_q_padded"):
+        doc_ids_from_boundaries(batch["cu_seqlens_q"], 8)
+    assert torch.equal(doc_ids_from_boundaries(batch["cu_seqlens_q_padded"], 8), batch["doc_ids"])
+
+
+@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "mcore"])
+def test_a_mask_that_lets_sequences_see_each_other_is_announced(
+    contract: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_shard(tmp_path / "shard", make_bins(2, 16), 16)
+    dataset = create_sft_dataset(tmp_path / "shard", 2, contract=contract, return_cu_seqlen=False)
+    dataset.fetch_batch([0])
+    dataset.fetch_batch([1])
+    announced = [message for message in caplog.messages if "lets the sequences of a bin see each other" in message]
+    assert len(announced) == (contract != "mcore")

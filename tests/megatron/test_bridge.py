@@ -116,6 +116,11 @@ def test_arguments_of_a_recipe_go_through_but_cannot_switch_padding_off(dataset:
         settings(dataset, dataset_kwargs={"typo": 1}).build_datasets(CONTEXT)
 
 
+def test_a_mask_that_lets_sequences_see_each_other_is_refused(dataset: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"return_cu_seqlen is false.*see each other; leave the key out"):
+        settings(dataset, dataset_kwargs={"return_cu_seqlen": False}).build_datasets(CONTEXT)
+
+
 @pytest.mark.parametrize("field", ["path", "seq_length"])
 def test_what_is_missing_is_said_when_datasets_are_built(dataset: str, field: str) -> None:
     incomplete = settings(**{"path": dataset, field: None})

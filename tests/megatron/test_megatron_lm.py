@@ -125,6 +125,18 @@ def test_epochs_hold_every_row_once_in_orders_of_their_own(source: Path) -> None
         train[len(train)]
 
 
+def test_a_blend_made_with_different_tokenizers_is_refused(tmp_path: Path) -> None:
+    for name, size in (("gpt2", 1), ("qwen3", 2)):
+        rows = make_bins(8, PACK_SIZE, vocab_size=VOCAB_SIZE - 2, seed=size)
+        tokenizer = {"name": name, "fingerprint": name}
+        write_shard(tmp_path / name, rows, PACK_SIZE, pad_id=EOS, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    paths = [str(tmp_path / name) for name in ("gpt2", "qwen3")]
+    with pytest.raises(InvalidInputError, match=r"qwen3 was made with another tokenizer.*config\.allow_tokenizer_mis"):
+        build([8, 0, 0], blend=(paths, [0.5, 0.5]), split="100,0,0")
+    train, _, _ = build([8, 0, 0], blend=([paths[0], paths[0]], [0.5, 0.5]), split="100,0,0")
+    assert len(train) == 8
+
+
 def test_a_sample_is_what_megatron_core_makes_packed_sequence_parameters_of(source: Path) -> None:
     from megatron.core.utils import get_thd_batch_on_this_cp_rank
 

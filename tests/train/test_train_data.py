@@ -15,6 +15,7 @@ from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sent
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import CountedBatches, open_data, training_loader, validation_loader
+from tests.packed_bins import make_bins, write_shard
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
 
 
@@ -146,3 +147,33 @@ def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_pa
     data = open_data(config_of(str(own), tokenizer=str(model)))
     assert data.vocab_size == tokenizer.vocab_size
     assert data.dataset.options.eos_id == tokenizer.eos_id
+
+
+def test_paths_made_with_different_tokenizers_are_refused_for_training_and_for_validation(
+    dataset: Path, tmp_path: Path
+) -> None:
+    other = write_dataset(tmp_path / "other", 4, tokenizer="other")
+    sentence = r"was made with another tokenizer, 'other' .* or set data\.allow_tokenizer_mismatch=true if"
+    for settings in ({"weights": [0.5, 0.5]}, {}):
+        with pytest.raises(InvalidInputError, match=sentence):
+            open_data(config_of([str(dataset), str(other)], **settings))
+    both = open_data(config_of([str(dataset), str(other)], allow_tokenizer_mismatch=True))
+    assert len(both.dataset) == 24
+    validated = config_of(str(dataset))
+    validated.validation = ValidationConfig(paths=[str(other)])
+    with pytest.raises(InvalidInputError, match=sentence):
+        open_data(validated)
+    validated.data.allow_tokenizer_mismatch = True
+    assert len(open_data(validated).validation) == 2
+
+
+def test_a_tokenizer_that_does_not_know_all_ids_of_bare_data_is_refused(dataset: Path, tmp_path: Path) -> None:
+    model = train_sentencepiece(["one two three four"] * 9, tmp_path / "small.model", vocab_size=300)
+    bins = make_bins(3, PACK_SIZE, vocab_size=50_000)
+    write_shard(tmp_path / "shard", bins, PACK_SIZE, vocab_size=50_000)
+    convert(tmp_path / "shard", tmp_path / "bare.npy", to="legacy")
+    for path in ("shard", "bare.npy"):
+        with pytest.raises(
+            InvalidInputError, match=r"has the id \d{5}, but the vocabulary of this tokenizer .* ends at 296"
+        ):
+            open_data(config_of(str(tmp_path / path), tokenizer=str(model)))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_packed_sft.errors import InvalidInputError
+
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -21,7 +23,7 @@ def doc_ids_from_boundaries(cu_seqlens: torch.Tensor, length: int) -> torch.Tens
 
     Args:
         cu_seqlens: [B, K] or [K]: 0 and the ends of the sequences, rising to `length`; entries of -1 are ignored.
-        length: positions per bin.
+        length: positions per bin. Of data that is padded for context parallelism, `cu_seqlens_q_padded` reaches it.
 
     Example:
         >>> doc_ids_from_boundaries(torch.tensor([0, 3, 5, 8, 8]), 8).tolist()
@@ -29,6 +31,11 @@ def doc_ids_from_boundaries(cu_seqlens: torch.Tensor, length: int) -> torch.Tens
     """
     # Ends of -1 would count as passed at every position.
     ends = torch.where(cu_seqlens < 0, length, cu_seqlens)[..., 1:].contiguous()
+    if bool((ends[..., -1] != length).any()):
+        raise InvalidInputError(
+            f"the boundaries end at {int(ends[..., -1].min())}, not at the bin's {length} positions, so they do not "
+            "say where its sequences lie; pass cu_seqlens_q_padded if the batch has it, and the length of its tokens"
+        )
     positions = torch.arange(length, dtype=ends.dtype, device=ends.device)
     positions = positions.expand(*ends.shape[:-1], length).contiguous()
     return torch.searchsorted(ends, positions, right=True, out_int32=True)

@@ -9,6 +9,8 @@
 | `mcore`       | Megatron-Core, through your own step | as 0_6, and padding_mask        | kept               |
 | `hf`          | transformers models and trainers     | cu_seq_lens_q/k, flattened      | kept               |
 
+What keeps the sequences apart is part of each batch; docs/datasets.md says what happens to a careless consumer.
+
 The released packages are the oracle for the first three: tests/oracle compares every key with `torch.equal`.
 """
 
@@ -23,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.data.batch.attention_masks import visible_mask
+from megatron_packed_sft.data.batch.transformers_models import refuse_old_transformers
 from megatron_packed_sft.errors import InvalidInputError
 
 Batch = dict[str, Any]
@@ -79,6 +82,8 @@ class CollateOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInputError(f"{name} is {value}; it must be at least 1")
+        if CONTRACTS[self.contract].flattened:
+            refuse_old_transformers()
         if CONTRACTS[self.contract].flattened and (self.pad_cu_seqlens or not self.return_cu_seqlen):
             raise InvalidInputError(
                 f"the {self.contract!r} contract needs the boundaries of a flattened batch; leave return_cu_seqlen on "
@@ -173,10 +178,25 @@ def _bridge_main(bins: CollatedBins, options: CollateOptions) -> Batch:
     return _bridge_0_6(bins, options) | {"padding_mask": torch.from_numpy(bins.padding_mask)}
 
 
+class MaskedByBoundaries(Batch):
+    """A batch without an attention mask: a model that took None for one would let the sequences see each other."""
+
+    def __missing__(self, key: str) -> Any:
+        if key != "attention_mask":
+            raise KeyError(key)
+        raise InvalidInputError(
+            "this batch has boundaries instead of an attention_mask, and without either the sequences of a bin see "
+            "each other; pass packed_seq_params(batch) of megatron_packed_sft.megatron.forward_step to the model, or "
+            "open the dataset with return_cu_seqlen=False to get a dense mask"
+        )
+
+
 def _mcore(bins: CollatedBins, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(bins) | {"padding_mask": torch.from_numpy(bins.padding_mask)}
     if options.return_cu_seqlen:
-        return batch | _boundaries_q_kv(bins, options)
+        batch = MaskedByBoundaries(batch | _boundaries_q_kv(bins, options))
+        del batch["attention_mask"]
+        return batch
     return batch | {"attention_mask": visible_mask(torch.from_numpy(bins.doc_ids)).logical_not_()}
 
 
@@ -184,6 +204,8 @@ def _hf(bins: CollatedBins, options: CollateOptions) -> Batch:
     boundaries = torch.from_numpy(bins.boundaries[0, 0])
     longest = int(bins.longest.max())
     return {
+        # With a cache, which is their default, models take the batch for one text, and its sequences see each other.
+        "use_cache": False,
         "input_ids": torch.from_numpy(bins.ids[0]),
         "labels": torch.from_numpy(bins.ids[1]),
         "position_ids": torch.from_numpy(bins.ids[2]),

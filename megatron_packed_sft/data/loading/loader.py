@@ -34,7 +34,8 @@ class PackedLoader:
     """Batches of a map-style dataset, made ahead by a thread, with a state that is exact to the sample.
 
     A loader is a stream: `iter` resumes after the last batch that was handed out, even after a `break`; after the last
-    batch of a pass it begins the next one. `seek(0)` starts over. A new `iter` ends the previous one.
+    batch of a pass it begins the next one. `seek(0)` starts over. A new `iter` ends the previous one. Training wants
+    `shuffle=True`, an order of its own for every epoch; a second epoch in the same order is announced.
 
     The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. These are used if it has them:
     `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
@@ -197,7 +198,7 @@ class _Iteration(Iterator[Any]):
             batch, consumed_samples, is_last = next(self._batches)
         finally:
             self._loader.wait_seconds += time.perf_counter() - start
-        self._loader.batch_sampler.consumed_samples = consumed_samples
+        self._loader.batch_sampler.advance(consumed_samples)
         self._is_over = is_last
         return batch
 

@@ -13,6 +13,7 @@ with padding samples (index -1, whose loss is masked).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, TypedDict
@@ -23,6 +24,8 @@ from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Int64Array, Order, SampleOrder
 from megatron_packed_sft.data.order.state import BlendState, LoaderState, refuse_unknown
 from megatron_packed_sft.errors import InvalidInputError
+
+_log = logging.getLogger(__name__)
 
 PADDING = -1
 _INDICES_AT_ONCE = 1024  # asking the order batch by batch would cost more than the order itself
@@ -47,7 +50,7 @@ class SamplerArguments(TypedDict, total=False):
     drop_last: bool
     pad_samples_to_global_batch_size: bool | None
     num_epochs: int | None
-    shuffle: bool
+    shuffle: bool | None
     seed: int
     order: Order | None
     allow_mismatch: Collection[str]
@@ -71,7 +74,8 @@ class StreamSampler:
             whenever it is not dropped.
         num_epochs: epochs in a pass; None never ends, so that a trainer's own sample count is always the position in
             the stream.
-        shuffle: False keeps the stored order.
+        shuffle: True gives every epoch an order of its own, as training needs; False keeps the stored order, for
+            validation; None keeps it, too, and logs a warning when a second epoch begins.
         seed: the seed of the shuffle.
         fingerprint: identifies the dataset.
         order: an order to use instead of one made from the three above, such as that of a blend.
@@ -94,7 +98,7 @@ class StreamSampler:
         pad_samples_to_global_batch_size: bool | None = None,
         *,
         num_epochs: int | None = 1,
-        shuffle: bool = False,
+        shuffle: bool | None = None,
         seed: int = 1234,
         fingerprint: str = "",
         order: Order | None = None,
@@ -116,7 +120,8 @@ class StreamSampler:
         self.num_epochs = num_epochs
         self.allow_mismatch = tuple(allow_mismatch)
         self._check()
-        self.order: Order = order or SampleOrder(total_samples, seed, fingerprint, shuffle)
+        self.order: Order = order or SampleOrder(total_samples, seed, fingerprint, bool(shuffle))
+        self._warns_of_repetition = shuffle is None and order is None and data_parallel_rank == 0
         self._samples_per_step, self._offsets = self._layout()
 
     def _layout(self) -> tuple[int, Int64Array]:
@@ -189,8 +194,23 @@ class StreamSampler:
 
     def _take(self) -> Iterator[list[int]]:
         for step in self.steps(self.consumed_samples):
-            self.consumed_samples = step.consumed_samples
+            self.advance(step.consumed_samples)
             yield step.indices
+
+    def advance(self, consumed_samples: int) -> None:
+        """Note that a batch was handed out and the stream is at `consumed_samples` now.
+
+        The first batch of a second epoch in the same order is announced, once, unless that order was asked for.
+        """
+        self.consumed_samples = consumed_samples
+        if self._warns_of_repetition and consumed_samples > self.total_samples:
+            self._warns_of_repetition = False
+            _log.warning(
+                "epoch %s brings the %s samples in the same order as the first; pass shuffle=True to the loader or "
+                "sampler for a new order in every epoch, or shuffle=False if this one is meant",
+                -(-consumed_samples // self.total_samples),
+                f"{self.total_samples:,}",
+            )
 
     def _num_steps_per_pass(self) -> int:
         if self.num_epochs is None:
