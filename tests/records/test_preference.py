@@ -53,6 +53,10 @@ PAIRS: dict[str, tuple[dict[str, Any], Record]] = {
         {"query": USER["content"], "response": "4", "rejected_response": "5"},
         Conversation([USER, GOOD]),
     ),
+    "openai": (
+        {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+        CHAT,
+    ),
     "identical sides": ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, CHAT),
     "a weight and tools": (
         {"prompt": [USER], "chosen": [{**GOOD, "weight": 2}], "rejected": [BAD], "weight": 0.5, "tools": []},
@@ -109,6 +113,11 @@ def test_a_schema_that_is_named_does_not_hide_a_verdict() -> None:
     assert mapped == Conversation([USER, BAD])
 
 
+def test_columns_that_hold_nothing_say_nothing() -> None:
+    record = {"messages": [USER, GOOD], "chosen": "", "rejected": [], "chosen_messages": None, "responses": []}
+    assert adapter()(record) == Conversation([USER, GOOD])
+
+
 def test_a_label_that_is_a_class_says_nothing() -> None:
     assert adapter()({"messages": [USER, GOOD], "label": "arithmetic"}) == Conversation([USER, GOOD])
     assert adapter()({"messages": [USER, GOOD], "label": 7}) == Conversation([USER, GOOD])
@@ -148,7 +157,6 @@ def test_rankings_are_refused_with_a_mapping_to_write(record: dict[str, Any], li
         ({"messages": [USER, GOOD]}, "the record has no chosen side, but take is chosen; remove take, or the record"),
         ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello."}, "chosen is a text without a prompt, so what of it is the"),
         ({"prompt": "Hi", "chosen": 4}, "chosen is a number; give a string or a list of messages"),
-        ({"prompt": "Hi", "chosen": []}, "chosen is a list; give a string or a list of messages"),
         ({"prompt": [USER], "chosen": [{"role": "bot", "content": "4"}]}, "chosen[0].role is 'bot'; use one of"),
         ({"prompt": "Other.", "chosen": [USER, GOOD]}, "prompt is not in the messages of chosen, which begin with an"),
         ({"prompt": "Hi", "rejected": "5"}, "the record has the keys prompt, which match no known schema"),

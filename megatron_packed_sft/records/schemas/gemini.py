@@ -43,9 +43,10 @@ def adapt_gemini(record: dict[str, Any]) -> Conversation:
 
 
 def _messages(content: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    role = _ROLES.get(content.get("role", ""))
+    given = content.get("role")
+    role = _ROLES.get(given) if type(given) is str else None
     if role is None:
-        said = "is missing" if "role" not in content else f"is {content['role']!r}"
+        said = "is missing" if given is None else f"is {given!r:.40}"
         raise RecordError(f"{place}.role", f"{said}; use one of {', '.join(_ROLES)}")
     texts: list[str] = []
     thoughts: list[str] = []

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed_sft.records.record import NotTakenError, Record, RecordError, kind_of
@@ -16,8 +17,9 @@ from megatron_packed_sft.records.schemas.media import RECORD_KEYS, refuse_keys
 from megatron_packed_sft.records.schemas.registry import SCHEMAS, recognise
 from megatron_packed_sft.records.schemas.sharegpt import read_turns
 
-_CHOSEN = ("chosen", "chosen_messages", "chosen_conversations", "chosen_response")
-_REJECTED = ("rejected", "rejected_messages", "rejected_conversations", "rejected_response")
+_CHOSEN = ("chosen", "chosen_messages", "chosen_conversations", "chosen_response", "preferred_output")
+_REJECTED = ("rejected", "rejected_messages", "rejected_conversations", "rejected_response", "non_preferred_output")
+_EMPTY: tuple[Any, ...] = (None, "", [])  # what a table of several kinds of records holds where it has nothing
 _PAIR = (*_CHOSEN, *_REJECTED)
 _LABELS = ("label", "kto_tag")
 _CANDIDATES = ("responses", "completions", "candidates", "answers")
@@ -78,10 +80,10 @@ class ChosenRecords:
         """Adapt the chosen side of one record; `NotTakenError` if it has none."""
         refuse_keys(record)
         rest = {key: value for key, value in record.items() if value is not None and key not in _PAIR}
-        chosen = next((name for name in _CHOSEN if record.get(name) is not None), None)
+        chosen = next(iter(_given(record, _CHOSEN)), None)
         if chosen is not None:
             taken = _with_chosen(rest, record, chosen)
-        elif any(record.get(name) is not None for name in _REJECTED):
+        elif _given(record, _REJECTED):
             taken = rest  # ms-swift: the chosen answer is where all answers are
         else:
             label = _label_of(record)
@@ -99,21 +101,24 @@ class ChosenRecords:
             raise RecordError(error.field.replace("completion", chosen, 1), error.problem) from error
 
 
+def _given(record: dict[str, Any], names: Sequence[str]) -> list[str]:
+    return [name for name in names if record.get(name) not in _EMPTY]
+
+
 def _refuse_pairs(record: dict[str, Any]) -> None:
-    found = [name for name in _PAIR if record.get(name) is not None]
+    found = _given(record, _PAIR)
     if found:
         raise RecordError(
             "", f"is preference data (keys {', '.join(found)}), half of which must not be learnt; {_TAKE}"
         )
-    has_scores = any(record.get(name) is not None for name in _SCORES)
-    if has_scores and any(type(record.get(name)) is list for name in _CANDIDATES):
+    if _given(record, _SCORES) and any(type(record[name]) is list for name in _given(record, _CANDIDATES)):
         _refuse_rankings(record)
 
 
 def _refuse_rankings(record: dict[str, Any]) -> None:
-    found = [name for name in _RANKED if record.get(name) is not None]
+    found = _given(record, _RANKED)
     if found:
-        asks = next((name for name in _PROMPTS if record.get(name) is not None), "prompt")
+        asks = next(iter(_given(record, _PROMPTS)), "prompt")
         path = f"{found[0]}.0" if type(record[found[0]]) is list else found[0]
         raise RecordError(
             "",
@@ -143,6 +148,8 @@ def _refuse_label(record: dict[str, Any]) -> None:
 def _with_chosen(rest: dict[str, Any], record: dict[str, Any], chosen: str) -> dict[str, Any]:
     """Return a record of an ordinary schema whose answer is the chosen one."""
     answer = record[chosen]
+    if type(rest.get("input")) is dict:  # OpenAI's form has a whole request there
+        rest = {**{key: value for key, value in rest.items() if key != "input"}, **rest["input"]}
     lists = [name for name in ("prompt", "messages", "conversations") if type(rest.get(name)) is list]
     if type(answer) is str:
         if not lists:
