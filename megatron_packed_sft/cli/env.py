@@ -23,7 +23,7 @@ _PACKAGES = (
     "transformer-engine",
     "transformers",
     "tokenizers",
-    "tiktoken",
+    "gigatoken",
     "sentencepiece",
     "numpy",
     "numba",
