@@ -81,12 +81,15 @@ def token_lengths(document: dict[str, Any]) -> TokenLengths | None:
     added = {token["content"]: token["id"] for token in document["added_tokens"]}
     vocabulary = {token: number for token, number in model["vocab"].items() if token not in added}
     if _is_byte_level(document):
-        if not set(map(ord, set("".join(vocabulary)))) <= byte_alphabet().keys():
-            return None
-        return TokenLengths(_table(vocabulary, list(map(len, vocabulary)), added), composes=_composes(document))
+        # A token that is not spelled in bytes (Command R has emoji) never occurs; if it did, its text would not add up.
+        disguises = "".join(map(chr, byte_alphabet()))
+        sizes = [len(token) if not token.strip(disguises) else 0 for token in vocabulary]
+        return TokenLengths(_table(vocabulary, sizes, added), composes=_composes(document))
     prefix = _prefix_of_marked_spaces(document)
-    if prefix is None or not all(f"<0x{value:02X}>" in vocabulary for value in range(256)):
-        return None
+    if prefix is None or not all(
+        f"<0x{value:02X}>" in vocabulary or (value < 0x80 and chr(value) in vocabulary) for value in range(256)
+    ):
+        return None  # some characters would be unknown
     sizes = [
         1 if token[0] == "<" and _BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE_MARK, " ").encode())
         for token in vocabulary

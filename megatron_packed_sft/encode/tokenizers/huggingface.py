@@ -17,7 +17,12 @@ import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
 from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, checked_by, open_gigatoken_path
-from megatron_packed_sft.encode.tokenizers._huggingface_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
+from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
+    INSTALL,
+    TOKENIZER_FILE,
+    TokenizerFolder,
+    read_tokenizer_folder,
+)
 from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
 from megatron_packed_sft.encode.tokenizers._token_positions import (
     trained_ranges,
@@ -45,20 +50,21 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fast: bool = True) -> None:
-        self._load(path, fast, None)
-
-    def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, str | None] | None) -> None:
-        """Read the files; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
         folder = Path(os.path.abspath(path))
         folder = folder.parent if folder.name == TOKENIZER_FILE else folder
         if not folder.is_dir():
             raise InvalidInputError(f"{path} is not a folder; give the folder that holds {TOKENIZER_FILE}")
+        self._load(folder, fast, read_tokenizer_folder(folder), None)
+
+    def _load(self, folder: Path, fast: bool, files: TokenizerFolder, expected: tuple[str, str | None] | None) -> None:
+        """Take what the files say; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
         self._path, self._fast = str(folder), fast
-        files = read_tokenizer_folder(folder)
         self._document = _only_what_decides_ids(files.document)
         self._template_variables = files.special_tokens
         self._chat_template, self._tool_template = files.chat_template, files.tool_template
         self._stop_tokens = files.stop_tokens
+        # What transformers said is sent along with the tokenizer: importing it again takes seconds.
+        self._asked = files if files.reason else None
         self._fingerprint = _fingerprint(self._document)
         if expected is None:
             self._check_added_tokens()
@@ -105,7 +111,7 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
-        return _load_again, (self._path, self._fast, (self._fingerprint, passed_with))
+        return _load_again, (self._path, self._fast, self._asked, (self._fingerprint, passed_with))
 
     @property
     def path(self) -> str:
@@ -290,9 +296,11 @@ class HuggingFaceTokenizer:
         return added[token] if token in added else self._backend.token_to_id(token)
 
 
-def _load_again(path: str, fast: bool, expected: tuple[str, str | None]) -> HuggingFaceTokenizer:
+def _load_again(
+    path: str, fast: bool, asked: TokenizerFolder | None, expected: tuple[str, str | None]
+) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    tokenizer._load(path, fast, expected)
+    tokenizer._load(Path(path), fast, asked or read_tokenizer_folder(Path(path)), expected)
     return tokenizer
 
 
