@@ -25,11 +25,9 @@ NUM_TEXTS = 400
 def lines_of(path: Path) -> list[str]:
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    return (
-        [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
-        if path.suffix == ".json"
-        else text.splitlines()
-    )
+    if path.suffix == ".json":
+        return [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
+    return text.rstrip("\n").split("\n")
 
 
 def real_texts(controls: list[str]) -> list[str]:
