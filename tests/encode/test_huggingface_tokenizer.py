@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
@@ -256,7 +257,7 @@ def test_it_travels_to_other_processes_and_refuses_changed_files(tmp_path: Path)
 def test_a_process_with_another_gigatoken_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "travels")
     packed = pickle.dumps(HuggingFaceTokenizer(folder))
-    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._gigatoken_path.checked_by", lambda: "gigatoken 99")
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.huggingface.checked_by", lambda: "gigatoken 99")
     monkeypatch.setattr(
         "megatron_packed_sft.encode.tokenizers._gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
     )
@@ -405,7 +406,39 @@ def test_without_gigatoken_the_slow_path_is_taken(qwen_like: Path, monkeypatch: 
     assert HuggingFaceTokenizer(qwen_like).fast_path_refusal == "gigatoken is not installed"
 
 
-def test_without_tokenizers_the_extra_is_named(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passed_the_self_check_is_remembered_for_these_versions_and_this_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "checked")
+    asked: list[str] = []
+    check = GigatokenPath.difference
+    monkeypatch.setattr(
+        GigatokenPath, "difference", lambda path, backend: (asked.append("once"), check(path, backend))[1]
+    )
+    texts = [MarkedText(text, thirds(text)) for text in tiny.corpus(30)]
+    expected = HuggingFaceTokenizer(folder).encode_many(texts)
+    again = HuggingFaceTokenizer(folder)
+    assert asked == ["once"]
+    assert "_backend" not in vars(again)
+    assert all(np.array_equal(one, other) for one, other in zip(again.encode_many(texts), expected, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_packed_sft.encode.tokenizers._passed_checks._CHECKS", 99)
+        HuggingFaceTokenizer(folder)
+    assert len(asked) == 2
+    tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))
+    HuggingFaceTokenizer(folder)
+    assert len(asked) == 3
+    # Where nothing can be written, everything is checked every time.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder).fast_path == HuggingFaceTokenizer(folder).fast_path == "gigatoken"
+    assert len(asked) == 5
+
+
+def test_without_tokenizers_the_extra_is_named(
+    qwen_like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'megatron-packed-sft\[hf\]'"):
         HuggingFaceTokenizer(qwen_like)

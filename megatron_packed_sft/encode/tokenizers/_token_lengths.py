@@ -82,8 +82,10 @@ def token_lengths(document: dict[str, Any]) -> TokenLengths | None:
     vocabulary = {token: number for token, number in model["vocab"].items() if token not in added}
     if _is_byte_level(document):
         # A token that is not spelled in bytes (Command R has emoji) never occurs; if it did, its text would not add up.
+        sizes = list(map(len, vocabulary))
         disguises = "".join(map(chr, byte_alphabet()))
-        sizes = [len(token) if not token.strip(disguises) else 0 for token in vocabulary]
+        if not set("".join(vocabulary)) <= set(disguises):
+            sizes = [0 if token.strip(disguises) else len(token) for token in vocabulary]
         return TokenLengths(_table(vocabulary, sizes, added), composes=_composes(document))
     prefix = _prefix_of_marked_spaces(document)
     if prefix is None or not all(

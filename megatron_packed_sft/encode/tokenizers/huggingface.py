@@ -16,13 +16,14 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, checked_by, open_gigatoken_path
+from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, open_gigatoken_path
 from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
     INSTALL,
     TOKENIZER_FILE,
     TokenizerFolder,
     read_tokenizer_folder,
 )
+from megatron_packed_sft.encode.tokenizers._passed_checks import checked_by, recall, remember
 from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
 from megatron_packed_sft.encode.tokenizers._token_positions import (
     trained_ranges,
@@ -66,8 +67,11 @@ class HuggingFaceTokenizer:
         # What transformers said is sent along with the tokenizer: importing it again takes seconds.
         self._asked = files if files.reason else None
         self._fingerprint = _fingerprint(self._document)
+        passed_with = (recall(self._fingerprint) if fast else None) if expected is None else expected[1]
+        has_passed = passed_with is not None and passed_with == checked_by()
         if expected is None:
-            self._check_added_tokens()
+            if not has_passed:
+                self._check_added_tokens()
         elif expected[0] != self._fingerprint:
             raise InvalidInputError(
                 f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
@@ -84,7 +88,7 @@ class HuggingFaceTokenizer:
         self.fast_path: str | None = None
         self.fast_path_refusal: str | None = "fast=False"
         if fast:
-            self._open_fast_path(None if expected is None else expected[1])
+            self._open_fast_path(has_passed=has_passed)
 
     @cached_property
     def _backend(self) -> Any:
@@ -101,10 +105,13 @@ class HuggingFaceTokenizer:
                     "the tokenizer again with transformers"
                 )
 
-    def _open_fast_path(self, passed_with: str | None) -> None:
-        found = open_gigatoken_path(self._document, self._lengths, lambda: self._backend, passed_with=passed_with)
+    def _open_fast_path(self, *, has_passed: bool) -> None:
+        found = open_gigatoken_path(self._document, self._lengths, lambda: self._backend, has_passed=has_passed)
         if isinstance(found, GigatokenPath):
             self._gigatoken, self.fast_path, self.fast_path_refusal = found, "gigatoken", None
+            if not has_passed and (passed_with := checked_by()) is not None:
+                remember(self._fingerprint, passed_with)
+            vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
         else:
             self.fast_path_refusal = found
             logger.info("%s: no fast path through gigatoken, because %s", self.name, found)
