@@ -10,6 +10,7 @@ not pack. Ours scans, encodes, plans, writes, checksums, fsyncs and publishes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ FILES = (
     "taskmaster4.messages.jsonl",
     "oasst_en100.messages.jsonl",
     "gpteacher.alpaca.jsonl.gz",
+)
+# Plain chats, short and long, and chats with tools.
+PARTS_OF = (
+    "gsm8k_train.messages.jsonl.gz",
+    "gpteacher.alpaca.jsonl.gz",
+    "taskmaster4.messages.jsonl",
+    "sgd_tools.messages.jsonl.gz",
 )
 # The template both sides use; the peer needs the marks, or its mask is all zero.
 TEMPLATE = (
@@ -130,11 +138,11 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
             texts.append("".join(turns))
     if fast:
         loaded: Any = load_tokenizer(tokenizer_path)
-        encode = loaded._tiktoken._encoding.encode_to_numpy
-        encode("warm up", allowed_special="all")
+        encode = loaded._gigatoken.encode
+        encode(["warm up"])
         start = time.perf_counter()
-        for text in texts:
-            encode(text, allowed_special="all")
+        for first in range(0, len(texts), 256):
+            encode(texts[first : first + 256])
     else:
         backend = tokenizers.Tokenizer.from_file(f"{tokenizer_path}/tokenizer.json")
         backend.encode_batch(["warm up"])
@@ -171,6 +179,58 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
     return {"seconds": time.perf_counter() - start}
 
 
+def parts_case(tokenizer_path: str, path: str) -> dict[str, float]:
+    """The encode stage of one file by part, in seconds of this process: the best of three, with everything learnt."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+    from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.prepare.encode_stage import slice_tasks
+    from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder, read_records
+    from megatron_packed_sft.prepare.sources import Source, SplitRule, scan
+    from megatron_packed_sft.records.slices import read_slice
+
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer = load_tokenizer(tokenizer_path)
+        settings = EncodeSettings(
+            tokenizer, TemplateOptions(), EncodeOptions(), SplitRule(), Path(place, "tokens"), skip_errors=True
+        )
+        encoder = SliceEncoder(settings)
+        tasks = list(slice_tasks(scan([Source("chats", (path,))])))
+        records: list[Any] = [one.record for task in tasks for _, one in read_records(task) if hasattr(one, "record")]
+        texts: list[Any] = []
+
+        def mark() -> None:
+            texts.clear()
+            for record in records:
+                with contextlib.suppress(RecordRefusedError):
+                    texts.append(encoder._encoder.mark(record))
+
+        def tokenize() -> None:
+            for first in range(0, len(texts), 256):
+                tokenizer.encode_many(texts[first : first + 256])
+
+        def best(work: Callable[[], object]) -> float:
+            times = []
+            for _ in range(3):
+                start = time.process_time()
+                work()
+                times.append(time.process_time() - start)
+            return min(times)
+
+        start = time.process_time()
+        for task in tasks:
+            encoder.encode(task)
+        found = {"cold": time.process_time() - start}
+        found["stage"] = best(lambda: [encoder.encode(task) for task in tasks])
+        found["parse"] = best(lambda: [list(read_slice(task.slice)) for task in tasks])
+        found["adapt, hash"] = best(lambda: [list(read_records(task)) for task in tasks]) - found["parse"]
+        found["mark"] = best(mark)
+        found["tokenize"] = best(tokenize)
+        named = sum(found[name] for name in ("parse", "adapt, hash", "mark", "tokenize"))
+        return found | {"store, rest": found["stage"] - named, "megabytes": sum(len(one.text) for one in texts) / 1e6}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every case one after the other and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gather(data, tenfold, 10 * arguments.times)
         _end_to_end(tokenizer, str(jsonl), home, size)
         _encode_stage(tokenizer, str(jsonl))
+        _encode_parts(arguments.tokenizer or str(tokenizer_folder("qwen3")), data)
         _growth(tokenizer, str(jsonl), str(tenfold), home)
 
 
@@ -219,7 +280,7 @@ def _end_to_end(tokenizer: str, jsonl: str, home: Path, size: int) -> None:
 
 def _encode_stage(tokenizer: str, jsonl: str) -> None:
     rows = []
-    for name, fast in (("Hugging Face tokenizers", False), ("tiktoken", True)):
+    for name, fast in (("Hugging Face tokenizers", False), ("gigatoken", True)):
         bare = in_own_process(bare_case, tokenizer, jsonl, fast)["seconds"]
         stage = in_own_process(encode_case, tokenizer, jsonl, fast)["seconds"]
         rows.append([name, f"{bare:.2f}", f"{stage:.2f}", f"{stage / bare:.2f}"])
@@ -228,6 +289,16 @@ def _encode_stage(tokenizer: str, jsonl: str) -> None:
         ["", "bare s", "stage s", "stage / bare"],
         rows,
     )
+
+
+def _encode_parts(tokenizer: str, data: Path) -> None:
+    columns = ("cold", "stage", "parse", "adapt, hash", "mark", "tokenize", "store, rest")
+    rows = []
+    for name in PARTS_OF:
+        found = in_own_process(parts_case, tokenizer, str(data / name))
+        shares = [f"{100 * found[column] / found['stage']:.0f} %" for column in columns[2:]]
+        rows.append([name.partition(".")[0], f"{found['cold']:.2f}", f"{found['stage']:.2f}", *shares])
+    print_table("The encode stage by part, seconds of one core; cold: the first time", ["", *columns], rows)
 
 
 def _growth(tokenizer: str, jsonl: str, tenfold: str, home: Path) -> None:

@@ -31,6 +31,8 @@ TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or _CACHE / "tokenizer
 # A few rows and one tokenizer; `make test-real` takes all, and some minutes.
 IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))
 NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3", "gpt2")
+# Tokenizers without a template that is tested, for their ids alone.
+MORE_NAMES = ("yi", "gpt4o", "gpt4", "gpt35turbo", "llama2", "gemma", "gemma2", "claude", "command_r_plus", "qwen1_5")
 TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or _CACHE / "templates")
 _TEMPLATES_VERSION = "0.3.36"
 _SENTENCEPIECE = "mistral_common"
@@ -104,7 +106,7 @@ def _fetched(target: Path, command: Sequence[str], archive: str, inside: str) ->
 
 
 if __name__ == "__main__":
-    for one in NAMES:
+    for one in (*NAMES, *MORE_NAMES):
         print(tokenizer_folder(one))
     print(*sentencepiece_models())
     print(templates_folder())

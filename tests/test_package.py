@@ -42,7 +42,7 @@ ONLY_IN = {
     "megatron": {"megatron", "train"},
     "transformers": {"encode"},
     "tokenizers": {"encode"},
-    "tiktoken": {"encode"},
+    "gigatoken": {"encode"},
     "sentencepiece": {"encode"},
     "jinja2": {"encode"},
     "datasets": {"records"},

@@ -41,7 +41,7 @@ class TokenizerConfig:
     Args:
         path: a SentencePiece .model file, or a local folder with a Hugging Face tokenizer.
         kind: auto, sentencepiece or huggingface.
-        fast: encode byte-level BPE with tiktoken where a self-check proves it exact.
+        fast: encode with gigatoken where a self-check proves it exact.
     """
 
     path: str = REQUIRED

@@ -19,7 +19,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
 _RANGE = 1 << 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_SMALLEST_SLICE, _LARGEST_SLICE, _SLICES_PER_FILE = 256 << 10, 32 << 20, 64
+_SMALLEST_SLICE, _LARGEST_SLICE, _SLICES_PER_FILE = 1 << 20, 32 << 20, 64
 
 
 @dataclass(frozen=True)

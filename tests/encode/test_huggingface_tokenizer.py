@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers._tiktoken_path import MAX_RUN
+from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
@@ -53,7 +53,7 @@ def train_by_hand(encoding: Any, trained: list[tuple[int, int]]) -> list[int]:
 @pytest.mark.parametrize("fast", [True, False])
 def test_ids_and_masks_are_those_of_the_tokenizers_library(qwen_like: Path, fast: bool) -> None:
     tokenizer = HuggingFaceTokenizer(qwen_like, fast=fast)
-    assert tokenizer.fast_path == ("tiktoken" if fast else None)
+    assert tokenizer.fast_path == ("gigatoken" if fast else None)
     oracle = Tokenizer.from_file(str(qwen_like / "tokenizer.json"))
     oracle.post_processor = None  # type: ignore[assignment]
     texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
@@ -65,8 +65,7 @@ def test_ids_and_masks_are_those_of_the_tokenizers_library(qwen_like: Path, fast
 
 def test_gemma_like_ids_and_masks_are_those_of_the_tokenizers_library(gemma_like: Path) -> None:
     tokenizer = HuggingFaceTokenizer(gemma_like)
-    assert tokenizer.fast_path is None
-    assert tokenizer.fast_path_refusal == "its model sets unk_token"
+    assert tokenizer.fast_path == "gigatoken"
     oracle = Tokenizer.from_file(str(gemma_like / "tokenizer.json"))
     texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
     for text, (ids, train) in zip(texts, records(tokenizer.encode_many(texts)), strict=True):
@@ -160,12 +159,33 @@ def test_an_empty_batch_and_empty_texts_have_no_tokens(qwen_like: Path) -> None:
         assert (encoded.input_ids.dtype, encoded.train.dtype, encoded.lengths.dtype) == (np.int32, np.uint8, np.int64)
 
 
-def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(qwen_like: Path) -> None:
+def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(
+    qwen_like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fast, slow = HuggingFaceTokenizer(qwen_like), HuggingFaceTokenizer(qwen_like, fast=False)
-    run = " " * (MAX_RUN + 1)
-    texts = [MarkedText(text, thirds(text)) for text in ("the fox", "cafe\u0301 e\u0301", "over", f"x{run}y", "jumps")]
+    # Not composed; a character that Unicode has not assigned; the text of a control token.
+    left_out = [MarkedText("cafe\u0301 e\u0301"), MarkedText("a\U0003ffff1"), MarkedText("<think>", literal=[(0, 7)])]
+    texts = [MarkedText("the fox"), *left_out, MarkedText("over <think>"), MarkedText("jumps", [(0, 3)])]
     one, other = fast.encode_many(texts), slow.encode_many(texts)
     assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+    seen: list[str] = []
+    encode = fast._gigatoken.encode  # type: ignore[union-attr]
+    monkeypatch.setattr(fast._gigatoken, "encode", lambda given: (seen.extend(given), encode(given))[1])
+    fast.encode_many(texts)
+    assert seen == ["the fox", "over <think>", "jumps"]
+
+
+def test_what_gigatoken_remembers_is_dropped_after_a_while(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = HuggingFaceTokenizer(qwen_like)
+    path = tokenizer._gigatoken
+    assert path is not None
+    first = path._encode
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._gigatoken_path._RENEW_AFTER", 100)
+    texts = [MarkedText(text) for text in tiny.corpus(30)]
+    expected = HuggingFaceTokenizer(qwen_like, fast=False).encode_many(texts).input_ids
+    for _ in range(3):
+        assert np.array_equal(tokenizer.encode_many(texts).input_ids, expected)
+    assert path._encode is not first
 
 
 def test_a_million_spaces_are_encoded(qwen_like: Path) -> None:
@@ -227,21 +247,21 @@ def test_it_travels_to_other_processes_and_refuses_changed_files(tmp_path: Path)
     again = pickle.loads(packed)
     texts = [MarkedText(text, thirds(text)) for text in tiny.corpus(30)]
     assert np.array_equal(again.encode_many(texts).input_ids, tokenizer.encode_many(texts).input_ids)
-    assert again.fast_path == "tiktoken"
+    assert again.fast_path == "gigatoken"
     assert "_backend" not in vars(again)  # what one process has checked, the next need not load
     tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))
     with pytest.raises(InvalidInputError, match="changed while it was in use"):
         pickle.loads(packed)
 
 
-def test_a_process_with_another_tiktoken_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_another_gigatoken_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "travels")
     packed = pickle.dumps(HuggingFaceTokenizer(folder))
-    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._tiktoken_path.checked_by", lambda: "tiktoken 99")
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.huggingface.checked_by", lambda: "gigatoken 99")
     monkeypatch.setattr(
-        "megatron_packed_sft.encode.tokenizers._tiktoken_path.TiktokenPath.difference", lambda *_: "a text"
+        "megatron_packed_sft.encode.tokenizers._gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
     )
-    assert pickle.loads(packed).fast_path_refusal == "tiktoken gives other ids for 'a text'"
+    assert pickle.loads(packed).fast_path_refusal == "gigatoken gives other ids for 'a text'"
 
 
 def test_ids_that_do_not_fill_their_text_are_placed_by_offsets(tmp_path: Path) -> None:
@@ -263,7 +283,7 @@ def test_added_tokens_of_the_config_count(tmp_path: Path) -> None:
     flags = {"lstrip": False, "rstrip": False, "normalized": True, "single_word": False, "special": False}
     config = tiny.CONFIG | {"added_tokens_decoder": {str(number): {"content": "<extra>", **flags}}}
     loaded = HuggingFaceTokenizer(tiny.save_folder(tokenizer, tmp_path / "extra", config))
-    assert loaded.fast_path == "tiktoken"
+    assert loaded.fast_path == "gigatoken"
     assert loaded.encode_many([MarkedText("<extra>")]).input_ids.tolist() == [number]
 
 
@@ -274,26 +294,29 @@ def test_an_added_token_with_an_impossible_id_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("token", "reason"),
+    ("token", "is_fast"),
     [
-        (AddedToken("<mask>", lstrip=True), "depends on its surroundings"),
-        (AddedToken("word", single_word=True), "depends on its surroundings"),
-        (AddedToken("\n\n", normalized=False), "some of its added tokens are ordinary text"),
-        (AddedToken("end|><x>", normalized=True), "may overlap"),
+        (AddedToken("<mask>", lstrip=True), True),
+        (AddedToken("<mask>", lstrip=True, rstrip=True), True),
+        (AddedToken("word", single_word=True), False),
+        (AddedToken("\n\n", normalized=False), True),
+        (AddedToken("end|><x>", normalized=True), True),
+        (AddedToken("<\u00e9>", normalized=True), True),
     ],
 )
-def test_added_tokens_that_tiktoken_cannot_follow_are_left_to_tokenizers(
-    tmp_path: Path, token: AddedToken, reason: str
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_added_tokens_of_any_kind_get_the_ids_of_the_tokenizers_library(
+    tmp_path: Path, token: AddedToken, is_fast: bool, normalizer: Any
 ) -> None:
-    folder = tiny.save_folder(tiny.byte_level_tokenizer(added=[token]), tmp_path / "flags")
-    tokenizer = HuggingFaceTokenizer(folder)
-    assert tokenizer.fast_path is None
-    assert reason in str(tokenizer.fast_path_refusal)
-    oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made = tiny.byte_level_tokenizer(added=[token], normalizer=normalizer)
+    tokenizer = HuggingFaceTokenizer(tiny.save_folder(made, tmp_path / "flags"))
+    assert (tokenizer.fast_path == "gigatoken") == is_fast, tokenizer.fast_path_refusal
     texts = tiny.nasty_texts([*tokenizer.control_tokens, token.content])
-    found = records(tokenizer.encode_many([MarkedText(text) for text in texts]))
-    for text, (ids, _) in zip(texts, found, strict=True):
-        assert ids == oracle.encode(text, add_special_tokens=False).ids
+    found = records(tokenizer.encode_many([MarkedText(text, thirds(text)) for text in texts]))
+    for text, (ids, train) in zip(texts, found, strict=True):
+        encoding = made.encode(text, add_special_tokens=False)
+        assert ids == encoding.ids
+        assert train == train_by_hand(encoding, thirds(text))
 
 
 def change_document(folder: Path, change: Any) -> HuggingFaceTokenizer:
@@ -322,54 +345,100 @@ def take_a_byte_away(document: Any) -> None:
     vocabulary["ĀĀĀ"] = number
 
 
+@pytest.mark.parametrize("change", [swap_two_merges, add_token_without_merge])
+def test_merges_in_any_order_get_the_ids_of_the_tokenizers_library(tmp_path: Path, change: Any) -> None:
+    folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "changed")
+    tokenizer = change_document(folder, change)
+    assert tokenizer.fast_path == "gigatoken"
+    oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [*tiny.nasty_texts(list(tokenizer.control_tokens)), "qxz aqxz qxzqxz"]
+    for text, (ids, _) in zip(texts, records(tokenizer.encode_many(list(map(MarkedText, texts)))), strict=True):
+        assert ids == oracle.encode(text, add_special_tokens=False).ids
+
+
+def another_pattern(pattern: str) -> Any:
+    def change(document: Any) -> None:
+        document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+
+    return change
+
+
+def remove_what_the_pattern_finds(document: Any) -> None:
+    document["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (swap_two_merges, "its merges are not in the order of ids"),
-        (add_token_without_merge, "its token 'qxz' cannot be reached through its merges"),
-        (take_a_byte_away, "its vocabulary is not spelled in bytes"),
-        (lambda document: document.update(normalizer={"type": "NFKC"}), "its normalizer is NFKC"),
+        (take_a_byte_away, "gigatoken does not take it"),
+        (another_pattern(tiny.WORDS.replace(r"|\p{N}|", "|")), "gigatoken does not take it"),
+        (another_pattern("[^Ж]+"), "gigatoken does not take it"),
+        (remove_what_the_pattern_finds, "gigatoken gives other ids"),
+        (lambda document: document.update(normalizer={"type": "NFKC"}), "do not spell the text"),
         (lambda document: document["model"].update(dropout=0.1), "its model sets dropout"),
-        (
-            lambda document: document.update(pre_tokenizer={"type": "Whitespace"}),
-            "its pre-tokenizer is not one pattern",
-        ),
+        (lambda document: document.update(pre_tokenizer={"type": "Whitespace"}), "do not spell the text"),
     ],
 )
-def test_other_byte_level_models_are_left_to_tokenizers(tmp_path: Path, change: Any, reason: str) -> None:
+def test_other_models_are_left_to_tokenizers(tmp_path: Path, change: Any, reason: str) -> None:
     folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "changed")
     tokenizer = change_document(folder, change)
     assert tokenizer.fast_path is None
     assert reason in str(tokenizer.fast_path_refusal)
 
 
-def test_a_pattern_that_leaves_characters_out_is_left_to_tokenizers(tmp_path: Path) -> None:
-    def forget_digits(document: Any) -> None:
-        document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tiny.WORDS.replace(r"|\p{N}|", "|")
-
-    tokenizer = change_document(tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "gaps"), forget_digits)
-    assert "tiktoken gives other ids" in str(tokenizer.fast_path_refusal)
-
-
-def test_a_gap_that_no_check_text_shows_is_still_noticed(tmp_path: Path) -> None:
-    def forget_one_letter(document: Any) -> None:
-        document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "[^Ж]+"
-
-    folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "rare_gap")
-    tokenizer = change_document(folder, forget_one_letter)
-    assert tokenizer.fast_path == "tiktoken"
+@pytest.mark.parametrize("scheme", ["first", "never", "always"])
+def test_masks_do_not_depend_on_a_space_that_is_put_in_front(tmp_path: Path, scheme: str) -> None:
+    folder = tiny.save_folder(tiny.metaspace_tokenizer(), tmp_path / "llama_like", {"eos_token": "</s>"})
+    mark = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    tokenizer = change_document(folder, lambda document: document.update(normalizer=None, pre_tokenizer=mark))
+    assert (tokenizer.fast_path is None) == (scheme == "always"), tokenizer.fast_path_refusal
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for text in ("the fox", "the Ж fox"):
-        ids = tokenizer.encode_many([MarkedText(text)]).input_ids.tolist()
-        assert ids == oracle.encode(text, add_special_tokens=False).ids
+    texts = [*tiny.nasty_texts(list(tokenizer.control_tokens)), "fox", " fox", "▁fox", "日", "<turn>fox", "\nfox"]
+    marked = [MarkedText(text, thirds(text)) for text in texts]
+    for text, (ids, train) in zip(marked, records(tokenizer.encode_many(marked)), strict=True):
+        encoding = oracle.encode(text.text, add_special_tokens=False)
+        assert ids == encoding.ids, text
+        assert train == train_by_hand(encoding, list(text.trained)), text
 
 
-def test_without_tiktoken_the_slow_path_is_taken(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert HuggingFaceTokenizer(qwen_like).fast_path_refusal == "tiktoken is not installed"
+def test_without_gigatoken_the_slow_path_is_taken(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    assert HuggingFaceTokenizer(qwen_like).fast_path_refusal == "gigatoken is not installed"
 
 
-def test_without_tokenizers_the_extra_is_named(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passed_the_self_check_is_remembered_for_these_versions_and_this_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tiny.save_folder(tiny.byte_level_tokenizer(), tmp_path / "checked")
+    asked: list[str] = []
+    check = GigatokenPath.difference
+    monkeypatch.setattr(
+        GigatokenPath, "difference", lambda path, backend: (asked.append("once"), check(path, backend))[1]
+    )
+    texts = [MarkedText(text, thirds(text)) for text in tiny.corpus(30)]
+    expected = HuggingFaceTokenizer(folder).encode_many(texts)
+    again = HuggingFaceTokenizer(folder)
+    assert asked == ["once"]
+    assert "_backend" not in vars(again)
+    assert all(np.array_equal(one, other) for one, other in zip(again.encode_many(texts), expected, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_packed_sft.encode.tokenizers._passed_checks._CHECKS", 99)
+        HuggingFaceTokenizer(folder)
+    assert len(asked) == 2
+    tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))
+    HuggingFaceTokenizer(folder)
+    assert len(asked) == 3
+    # Where nothing can be written, everything is checked every time.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder).fast_path == HuggingFaceTokenizer(folder).fast_path == "gigatoken"
+    assert len(asked) == 5
+
+
+def test_without_tokenizers_the_extra_is_named(
+    qwen_like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'megatron-packed-sft\[hf\]'"):
         HuggingFaceTokenizer(qwen_like)

@@ -2,32 +2,90 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
-from tests.real_data import IS_WHOLE, NAMES, sentencepiece_models, tokenizer_folder
+from tests.real_data import DATA, IS_WHOLE, MORE_NAMES, NAMES, sentencepiece_models, tokenizer_folder
 
-SLOW = ("deepseek_v3", "gemma3")
+# Which path each takes; those that are not here are refused, because their code is not run.
+WITHOUT_FAST_PATH = {"claude", "command_r_plus", "llama2", "yi"}
+REFUSED = ("baichuan2", "chatglm3", "internlm2")
+NUM_TEXTS = 400
 
 
-@pytest.mark.parametrize("name", NAMES if IS_WHOLE else NAMES[:1])
+def lines_of(path: Path) -> list[str]:
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    if path.suffix == ".json":
+        return [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
+    return text.rstrip("\n").split("\n")
+
+
+def real_texts(controls: list[str]) -> list[str]:
+    """Records of every file as text, and their messages between control tokens."""
+    texts = []
+    for path in sorted(DATA.glob("*.json*")):
+        for line in lines_of(path)[:: 1 if IS_WHOLE else 100]:
+            texts.append(line)
+            messages = json.loads(line).get("messages") or []
+            texts += [f"{controls[0]}{one.get('role')}\n{one.get('content')}{controls[-1]}\n" for one in messages]
+    return texts
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES] if IS_WHOLE else NAMES[:1])
 def test_ids_are_those_of_transformers_and_masks_do_not_depend_on_the_path(name: str) -> None:
     folder = tokenizer_folder(name)
     transformers = pytest.importorskip("transformers")
     oracle = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     fast, slow = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, fast=False)
-    assert fast.fast_path == (None if name in SLOW else "tiktoken"), fast.fast_path_refusal
-    texts = [MarkedText(text, [(0, len(text) // 2)]) for text in tiny.nasty_texts(list(fast.control_tokens))]
+    assert fast.fast_path == (None if name in WITHOUT_FAST_PATH else "gigatoken"), fast.fast_path_refusal
+    controls = list(fast.control_tokens)
+    given = tiny.nasty_texts(controls) + real_texts(controls)[:: 1 if not IS_WHOLE else 25]
+    texts = [MarkedText(text, [(0, len(text) // 2)]) for text in given]
     one, other = fast.encode_many(texts), slow.encode_many(texts)
     assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
-    expected = oracle([text.text for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+    expected = oracle(given, add_special_tokens=False, verbose=False)["input_ids"]
     assert one.input_ids.tolist() == [number for ids in expected for number in ids]
-    assert (fast.bos_id, fast.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
-    assert fast.vocab_size == len(oracle)
+    assert (fast.bos_id, fast.eos_id, fast.pad_id) == (oracle.bos_token_id, oracle.eos_token_id, oracle.pad_token_id)
+    assert fast.vocab_size == 1 + max(oracle.get_vocab().values())
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES] if IS_WHOLE else NAMES[:1])
+def test_the_fast_path_gives_the_ids_of_the_tokenizers_library_on_all_real_chats(name: str) -> None:
+    fast, slow = (HuggingFaceTokenizer(tokenizer_folder(name), fast=fast) for fast in (True, False))
+    if fast.fast_path is None:
+        pytest.skip(f"it has none: {fast.fast_path_refusal}")
+    texts = [MarkedText(text, [(len(text) // 3, len(text))]) for text in real_texts(list(fast.control_tokens))]
+    for first in range(0, len(texts), NUM_TEXTS):
+        batch = texts[first : first + NUM_TEXTS]
+        one, other = fast.encode_many(batch), slow.encode_many(batch)
+        assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="takes minutes: every character of Unicode")
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "mistral_nemo", "deepseek_v3", "gpt2", "gemma3"])
+def test_the_fast_path_knows_every_character(name: str) -> None:
+    fast, slow = (HuggingFaceTokenizer(tokenizer_folder(name), fast=fast) for fast in (True, False))
+    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for first in range(0, len(codes), 10_000):
+        few = [chr(code) for code in codes[first : first + 10_000]]
+        texts = [MarkedText(f"a{one}b 1{one}2 {one}{one} '{one}s\n{one}\n A{one}B {one}a{one}1") for one in few]
+        assert np.array_equal(fast.encode_many(texts).input_ids, slow.encode_many(texts).input_ids)
+
+
+@pytest.mark.parametrize("name", REFUSED if IS_WHOLE else REFUSED[:1])
+def test_a_class_whose_code_is_not_run_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"its tokenizer_class .* comes with code of its own"):
+        HuggingFaceTokenizer(tokenizer_folder(name))
 
 
 def test_sentencepiece_models_give_every_text_back() -> None:

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from megatron_packed_sft.encode.tokenizers._transformers_classes import (
+    MODEL_FILE,
+    chosen_class,
+    default_special_tokens,
+    why_transformers_decides,
+)
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -28,6 +34,7 @@ class TokenizerFolder(NamedTuple):
         chat_template: Jinja, if there is one.
         tool_template: another one for chats with tools, if there is one.
         stop_tokens: texts at which generation stops.
+        reason: why transformers was asked, if it was.
     """
 
     document: dict[str, Any]
@@ -35,6 +42,7 @@ class TokenizerFolder(NamedTuple):
     chat_template: str | None
     tool_template: str | None
     stop_tokens: tuple[str, ...]
+    reason: str | None = None
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
@@ -45,8 +53,16 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     if not isinstance(document.get("model"), dict):
         raise InvalidInputError(f"{folder / TOKENIZER_FILE} has no model; save the tokenizer again")
     document.setdefault("added_tokens", [])
-    config = _read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    special_tokens = _special_tokens(config)
+    config, model_config = (_read_json_if_any(folder / name) for name in (CONFIG_FILE, MODEL_FILE))
+    if config.get("split_special_tokens"):
+        raise InvalidInputError(
+            f"{folder / CONFIG_FILE} sets split_special_tokens, with which control tokens are ordinary text; set it to "
+            "false"
+        )
+    if reason := why_transformers_decides(folder, document, config, model_config):
+        return _ask_transformers(folder, reason)
+    defaults = default_special_tokens(chosen_class(document, config, model_config))
+    special_tokens = _special_tokens(defaults | config)
     _merge_added_tokens(document, config)
     if reason := _left_open(document, config, special_tokens):
         return _ask_transformers(folder, reason)
@@ -70,6 +86,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidInputError(f"{path} is not a JSON object; download the tokenizer again")
     return found
+
+
+def _read_json_if_any(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
 
 
 def _merge_added_tokens(document: dict[str, Any], config: dict[str, Any]) -> None:
@@ -130,7 +150,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _stop_tokens(folder: Path, document: dict[str, Any], special_tokens: dict[str, Any]) -> tuple[str, ...]:
-    config = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
+    config = _read_json_if_any(folder / GENERATION_FILE)
     ids = config.get("eos_token_id")
     numbers = ids if isinstance(ids, list) else [ids]
     texts = {token["id"]: token["content"] for token in document["added_tokens"]}
@@ -143,16 +163,24 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
         from transformers import AutoTokenizer
     except ImportError:
         raise MissingDependencyError(f"{reason}, so reading {folder} needs transformers; {INSTALL}") from None
+    remedy = f"add a {TOKENIZER_FILE}"
+    if (folder / TOKENIZER_FILE).is_file():
+        remedy = (
+            f"if the ids of its {TOKENIZER_FILE} as it is are right, set tokenizer_class to PreTrainedTokenizerFast in "
+            f"its {CONFIG_FILE}, and remove auto_map"
+        )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, use_fast=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises whatever its parts raise
-        cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise InvalidInputError(
-            f"{folder} is not a tokenizer that transformers can load ({cause[0]}); add a {TOKENIZER_FILE}"
-        ) from None
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise InvalidInputError(f"transformers cannot load {folder}: {reason} ({cause}); {remedy}") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise InvalidInputError(f"{folder} has no fast tokenizer; convert it, so that it has a {TOKENIZER_FILE}")
+        raise InvalidInputError(
+            f"{folder} has no fast tokenizer in transformers, only {type(tokenizer).__name__}; {remedy}"
+        )
     template = tokenizer.chat_template
     templates = template if isinstance(template, dict) else {"default": template}
     document = orjson.loads(backend.to_str())
@@ -163,4 +191,5 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
         templates.get("default"),
         templates.get("tool_use"),
         _stop_tokens(folder, document, special_tokens),
+        reason,
     )

@@ -45,18 +45,6 @@ def utf8_lengths(texts: Sequence[MarkedText]) -> list[int]:
     return lengths
 
 
-def byte_positions(text: str) -> Positions:
-    """Return the UTF-8 position of every character, and of the end.
-
-    Example:
-        >>> byte_positions("née").tolist()
-        [0, 1, 3, 4]
-    """
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
-
-
 class TrainedRanges(NamedTuple):
     """Where all trained ranges of a batch begin and end, with its texts placed end to end."""
 
@@ -83,18 +71,24 @@ def trained_ranges(texts: Sequence[MarkedText], lengths: Sequence[int], *, in_by
     base = 0
     for index, ((text, trained, *_), length) in enumerate(zip(texts, lengths, strict=True)):
         if trained:
-            at = byte_positions(text) if in_bytes and length != len(text) else None
-            previous = 0
+            counts_bytes = in_bytes and length != len(text)
+            previous = place = 0
             for begin, end in trained:
                 if not previous <= begin <= end <= len(text):
                     raise InvalidInputError(
                         f"text {index} of the batch has the trained range ({begin}, {end}) after position {previous} "
                         f"of {len(text)} characters; give ascending ranges inside the text"
                     )
+                if counts_bytes:
+                    place += len(text[previous:begin].encode())
+                    width = len(text[begin:end].encode())
+                else:
+                    place, width = begin, end - begin
                 previous = end
-                if begin < end:
-                    begins.append(base + (begin if at is None else int(at[begin])))
-                    ends.append(base + (end if at is None else int(at[end])))
+                if width:
+                    begins.append(base + place)
+                    ends.append(base + place + width)
+                place += width
         base += length
     found = TrainedRanges(np.array(begins, np.int64), np.array(ends, np.int64))
     if any(text.segments for text in texts):
@@ -109,9 +103,9 @@ def _segments(
     ends, weights, kinds = [], [], []
     base = 0
     for text, length in zip(texts, lengths, strict=True):
-        at = byte_positions(text.text) if in_bytes and length != len(text.text) else None
+        counts_bytes = in_bytes and length != len(text.text)
         for segment in text.segments or (Segment(0, len(text.text)),):
-            ends.append(base + (segment.end if at is None else int(at[segment.end])))
+            ends.append(base + (len(text.text[: segment.end].encode()) if counts_bytes else segment.end))
             weights.append(segment.weight)
             kinds.append(segment.kind)
         base += length

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through tiktoken where it gives the same."""
+"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through gigatoken where it gives the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
-from megatron_packed_sft.encode.tokenizers._byte_level import byte_lengths, is_left_alone, merge_product
-from megatron_packed_sft.encode.tokenizers._huggingface_folder import INSTALL, TOKENIZER_FILE, read_tokenizer_folder
-from megatron_packed_sft.encode.tokenizers._tiktoken_path import TiktokenPath, checked_by, open_tiktoken_path
+from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, open_gigatoken_path
+from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
+    INSTALL,
+    TOKENIZER_FILE,
+    TokenizerFolder,
+    read_tokenizer_folder,
+)
+from megatron_packed_sft.encode.tokenizers._passed_checks import checked_by, recall, remember
+from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
 from megatron_packed_sft.encode.tokenizers._token_positions import (
     trained_ranges,
     utf8_lengths,
@@ -41,27 +47,31 @@ class HuggingFaceTokenizer:
 
     Args:
         path: the folder, or the tokenizer.json in it.
-        fast: use tiktoken if it gives the same ids; `fast_path` says whether it does, `fast_path_refusal` why not.
+        fast: use gigatoken if it gives the same ids; `fast_path` says whether it does, `fast_path_refusal` why not.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fast: bool = True) -> None:
-        self._load(path, fast, None)
-
-    def _load(self, path: str | os.PathLike[str], fast: bool, expected: tuple[str, str | None] | None) -> None:
-        """Read the files; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
         folder = Path(os.path.abspath(path))
         folder = folder.parent if folder.name == TOKENIZER_FILE else folder
         if not folder.is_dir():
             raise InvalidInputError(f"{path} is not a folder; give the folder that holds {TOKENIZER_FILE}")
+        self._load(folder, fast, read_tokenizer_folder(folder), None)
+
+    def _load(self, folder: Path, fast: bool, files: TokenizerFolder, expected: tuple[str, str | None] | None) -> None:
+        """Take what the files say; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
         self._path, self._fast = str(folder), fast
-        files = read_tokenizer_folder(folder)
         self._document = _only_what_decides_ids(files.document)
         self._template_variables = files.special_tokens
         self._chat_template, self._tool_template = files.chat_template, files.tool_template
         self._stop_tokens = files.stop_tokens
+        # What transformers said is sent along with the tokenizer: importing it again takes seconds.
+        self._asked = files if files.reason else None
         self._fingerprint = _fingerprint(self._document)
+        passed_with = (recall(self._fingerprint) if fast else None) if expected is None else expected[1]
+        has_passed = passed_with is not None and passed_with == checked_by()
         if expected is None:
-            self._check_added_tokens()
+            if not has_passed:
+                self._check_added_tokens()
         elif expected[0] != self._fingerprint:
             raise InvalidInputError(
                 f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
@@ -74,11 +84,11 @@ class HuggingFaceTokenizer:
                 if is_control_text(token["content"], special=token["special"]) and not token["single_word"]
             }
         )
-        self._tiktoken: TiktokenPath | None = None
+        self._gigatoken: GigatokenPath | None = None
         self.fast_path: str | None = None
         self.fast_path_refusal: str | None = "fast=False"
         if fast:
-            self._open_fast_path(None if expected is None else expected[1])
+            self._open_fast_path(has_passed=has_passed)
 
     @cached_property
     def _backend(self) -> Any:
@@ -95,17 +105,20 @@ class HuggingFaceTokenizer:
                     "the tokenizer again with transformers"
                 )
 
-    def _open_fast_path(self, passed_with: str | None) -> None:
-        found = open_tiktoken_path(self._document, self._controls, lambda: self._backend, passed_with=passed_with)
-        if isinstance(found, TiktokenPath):
-            self._tiktoken, self.fast_path, self.fast_path_refusal = found, "tiktoken", None
+    def _open_fast_path(self, *, has_passed: bool) -> None:
+        found = open_gigatoken_path(self._document, self._lengths, lambda: self._backend, has_passed=has_passed)
+        if isinstance(found, GigatokenPath):
+            self._gigatoken, self.fast_path, self.fast_path_refusal = found, "gigatoken", None
+            if not has_passed and (passed_with := checked_by()) is not None:
+                remember(self._fingerprint, passed_with)
+            vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
         else:
             self.fast_path_refusal = found
-            logger.info("%s: no fast path through tiktoken, because %s", self.name, found)
+            logger.info("%s: no fast path through gigatoken, because %s", self.name, found)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        passed_with = None if self._tiktoken is None else checked_by()
-        return _load_again, (self._path, self._fast, (self._fingerprint, passed_with))
+        passed_with = None if self._gigatoken is None else checked_by()
+        return _load_again, (self._path, self._fast, self._asked, (self._fingerprint, passed_with))
 
     @property
     def path(self) -> str:
@@ -172,10 +185,12 @@ class HuggingFaceTokenizer:
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
         """Tokenize many texts and map their trained characters to tokens."""
         num_bytes = utf8_lengths(texts)
-        path = self._tiktoken
+        path = self._gigatoken
         if path is None:
             return self._encode_slowly(texts, num_bytes)
-        accepted = [path.accepts(text.text) for text in texts]
+        accepted = [
+            path.accepts(text) and not (literal and self._has_lookalike(text, literal)) for text, _, literal, _ in texts
+        ]
         if all(accepted):
             return self._encode_fast(path, texts, num_bytes)
         batches = []
@@ -191,53 +206,66 @@ class HuggingFaceTokenizer:
         """Return the text of some ids, control tokens included."""
         return str(self._backend.decode([int(number) for number in ids], skip_special_tokens=False))
 
-    def _encode_fast(self, path: TiktokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
-        # None means that the pattern skipped characters, which `tokenizers` keeps as words of their own.
-        return self._in_place(*path.encode(texts), texts, num_bytes) or self._encode_slowly(texts, num_bytes)
+    def _encode_fast(self, path: GigatokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
+        encoded = self._in_place(*path.encode([text.text for text in texts]), texts, num_bytes)
+        # None means that a token took the blanks around it.
+        return encoded or self._encode_slowly(texts, num_bytes)
 
     def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
         """Encode through `tokenizers`; without its offsets, a third of the time, if ids tell their lengths."""
-        if self._byte_lengths is not None and all(is_left_alone(self._document, text.text) for text in texts):
+        lengths = self._lengths
+        if lengths is not None and all(lengths.hold_for(text.text) for text in texts):
             encodings = self._encodings(texts, "encode_batch_fast")
             if (encoded := self._in_place(*_flat_ids(encodings), texts, num_bytes)) is not None:
                 return encoded
         encodings = self._encodings(texts, "encode_batch")
-        ids, lengths = _flat_ids(encodings)
+        ids, num_tokens = _flat_ids(encodings)
         offsets: npt.NDArray[np.int64] = np.fromiter(
             chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings)), np.int64, 2 * len(ids)
         ).reshape(-1, 2)
         num_characters = [len(text.text) for text in texts]
-        bases = np.repeat(np.cumsum([0, *num_characters[:-1]])[: len(texts)], lengths)
+        bases = np.repeat(np.cumsum([0, *num_characters[:-1]])[: len(texts)], num_tokens)
         ranges = trained_ranges(texts, num_characters, in_bytes=False)
-        return with_train_mask(ids, lengths, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
+        return with_train_mask(ids, num_tokens, offsets[:, 0] + bases, offsets[:, 1] + bases, ranges)
 
     @cached_property
-    def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        return byte_lengths(self._document)
+    def _lengths(self) -> TokenLengths | None:
+        return token_lengths(self._document)
 
     def _in_place(
         self,
         ids: npt.NDArray[np.int32],
-        lengths: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
         texts: Sequence[MarkedText],
         num_bytes: Sequence[int],
     ) -> Sequences | None:
         """Place tokens by their lengths in bytes; return None if they do not fill their texts."""
-        if self._byte_lengths is None:
+        if self._lengths is None:
             return None
-        widths = self._byte_lengths[ids]
-        ends = np.cumsum(widths)
-        text_ends = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(lengths)]
-        if not np.array_equal(text_ends, np.cumsum(num_bytes)):
+        widths = self._lengths.num_bytes[ids]
+        last = np.cumsum(num_tokens)
+        expected = np.cumsum(num_bytes)
+        ends, found = _ends(widths, last)
+        starts = ends - widths
+        if self._lengths.takes_prefix and not np.array_equal(found, expected):
+            # A text with a space in front has one byte more than is there, in its first token.
+            firsts = (last - num_tokens)[np.diff(found, prepend=0) == np.diff(expected, prepend=0) + 1]
+            widths[firsts] -= 1
+            ends, found = _ends(widths, last)
+            starts = ends - widths
+            ends[firsts] = np.maximum(ends[firsts], starts[firsts] + 1)  # a space alone goes with what follows
+        if not np.array_equal(found, expected):
             return None
-        return with_train_mask(ids, lengths, ends - widths, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+        return with_train_mask(ids, num_tokens, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+
+    def _has_lookalike(self, text: str, literal: Sequence[tuple[int, int]]) -> bool:
+        return self._controls.split(text, literal).has_lookalike
 
     def _encodings(self, texts: Sequence[MarkedText], method: str) -> list[Any]:
         plain: list[int] = []
         disguised: list[int] = []
         for index, (text, _, literal, _) in enumerate(texts):
-            has_lookalike = bool(literal) and self._controls.split(text, literal).has_lookalike
-            (disguised if has_lookalike else plain).append(index)
+            (disguised if literal and self._has_lookalike(text, literal) else plain).append(index)
         jobs = [(self._backend, plain, [texts[index].text for index in plain])]
         if disguised:
             names = [self._under_private_names(texts[index], index) for index in disguised]
@@ -275,10 +303,20 @@ class HuggingFaceTokenizer:
         return added[token] if token in added else self._backend.token_to_id(token)
 
 
-def _load_again(path: str, fast: bool, expected: tuple[str, str | None]) -> HuggingFaceTokenizer:
+def _load_again(
+    path: str, fast: bool, asked: TokenizerFolder | None, expected: tuple[str, str | None]
+) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    tokenizer._load(path, fast, expected)
+    tokenizer._load(Path(path), fast, asked or read_tokenizer_folder(Path(path)), expected)
     return tokenizer
+
+
+def _ends(
+    widths: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where each token ends, and where each text does."""
+    ends = np.cumsum(widths)
+    return ends, np.concatenate([np.zeros(1, np.int64), ends])[last]
 
 
 def _flat_ids(encodings: Sequence[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

@@ -17,7 +17,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bo
     Args:
         path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder.
         kind: sentencepiece, huggingface, or auto to decide by the files.
-        fast: for Hugging Face, use tiktoken if it gives the same ids.
+        fast: for Hugging Face, use gigatoken if it gives the same ids.
     """
     if kind not in ("auto", "sentencepiece", "huggingface"):
         raise InvalidInputError(f"tokenizer.kind {kind!r} is unknown; use one of auto, sentencepiece, huggingface")

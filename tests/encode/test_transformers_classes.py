@@ -1,0 +1,174 @@
+"""Folders whose `tokenizer_class` transformers builds anew: its ids, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from megatron_packed_sft.encode.tokenizers import _transformers_classes as classes
+from megatron_packed_sft.encode.tokenizers._huggingface_folder import read_tokenizer_folder
+from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from tests.encode import tiny_tokenizers as tiny
+
+transformers = pytest.importorskip("transformers")
+REBUILT = (
+    "GPT2Tokenizer",
+    "Qwen2Tokenizer",
+    "CohereTokenizer",
+    "GemmaTokenizer",
+    "LlamaTokenizer",
+    "CodeLlamaTokenizer",
+)
+OTHERS = ("GPTNeoXTokenizer", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend", "NoSuchTokenizer")
+
+
+def folder_of(
+    made: Tokenizer, folder: Path, tokenizer_class: str | None, model_type: str | None = None, **config: Any
+) -> Path:
+    tiny.save_folder(made, folder, {"tokenizer_class": tokenizer_class, "eos_token": made.id_to_token(3), **config})
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def assert_ids_of_transformers(folder: Path) -> HuggingFaceTokenizer:
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer = HuggingFaceTokenizer(folder)
+    texts = [*tiny.nasty_texts(list(tokenizer.control_tokens)), "<mask> <pad><s> </s><unk><CLS>", " fox", "12 345"]
+    expected = oracle(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    for one in (tokenizer, HuggingFaceTokenizer(folder, fast=False), pickle.loads(pickle.dumps(tokenizer))):
+        encoded = one.encode_many([MarkedText(text) for text in texts])
+        found = np.split(encoded.input_ids, np.cumsum(encoded.lengths)[:-1])
+        for text, ids, wanted in zip(texts, found, expected, strict=True):
+            assert ids.tolist() == wanted, text
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert tokenizer.template_variables.get(name) == getattr(oracle, name), name
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        oracle.bos_token_id,
+        oracle.eos_token_id,
+        oracle.pad_token_id,
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("name", [*REBUILT, *OTHERS])
+def test_a_file_that_is_not_what_its_class_builds_gets_the_ids_of_transformers(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    if kind == "byte_level" and name in ("GemmaTokenizer", "CodeLlamaTokenizer"):
+        pytest.skip("transformers loads it, but cannot encode with it: there is no <unk>")
+    made = tiny.byte_level_tokenizer() if kind == "byte_level" else tiny.metaspace_tokenizer()
+    folder = folder_of(made, tmp_path / "one", name)
+    assert_ids_of_transformers(folder)
+    assert_ids_of_transformers(folder_of(made, tmp_path / "fast", f"{name}Fast", pad_token="<pad>"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral", "gpt2", "phi3", "no_such_model"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "LlamaTokenizerFast", None])
+def test_the_model_beside_the_tokenizer_counts(model_type: str, name: str | None, tmp_path: Path) -> None:
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "model", name, model_type)
+    try:
+        transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception:
+        with pytest.raises(InvalidInputError, match="transformers cannot load"):
+            HuggingFaceTokenizer(folder)
+    else:
+        assert_ids_of_transformers(folder)
+
+
+def as_its_class_builds_it(name: str, folder: Path) -> Path:
+    """A folder with the parts that transformers makes for a class."""
+    made = tiny.metaspace_tokenizer() if name == "GemmaTokenizer" else tiny.byte_level_tokenizer()
+    first = folder_of(made, folder / "first", name)
+    oracle = transformers.AutoTokenizer.from_pretrained(str(first), local_files_only=True)
+    oracle.save_pretrained(str(folder / "saved"))
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("name", sorted(classes._BUILT))
+def test_a_file_that_is_what_its_class_builds_is_read_without_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = as_its_class_builds_it(name, tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == name
+    assert_ids_of_transformers(folder)
+    assert read_tokenizer_folder(folder).reason is None
+    document = json.loads((folder / "tokenizer.json").read_text())
+    built = classes._BUILT[name]
+    assert classes._comparable(document["pre_tokenizer"]) == built.pre_tokenizer
+    assert document["normalizer"] == built.normalizer
+    # Anything else in the file, and transformers is asked.
+    document["model"]["ignore_merges"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    assert f"transformers builds its tokenizer_class {name}" in str(read_tokenizer_folder(folder).reason)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        MissingDependencyError, match=f"tokenizer_class {name} in its own way, so .* needs transformers"
+    ):
+        HuggingFaceTokenizer(folder)
+
+
+def test_models_with_a_class_of_their_own_are_those_that_transformers_has() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    known = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", None)
+    if known is None:
+        pytest.skip("this transformers takes every tokenizer.json as it is")
+    names = {model: auto.TOKENIZER_MAPPING_NAMES.get(model) for model in known}
+    assert {model: name for model, name in names.items() if name != "TokenizersBackend"} == classes._CLASS_OF_MODEL
+
+
+def test_what_transformers_said_travels_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "travels", "GPT2Tokenizer")
+    tokenizer = HuggingFaceTokenizer(folder)
+    packed = pickle.dumps(tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    again = pickle.loads(packed)
+    assert again.fingerprint == tokenizer.fingerprint
+    text = [MarkedText("the fox's 12 345")]
+    assert again.encode_many(text).input_ids.tolist() == tokenizer.encode_many(text).input_ids.tolist()
+    # Without it, a tokenizer of such a class is not read at all.
+    with pytest.raises(MissingDependencyError, match="GPT2Tokenizer"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_a_class_with_code_of_its_own_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = folder_of(
+        tiny.byte_level_tokenizer(),
+        tmp_path / "own",
+        "OwnTokenizer",
+        auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]},
+    )
+    with pytest.raises(InvalidInputError) as caught:
+        HuggingFaceTokenizer(folder)
+    assert "its tokenizer_class OwnTokenizer comes with code of its own" in str(caught.value)
+    assert "set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json" in str(caught.value)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert_ids_of_transformers(folder)
+
+
+def test_control_tokens_that_a_folder_wants_to_be_text_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(
+        tiny.byte_level_tokenizer(), tmp_path / "split", "PreTrainedTokenizerFast", split_special_tokens=True
+    )
+    with pytest.raises(InvalidInputError, match=r"tokenizer_config\.json sets split_special_tokens"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_files_of_older_versions_count(tmp_path: Path) -> None:
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "old", "PreTrainedTokenizerFast")
+    (folder / "special_tokens_map.json").write_text('{"pad_token": "<|new_pad|>"}')
+    tokenizer = assert_ids_of_transformers(folder)
+    assert tokenizer.pad_id == tokenizer.vocab_size - 1
