@@ -166,6 +166,15 @@ def test_parts_of_a_content_can_be_left_untrained(template: str) -> None:
     assert "given" not in "".join(found)
 
 
+def test_parts_keep_their_weights_in_templates_that_take_contents_in_parts() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = Conversation([user("a"), assistant("given. own.")], parts={1: [(6, 0.0), (5, None)]})
+    assert pieces(encoder_for(source), chat) == [" own.<|im_end|>"]
+
+
 def test_a_part_that_a_template_trims_keeps_its_weight() -> None:
     chat = [user("a"), assistant("  one two  ")]
     parts = {1: [(len("  one"), 0.5), (len(" two  "), 2.0)]}

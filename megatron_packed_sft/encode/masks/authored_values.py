@@ -207,9 +207,8 @@ class AuthoredChat:
                 continue
             if number not in self._messages:
                 self._messages[number] = _author_message(number, message, self.recorder)
-                if number in self._parts and isinstance(message.get("content"), str):
-                    content = _author_parts(number, message["content"], self._parts[number])
-                    dict.__setitem__(self._messages[number], "content", content)
+                if number in self._parts:
+                    _author_parts(self._messages[number], self._parts[number])
             result.append(self._messages[number])
         return result
 
@@ -230,12 +229,17 @@ def _author_message(number: int, message: dict[str, Any], recorder: Recorder | N
     return result
 
 
-def _author_parts(number: int, content: str, lengths: Sequence[int]) -> AuthoredText:
-    ends = list(accumulate(lengths))
-    return concatenate(
-        authored(content[end - length : end], Author(number, ("content", place)))
-        for place, (length, end) in enumerate(zip(lengths, ends, strict=True))
-    )
+def _author_parts(message: AuthoredMessage, lengths: Sequence[int]) -> None:
+    """Make every part of a content an author of its own: `("content", "part", 0)` and so on."""
+    owner, key = message, "content"
+    if isinstance(message.raw.get("content"), list):  # a template that takes contents in parts got one part
+        owner, key = list.__getitem__(dict.__getitem__(message, "content"), 0), "text"
+    content = owner.raw.get(key)
+    if isinstance(content, str):
+        ends = list(accumulate(lengths))
+        texts = [content[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        authors = (Author(message.number, ("content", "part", place)) for place in range(len(texts)))
+        dict.__setitem__(owner, key, concatenate(map(authored, texts, authors)))
 
 
 def author_value(value: Any, author: Author, recorder: Recorder | None, source: str) -> Any:

@@ -71,6 +71,11 @@ def find_losses(
     return losses
 
 
+def says_something(message: dict[str, Any]) -> bool:
+    """Whether a message has a text that can be lost."""
+    return any(text is None or text.strip() for _, _, text in _strings_of(message))
+
+
 def _losses_of(
     number: int, message: dict[str, Any], paths: set[Path], is_trained: bool, recorder: Recorder | None
 ) -> list[Loss]:

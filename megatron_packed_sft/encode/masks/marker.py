@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.encode.masks.authored_text import TOOLS, Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_ranges, tokens_to_escape
+from megatron_packed_sft.encode.masks.generation_blocks import generation_blocks
 from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import probe_template
@@ -23,7 +24,12 @@ from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind
 from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.templates.message_forms import forms_of, reasoning_key, with_reasoning_under
+from megatron_packed_sft.encode.templates.message_forms import (
+    forms_of,
+    reasoning_key,
+    with_content_in_parts,
+    with_reasoning_under,
+)
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
@@ -110,6 +116,8 @@ class ChatMarker:
         self._stops = tuple(tokenizer.stop_tokens if ends is None else ends)
         probe = probe_template(self._traced, self._control, header=self._header, stops=self._stops)
         self.ends = probe.ends if ends is None else self._stops
+        self._answer_ends = probe.answer_ends if ends is None else self._stops
+        self._takes_parts = probe.takes_parts
         escaped: list[str] = []
         if options.special_tokens_in_content == "escape":
             escaped = tokens_to_escape(
@@ -444,6 +452,8 @@ class ChatMarker:
     def _first_form(self, conversation: Conversation, tools: Any) -> tuple[Messages, str]:
         refusal = RecordRefusedError(DropReason.EMPTY, "the conversation has no messages")
         named = with_reasoning_under(self._reasoning_key, conversation.messages)
+        if self._takes_parts:
+            named = with_content_in_parts(named)
         for number, messages in enumerate(forms_of(named)):
             try:
                 return messages, self._renderer.render(messages, tools)
@@ -456,7 +466,9 @@ class ChatMarker:
         self, finder: TurnFinder, messages: Messages, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Range]], dict[int, Sequence[Span]]]:
         """Return the trained ranges with their messages, and what each trained message says in them."""
-        blocks = _generation_blocks(finder.chat) if self._renderer.has_generation_marks else None
+        blocks = None
+        if self._renderer.has_generation_marks:
+            blocks = generation_blocks(finder.chat, [message.get("role", "") for message in messages])
         turns: list[tuple[int, Range]] = []
         own: dict[int, Sequence[Span]] = {}
         for number, (message, is_wanted) in enumerate(zip(messages, wanted, strict=True)):
@@ -468,7 +480,7 @@ class ChatMarker:
                 turns += [(number, words)] if words else []
                 own[number] = [span for span in finder.chat.spans if is_own(span.author, number)]
             elif blocks is None:
-                turn = finder.turn(number)
+                turn = finder.turn(number, is_loss_refused=self._options.on_lost != "warn")
                 own[number] = [
                     span
                     for span in finder.chat.spans
@@ -479,12 +491,15 @@ class ChatMarker:
         ordered = sorted(turn for _, turn in turns)
         if any(second[0] < first[1] for first, second in pairwise(ordered)):
             raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the chat")
-        if blocks is not None:
-            owners = self._owners(blocks, finder.chat, [message.get("role", "") for message in messages])
-            for block, owner in zip(blocks, owners, strict=True):
-                if wanted[owner]:
-                    turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
-                    own[owner] = [span for span in finder.chat.spans if is_own(span.author, owner)]
+        for block, owner in blocks or ():
+            if owner is None:
+                raise RecordRefusedError(
+                    DropReason.UNTRACEABLE_TEMPLATE,
+                    f"a generation block of {self._renderer.name} belongs to no single message",
+                )
+            if wanted[owner] and not self._is_over(finder.chat, turns, block, owner):
+                turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
+                own[owner] = [span for span in finder.chat.spans if is_own(span.author, owner)]
         return turns, own
 
     def _without_end(self, chat: TracedText, turn: Range) -> Range:
@@ -520,28 +535,8 @@ class ChatMarker:
                     "encode.special_tokens_in_content to allow",
                 )
 
-    def _owners(self, blocks: Sequence[Range], chat: TracedText, roles: Sequence[str]) -> list[int]:
-        """Return the message that each generation block belongs to: by its text, or, if it has none, by its number."""
-        assistants = [number for number, role in enumerate(roles) if role == "assistant"]
-        owners: list[int] = []
-        for number, (start, end) in enumerate(blocks):
-            inside = {
-                span.author.message
-                for span in chat.spans
-                if start <= span.start < end and span.author.message >= 0 and is_own(span.author, span.author.message)
-            }
-            if not inside and len(blocks) == len(assistants):
-                inside = {assistants[number]}
-            if len(inside) != 1:
-                raise RecordRefusedError(
-                    DropReason.UNTRACEABLE_TEMPLATE,
-                    f"a generation block of {self._renderer.name} belongs to no single message",
-                )
-            owners += inside
-        return owners
-
     def _with_end(self, finder: TurnFinder, block: Range) -> Range:
-        """Make a block end with its end-of-turn token, or before it; whitespace after that token is not trained."""
+        """Make a block end with its end-of-turn token, or before it; the blanks behind it are not trained."""
         start, end = block
         text = finder.chat.text
         said = max((span.end for span in finder.chat.spans if start <= span.start < end), default=start)
@@ -549,9 +544,17 @@ class ChatMarker:
         for token in self.ends:
             if text.endswith(token, said, stripped):
                 return start, stripped if self._options.train_on_eot else stripped - len(token)
-        if self._options.train_on_eot:
-            end += finder.length_of_end(end, self.ends)
-        return start, end
+        length = finder.length_of_end(end, self._answer_ends)
+        if not length:
+            return start, stripped
+        return start, end + (length if self._options.train_on_eot else 0)
+
+    def _is_over(self, chat: TracedText, turns: Sequence[tuple[int, Range]], block: Range, owner: int) -> bool:
+        """Whether a block without words follows the stop token of its turn."""
+        ends = [end for number, (_, end) in turns if number == owner]
+        if not ends or any(block[0] <= span.start < block[1] for span in chat.spans):
+            return False
+        return chat.text.endswith(self._stops, 0, ends[-1])
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer, found: Sequence[str]) -> None:
         ordinary = [end for end in found if end not in tokenizer.control_tokens]
@@ -571,9 +574,3 @@ def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:
     except RecordRefusedError:
         return block
     return (start, block[1]) if block[0] < start <= block[1] else block
-
-
-def _generation_blocks(chat: TracedText) -> list[Range]:
-    begins = [position for position, event in chat.marks if event.kind == "begin"]
-    ends = [position for position, event in chat.marks if event.kind == "end"]
-    return list(zip(begins, ends, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Recorder
@@ -11,10 +12,16 @@ from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_parts import is_own
+from megatron_packed_sft.encode.templates.message_forms import with_content_in_parts
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.errors import InvalidInputError
 
-_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {}}}]
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "description": "probe"}},
+    "required": ["key"],
+}
+_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "probe", "parameters": _PARAMETERS}}]
 _USER: dict[str, Any] = {"role": "user", "content": "question"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "answer"}
 _CALL: dict[str, Any] = {
@@ -26,18 +33,25 @@ _CALL: dict[str, Any] = {
 }
 
 
+_PLAIN = ([_USER, _ANSWER, _USER, _ANSWER], [_USER, _ANSWER])
+
+
 class Probe(NamedTuple):
     """What was found.
 
     Args:
         ends: end-of-turn texts, such as `<|im_end|>`.
+        answer_ends: those of them that end answers, not only tool calls.
         structure: the template's own text between an answer and the next question, and after a question.
         sought: constants that the template looks for in strings, such as `</think>`.
+        takes_parts: the template reads a message's content only as a list of parts.
     """
 
     ends: tuple[str, ...]
     structure: str
     sought: frozenset[str]
+    takes_parts: bool
+    answer_ends: tuple[str, ...]
 
 
 def probe_template(
@@ -51,10 +65,15 @@ def probe_template(
     ends: list[str] = []
     for number in range(1, len(messages), 2):
         ends += chat.end_of(messages, tools, number, tokens)
+    answer_ends = tuple(dict.fromkeys((*ends, *stops)))
     for calls in ([_USER, _CALL], [_USER, {**_CALL, "content": None}]):
+        if chat.takes_parts:
+            calls = with_content_in_parts(calls)
         if ends:
             ends += [end for end in chat.end_of(calls, _TOOLS, 1, tokens) if end in stops or ends[0] not in end]
-    return Probe(tuple(dict.fromkeys((*ends, *stops))), _structure(render, chat, tools), frozenset(recorder.sought))
+    structure = _structure(render, chat, messages[:1], tools)
+    all_ends = tuple(dict.fromkeys((*ends, *stops)))
+    return Probe(all_ends, structure, frozenset(recorder.sought), chat.takes_parts, answer_ends)
 
 
 class _Chats:
@@ -69,27 +88,30 @@ class _Chats:
         self._renderer = renderer
         self._recorder = recorder
         self._settings: Mapping[str, Any] = {"control": control, "header": header, "stops": stops}
+        self.takes_parts = False
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, *, prompt: bool = False) -> TracedText:
         chat = AuthoredChat(tools, self._recorder)
         return self._renderer.render(messages, chat, add_generation_prompt=prompt)
 
-    def plain(self) -> tuple[list[dict[str, Any]], Any, TracedText]:
-        """Render a chat of a user and an assistant, with tools if the template cannot do without."""
+    def plain(self) -> tuple[Sequence[dict[str, Any]], Any, TracedText]:
+        """Render a chat of a user and an assistant, with tools or content in parts if the template needs them."""
         refusal = None
-        for messages in ([_USER, _ANSWER, _USER, _ANSWER], [_USER, _ANSWER]):
-            for tools in (None, _TOOLS):
-                try:
-                    render = self.render(messages, tools)
-                except RecordRefusedError as error:
-                    refusal = refusal or error
-                    continue
-                if not any(is_own(span.author, len(messages) - 1) for span in render.spans):
-                    raise InvalidInputError(
-                        f"{self._renderer.name} leaves the assistant's answer out; choose another template"
-                    )
+        for in_parts, messages, tools in product((False, True), _PLAIN, (None, _TOOLS)):
+            if in_parts:
+                messages = with_content_in_parts(messages)
+            try:
+                render = self.render(messages, tools)
+            except RecordRefusedError as error:
+                refusal = refusal or error
+                continue
+            own = [span for span in render.spans if is_own(span.author, len(messages) - 1)]
+            # A list that is written as it is, brackets and all, is not read as parts.
+            if own and (not in_parts or any(len(span.author.path) > 1 for span in own)):
+                self.takes_parts = in_parts
                 return messages, tools, render
-        assert refusal is not None
+        if refusal is None:
+            raise InvalidInputError(f"{self._renderer.name} leaves the assistant's answer out; choose another template")
         raise InvalidInputError(
             f"the template cannot render a chat of a user and an assistant ({refusal.detail}); choose another"
         )
@@ -112,14 +134,14 @@ class _Chats:
         return [last[-1][0]] if last else [tail] if tail else []
 
 
-def _structure(render: TracedText, chat: _Chats, tools: Any) -> str:
+def _structure(render: TracedText, chat: _Chats, question: Sequence[dict[str, Any]], tools: Any) -> str:
     """Return the template's text around questions."""
     answers = [span.end for span in render.spans if is_own(span.author, 1)]
     questions = [span.start for span in render.spans if is_own(span.author, 2)]
     between = render.text[answers[-1] : questions[0]] if answers and questions else ""
     try:
-        question = chat.render([_USER], tools)
+        asked = chat.render(question, tools)
     except RecordRefusedError:
         return between
-    ends = [span.end for span in question.spans if is_own(span.author, 0)]
-    return between + (question.text[ends[-1] :] if ends else "")
+    ends = [span.end for span in asked.spans if is_own(span.author, 0)]
+    return between + (asked.text[ends[-1] :] if ends else "")

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
+from megatron_packed_sft.encode.masks.lost_text import says_something
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedText
 from megatron_packed_sft.encode.masks.turn_end import TurnEnds
 from megatron_packed_sft.encode.masks.turn_parts import (
@@ -30,6 +31,7 @@ from megatron_packed_sft.encode.masks.turn_parts import (
     untraceable,
 )
 from megatron_packed_sft.encode.masks.turn_start import TurnStarts
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 
 
 class TurnFinder:
@@ -60,14 +62,24 @@ class TurnFinder:
         self._starts = TurnStarts(self._parts, tokens, header, recorder)
         self._ends = TurnEnds(self._parts, tokens, stops, recorder)
 
-    def turn(self, i: int) -> Range:
-        """Return the turn of assistant message i, empty if the template writes nothing for it."""
+    def turn(self, i: int, *, is_loss_refused: bool = False) -> Range:
+        """Return the turn of assistant message i, empty if the template writes nothing for it.
+
+        Args:
+            i: the message's number.
+            is_loss_refused: if the template leaves the message out, the record is refused for that.
+        """
         prefix = self._parts.prefix(i)
         prefix_own = [span for span in prefix.spans if is_own(span.author, i)] if prefix else None
         own = self.own_spans(i, prefix_own)
         prompt, bare = self._parts.prompts(i)
         if not own:
-            return self._silent_turn(i, prefix, prompt, bare)
+            try:
+                return self._silent_turn(i, prefix, prompt, bare)
+            except RecordRefusedError:
+                if is_loss_refused and says_something(self._parts.messages[i]):
+                    return 0, 0
+                raise
         start = self._starts.find(self.chat, i, own[0].start, prompt, bare)
         end = self._ends.find(i, own[-1].end, prefix, prefix_own, bare)
         return start, max(start, end)

@@ -68,10 +68,9 @@ class MessageWeights(NamedTuple):
 
     def of(self, author: Author | None) -> float:
         """Return the weight of what an author wrote; template text has the message's."""
-        if author is None or author.path[:1] != ("content",) or len(author.path) < 2:
+        if author is None or author.path[:2] != ("content", "part"):
             return self.message
-        place = author.path[1]
-        weight = self.parts[place] if isinstance(place, int) and place < len(self.parts) else None
+        weight = self.parts[int(author.path[2])]
         return self.message if weight is None else weight
 
 

@@ -116,12 +116,23 @@ class Tokens:
         is_closed = name and any(_block_name(match[0]) == name for match in self.pattern.finditer(rest))
         return opened[-1].start() if is_closed else parting
 
-    def num_essential(self, header: str) -> int:
-        """Return how much of a header must be there: the words before its first control token, or that token."""
+    def num_essential(self, header: str, *, with_role: bool = False) -> int:
+        """Return how much of a header must be there: the words before its first control token, or that token.
+
+        Args:
+            header: what a prompt adds.
+            with_role: the word right behind the token, as in `<|im_start|>assistant`, must be there, too.
+        """
         token = self.pattern.search(header)
         if token is None:
             return len(header.rstrip())
-        return len(header[: token.start()].rstrip()) or token.end()
+        words = len(header[: token.start()].rstrip())
+        if words or not with_role:
+            return words or token.end()
+        end = token.end()
+        while end < len(header) and _is_word(header[end]):
+            end += 1
+        return end
 
     def has_header(self, got: str, header: str) -> bool:
         """Whether enough of a header is there."""

@@ -108,7 +108,8 @@ class TurnStarts:
             start = anchor + len(text)
             is_open = not scaffold.is_asked_for and first is not None and chat.text[start:limit].strip()
             if is_open and not self._prompts_anyway(i, prompt):
-                start = max(start, anchor + self._invariant(i, scaffold, between))
+                header = anchor + self._invariant(i, scaffold, between)
+                start = header if chat.text[start:header].strip() else start  # blanks alone are no header
             return start
         if text.strip():
             blanks = _follow_but_for_blanks(text, between)
@@ -117,8 +118,14 @@ class TurnStarts:
         shared = min(num_shared(text, between), len(between))
         parting = min(self._tokens.outside(between, shared), self._tokens.outside(text, shared))
         if not scaffold.is_asked_for:
-            if not text[parting:].strip() or self._prompts_anyway(i, prompt):
-                return anchor + self._tokens.before_forced_block(text, parting, 0)
+            start = self._tokens.before_forced_block(text, parting, 0)
+            is_blank = not text[parting:].strip()
+            prompts_anyway = self._prompts_anyway(i, prompt)
+            if is_blank and (prompts_anyway or first is None or not between[start:].strip()):
+                return anchor + start
+            if is_blank or prompts_anyway:
+                header = self._invariant(i, scaffold, between)
+                return anchor + (header if between[start:header].strip() else start)
             return None
         if shared < scaffold.num_bare or not self._tokens.has_header(
             text[scaffold.num_bare : parting], text[scaffold.num_bare :]
@@ -142,16 +149,19 @@ class TurnStarts:
                 position = max(position, self._invariant(i, scaffold, between))
             return anchor + position
         shared = num_shared(scaffold.text, between)
-        goes_on = i > 0 and role_of(self._parts.messages[i - 1]) not in ("user", "system", "developer")
-        if follows and scaffold.is_asked_for and first is not None and goes_on and shared >= scaffold.num_bare:
-            # After a tool's result or another answer the template writes no new header: the turn continues.
-            start = self._tokens.outside(between, scaffold.num_bare)
-            return anchor + max(start, self._invariant(i, scaffold, between))
+        previous = role_of(self._parts.messages[i - 1]) if i else "user"
+        if follows and first is not None and previous not in ("user", "system", "developer"):
+            if scaffold.is_asked_for and shared >= len(scaffold.text[: scaffold.num_bare].rstrip()):
+                # After a tool's result or another answer the template writes no new header: the turn continues.
+                start = self._tokens.outside(between, min(shared, scaffold.num_bare))
+                return anchor + max(start, self._invariant(i, scaffold, between))
+            if previous == "assistant" and not between.strip():
+                return anchor + shared  # two answers in one turn
         raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
 
     def _find_beginning(self, between: str, added: str) -> tuple[int, bool] | None:
-        """Find a prompt, or as much of its beginning as there is, but at least its first control token."""
-        for length in range(len(added), max(self._tokens.num_essential(added), 1) - 1, -1):
+        """Find a prompt, or as much of its beginning as there is, but at least its first control token and its role."""
+        for length in range(len(added), max(self._tokens.num_essential(added, with_role=True), 1) - 1, -1):
             at = between.rfind(added[:length])
             if at >= 0:
                 return self._tokens.outside(between, at + length), length == len(added)
@@ -178,10 +188,13 @@ class TurnStarts:
         between = chat.text[anchor:first]
         if not added.strip():
             return anchor + self._invariant_alone(i, between)
-        found = self._find_beginning(between, added.lstrip())
-        if found is None:
-            raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
-        return anchor + found[0]
+        # Nobody has asked, so what the prompt closes a question with need not be there.
+        tokens = [match.start() for match in self._tokens.pattern.finditer(added)]
+        for begin in (0, *tokens[1:2]):
+            found = self._find_beginning(between, added[begin:].lstrip())
+            if found is not None:
+                return anchor + found[0]
+        raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
 
     def _guard_next_text(self, chat: TracedText, first: int, rest: str) -> None:
         """The prompt says more than the template writes before the next text: does that go on with it?"""

@@ -47,6 +47,21 @@ def _renamed(key: str, message: Message) -> Message:
     return {key if name == other else name: value for name, value in message.items() if name == other or name != key}
 
 
+def with_content_in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat whose contents are lists of parts, as templates of models that also see images read them.
+
+    Example:
+        >>> with_content_in_parts([{"role": "user", "content": "Hi"}])
+        [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}]
+    """
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
 def forms_of(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield a chat as it is, then as some templates want it; one that renders a form never sees the next.
 
