@@ -32,7 +32,7 @@ from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
 _IS_OTHER = re.compile(rf"{VARIABLE}\d+=={VARIABLE}\d+")
-_MAX_LINES = 8  # about one tool, above which each set of tools has its own recipes
+_MAX_QUESTIONS = 4  # about one tool, above which each set of tools has its own recipes
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
 _Line = tuple[int, bool, str]  # place, whether it is an assignment, text
@@ -71,13 +71,13 @@ class Lesson:
         self._about: dict[str, frozenset[int]] = {}  # variables
         self._lines: dict[frozenset[int], list[_Line]] = {}  # by what they are about
         self._sort_lines()
-        self.is_for_these_tools = self.num_about_tools > _MAX_LINES * len(tools or ())
+        self.is_for_these_tools = self.num_about_tools > _MAX_QUESTIONS * (1 + len(tools or ()))
 
     @property
     def num_about_tools(self) -> int:
-        """How much was asked about tools."""
+        """How many questions about tools were asked."""
         self._sort_lines()
-        return sum(len(lines) for about, lines in self._lines.items() if HEAD in about)
+        return sum(not line[1] for about, lines in self._lines.items() if HEAD in about for line in lines)
 
     def recipe(self, number: int, ranges: Sequence[Range], losses: Sequence[Loss]) -> Recipe:
         """Return the recipe of a message, or of the head, with its trained ranges in the chat."""
@@ -100,7 +100,7 @@ class Lesson:
             tuple(losses),
             tuple(program[:-1]),
             "\n".join([*types, *program]),
-            self.is_for_these_tools and (number == HEAD or any(TOOLS_NAME in line for line in program)),
+            self.is_for_these_tools and (number == HEAD or _has_tools(parts, templates, program)),
         )
 
     def _parts(self, number: int, place: int) -> tuple[list[_Part], list[str | None]]:
@@ -160,6 +160,12 @@ class Lesson:
             line = f" {left}={right}" if is_assignment else guard_line(left, right)
             self._lines.setdefault(about, []).append((place, is_assignment, line))
         self._num_sorted = len(recorder.lines)
+
+
+def _has_tools(parts: Sequence[_Part], templates: Sequence[str | None], program: Sequence[str]) -> bool:
+    """Whether a recipe holds the text of tools, or reads them."""
+    is_fixed = any(name is None and text is None for (_, _, name), text in zip(parts, templates, strict=True))
+    return is_fixed or any(TOOLS_NAME in line for line in program)
 
 
 def _renamed(lines: Sequence[str]) -> list[str]:
