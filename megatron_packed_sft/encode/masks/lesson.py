@@ -1,19 +1,24 @@
-"""A traced chat taken apart: a recipe for each of its messages.
+"""A traced chat taken apart: a recipe for its head and one for each message that the template iterates over.
 
-A traced render is a straight-line program about the whole chat (see `Recorder`). Its lines are sorted by the message
-that they are about, and the text is cut where the template begins to write for each message. Where a line is about
-several messages, or a message's strings are written in another's place, the chat cannot be taken apart.
+A traced render is a straight-line program about the whole chat (see `Recorder`). Its lines are sorted by the messages
+that they are about, and the text is cut where the template begins to write for each message. What comes before the
+loop is the head: tools, and messages that the template takes out of the list (a system prompt, with Llama the first
+question). A message may repeat what is in the head, but where a question is about two messages of the loop, or one of
+them is written in another's place, the chat cannot be taken apart.
+
+Some templates write tools word by word instead of as JSON, and ask so much about them that every set of tools has a
+program of its own. Then a recipe is for one set of tools, whose text is constant.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_packed_sft.encode.masks.authored_text import MESSAGE_NAME, MESSAGES_NAME, TOOLS_NAME, VARIABLE, Recorder
 from megatron_packed_sft.encode.masks.lost_text import Loss
-from megatron_packed_sft.encode.masks.recipes import HEAD, Recipe
+from megatron_packed_sft.encode.masks.recipes import HEAD, RUN, Recipe
 from megatron_packed_sft.encode.masks.shapes import (
     NotCompilable,
     Range,
@@ -26,9 +31,11 @@ from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
+_IS_OTHER = re.compile(rf"{VARIABLE}\d+=={VARIABLE}\d+")
+_MAX_QUESTIONS = 4  # about one tool, above which each set of tools has its own recipes
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
-_HEADER = f"def run({MESSAGE_NAME}, {TOOLS_NAME}):"
+_Line = tuple[int, bool, str]  # place, whether it is an assignment, text
 _ANYBODY = frozenset[int]()
 _TOOLS = frozenset({HEAD})
 
@@ -38,6 +45,7 @@ class Lesson:
 
     Args:
         messages: of the chat.
+        tools: of the chat.
         chat: its render; NotCompilable if that is not message by message.
         recorder: what templates asked about it. It may go on asking: a recipe holds what was asked so far.
         count_marks: see `ControlMarks`.
@@ -46,6 +54,7 @@ class Lesson:
     def __init__(
         self,
         messages: Sequence[dict[str, Any]],
+        tools: Any,
         chat: TracedText,
         recorder: Recorder,
         count_marks: Callable[[str], int],
@@ -53,48 +62,82 @@ class Lesson:
         self._messages = messages
         self._recorder = recorder
         self._count_marks = count_marks
-        self._edges = [0, *_beginnings(chat, len(messages)), len(chat.text)]
+        beginnings = _beginnings(chat, len(messages))
+        self.head_size = len(messages) - len(beginnings)  # messages that have no iteration of their own
+        self._head = frozenset(range(HEAD, self.head_size))
+        self._edges = [0, *beginnings, len(chat.text)]
         self._regions = _regions(chat, self._edges)
         self._num_sorted = 0
         self._about: dict[str, frozenset[int]] = {}  # variables
-        self._lines: dict[frozenset[int], list[tuple[int, bool, str]]] = {}  # by what they are about
+        self._lines: dict[frozenset[int], list[_Line]] = {}  # by what they are about
+        self._sort_lines()
+        self.is_for_these_tools = self.num_about_tools > _MAX_QUESTIONS * (1 + len(tools or ()))
+
+    @property
+    def num_about_tools(self) -> int:
+        """How many questions about tools were asked."""
+        self._sort_lines()
+        return sum(not line[1] for about, lines in self._lines.items() if HEAD in about for line in lines)
 
     def recipe(self, number: int, ranges: Sequence[Range], losses: Sequence[Loss]) -> Recipe:
         """Return the recipe of a message, or of the head, with its trained ranges in the chat."""
         self._sort_lines()
-        parts = self._regions[number - HEAD]
-        lines = self._lines_about(number)
-        for _, _, name in parts:
-            if name is not None and not self._is_own(self._about[name], number):
-                raise NotCompilable("a message that writes another's text")
-        starts, slots = _starts(parts)
-        region = (self._edges[number - HEAD], self._edges[number - HEAD + 1])
+        place = 0 if number == HEAD else number - self.head_size + 1
+        region = (self._edges[place], self._edges[place + 1])
+        parts, templates = self._parts(number, place)
+        starts, slots = _starts(parts, templates)
         edges = [_edge(edge, parts, region, starts) for turn in ranges for edge in turn]
         texts = [ascii(text) if name is None else name for _, text, name in parts]
         joined = f"''.join(({_listed(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
+        lines = list(self._lines_of(number))
         program = _renamed(without_unused([*lines, f" return {joined},({_listed(edges)})"]))
-        types = [] if number == HEAD else type_guard(MESSAGE_NAME, self._messages[number])
+        types = self._type_guards(number)
         assignments = [line for line in lines if line.startswith(f" {VARIABLE}")]
         return Recipe(
-            compiled("\n".join([_HEADER, *types, *program])),
-            "\n".join([_HEADER, *without_unused([*assignments, f" return ({_listed(slots)})"])]),
-            sum(self._count_marks(text) for _, text, name in parts if name is None),
+            compiled("\n".join([RUN, *types, *program])),
+            "\n".join([RUN, *without_unused([*assignments, f" return ({_listed(slots)})"])]),
+            sum(self._count_marks(text) for text in templates if text is not None),
             tuple(losses),
             tuple(program[:-1]),
             "\n".join([*types, *program]),
+            self.is_for_these_tools and (number == HEAD or _has_tools(parts, templates, program)),
         )
 
-    def _lines_about(self, number: int) -> list[str]:
-        """Return the lines that a recipe needs: a message's own; the head's may use strings of the first message."""
-        found = []
-        for about, lines in self._lines.items():
-            if self._is_own(about, number):
-                is_others = number == HEAD and bool(about - _TOOLS)
-                found += [line for line in lines if line[1] or not is_others]
-        return [text for _, _, text in sorted(found)]
+    def _parts(self, number: int, place: int) -> tuple[list[_Part], list[str | None]]:
+        """Return the parts of a region, and which of them are the template's own text, the same for all records."""
+        parts: list[_Part] = []
+        templates: list[str | None] = []
+        for position, text, name in self._regions[place]:
+            if name is not None and not self._is_known_to(self._about[name], number):
+                raise NotCompilable("a message that writes another's text")
+            is_fixed = name is not None and self.is_for_these_tools and self._about[name] == _TOOLS
+            parts.append((position, text, None if is_fixed else name))
+            templates.append(text if name is None else None)
+        return parts, templates
 
-    def _is_own(self, about: frozenset[int], number: int) -> bool:
-        return about <= ({HEAD, 0} if number == HEAD else {number})
+    def _is_known_to(self, about: frozenset[int], number: int) -> bool:
+        """Whether a recipe may use a value; the head also writes strings of the loop's first message."""
+        return about <= self._head | {self.head_size if number == HEAD else number}
+
+    def _lines_of(self, number: int) -> Iterator[str]:
+        """Yield assignments that a recipe may need, and the guards that are its own."""
+        found: list[_Line] = []
+        for about, lines in self._lines.items():
+            if not self._is_known_to(about, number):
+                continue
+            is_own = about <= self._head if number == HEAD else number in about
+            if about == _TOOLS and self.is_for_these_tools:
+                is_own = False
+            found += [line for line in lines if line[1] or is_own]
+        own = f"{MESSAGES_NAME}[{number}]"
+        for _, _, text in sorted(found):
+            yield text if number == HEAD else text.replace(own, MESSAGE_NAME)
+
+    def _type_guards(self, number: int) -> list[str]:
+        if number != HEAD:
+            return type_guard(MESSAGE_NAME, self._messages[number])
+        guards = (type_guard(f"{MESSAGES_NAME}[{n}]", self._messages[n]) for n in range(self.head_size))
+        return [line for lines in guards for line in lines]
 
     def _sort_lines(self) -> None:
         """Sort what the recorder has written since the last time; NotCompilable if a question is about several."""
@@ -110,12 +153,19 @@ class Lesson:
             )
             if is_assignment:
                 self._about[left] = about
-            elif len(about) > 1:
+            elif len(about - self._head) > 1:
+                if right is False and _IS_OTHER.fullmatch(left):
+                    continue  # whether a message is, say, the last question: seen in what is written
                 raise NotCompilable("a question about several messages")
             line = f" {left}={right}" if is_assignment else guard_line(left, right)
-            kept = self._lines.setdefault(about, [])
-            kept.append((place, is_assignment, _MESSAGE.sub(MESSAGE_NAME, line)))
+            self._lines.setdefault(about, []).append((place, is_assignment, line))
         self._num_sorted = len(recorder.lines)
+
+
+def _has_tools(parts: Sequence[_Part], templates: Sequence[str | None], program: Sequence[str]) -> bool:
+    """Whether a recipe holds the text of tools, or reads them."""
+    is_fixed = any(name is None and text is None for (_, _, name), text in zip(parts, templates, strict=True))
+    return is_fixed or any(TOOLS_NAME in line for line in program)
 
 
 def _renamed(lines: Sequence[str]) -> list[str]:
@@ -128,28 +178,30 @@ def _listed(expressions: Sequence[str]) -> str:
     return "".join(f"{expression}," for expression in expressions)
 
 
-def _starts(parts: Sequence[_Part]) -> tuple[list[str], list[str]]:
-    """Return expressions for where each part begins and the last one ends, and for the edges of the strings."""
+def _starts(parts: Sequence[_Part], templates: Sequence[str | None]) -> tuple[list[str], list[str]]:
+    """Return expressions for where each part begins and the last one ends, and for the edges of others' strings."""
     starts, slots = ["0"], []
     num_constant, lengths = 0, ""
-    for _, text, name in parts:
+    for (_, text, name), template in zip(parts, templates, strict=True):
         if name is None:
             num_constant += len(text)
         else:
             lengths += f"+len({name})"
-            slots += [starts[-1], f"{num_constant}{lengths}"]
         starts.append(f"{num_constant}{lengths}")
+        if template is None:
+            slots += starts[-2:]
     return starts, slots
 
 
 def _beginnings(chat: TracedText, num_messages: int) -> list[int]:
-    """Return where the template begins to write for each message; NotCompilable if that is not in their order."""
+    """Return where the template begins to write for each message of its loop; NotCompilable if not in their order."""
     found: dict[int, int] = {}
     for position, mark in chat.marks:
         if mark.kind == "enter":
             found[mark.message] = position
-    beginnings = [found.get(number, -1) for number in range(num_messages)]
-    if -1 in beginnings or beginnings != sorted(beginnings):
+    first = min(found, default=num_messages)
+    beginnings = [found.get(number, -1) for number in range(first, num_messages)]
+    if not beginnings or -1 in beginnings or beginnings != sorted(beginnings):
         raise NotCompilable("no loop over the messages")
     return beginnings
 

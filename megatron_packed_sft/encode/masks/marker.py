@@ -125,12 +125,17 @@ class ChatMarker:
             )
         self._escaped = control_pattern(escaped)
         self._count_marks = ControlMarks(escaped).count
-        self._beginnings = tuple(
-            {token[:length] for token in escaped for length in range(1, len(token)) if token[:length] in known}
-        )
+        # How control tokens begin that the template could write, and how they go on.
+        self._continued: dict[str, set[str]] = {}
+        for token in escaped:
+            for length in range(1, len(token)):
+                if token[:length] in known:
+                    self._continued.setdefault(token[:length], set()).add(token[length])
+        self._beginnings = tuple(self._continued)
         self._known: dict[Any, _Known] = {}
         self._book = RecipeBook()
-        self._num_unlearnt = 0
+        self._num_unlearnt = {True: 0, False: 0}  # chats with tools, chats without
+        self._do_tools_decide = False  # whether prompts ask more about tools than chats do
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
     def mark(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedChat:
@@ -247,13 +252,13 @@ class ChatMarker:
         read = self._book.read(plain, messages, kinds, tools, known.wanted)
         compiles = known.is_due(len(messages))
         if compiles or not read.is_whole(plain, messages):
-            if self._num_unlearnt >= _MAX_UNLEARNT:
+            if self._num_unlearnt[bool(tools)] >= _MAX_UNLEARNT:
                 return None
             try:
                 read = self._learn(messages, plain, tools, known, kinds, compiles=compiles)
                 known.is_direct = is_direct
             except NotCompilable:
-                self._num_unlearnt += 1
+                self._num_unlearnt[bool(tools)] += 1
                 return None
             except RecordRefusedError:
                 return None  # the search in full will refuse it in its own words
@@ -309,22 +314,20 @@ class ChatMarker:
         recorder = Recorder()
         finder = self._finder(messages, plain, tools, recorder)
         self._refuse_roles(messages)
-        if self._is_unsafe_to_learn(finder.chat):
+        if self._is_unsafe_to_learn(finder.chat, recorder):
             raise NotCompilable("a control token at the edge of a string")
-        lesson = Lesson(messages, finder.chat, recorder, self._count_marks)
-        num_known = -2
+        lesson = Lesson(messages, tools, finder.chat, recorder, self._count_marks)
+        numbers: list[int] = []  # around which it was learnt
         while not (read := self._book.read(plain, messages, kinds, tools, known.wanted)).is_whole(plain, messages):
-            if read.num_messages == num_known:
+            # Where turns do not depend on tools, other tools are only another head, and nothing is searched.
+            is_head = read.num_messages == HEAD and lesson.is_for_these_tools and not self._do_tools_decide
+            numbers.append(HEAD if is_head and not numbers else max(read.num_messages, 0))
+            if numbers[-1] in numbers[:-1]:
                 raise NotCompilable("a recipe that does not read its own message")
-            num_known = read.num_messages
-            recipes = self._recipes_around(finder, lesson, tools, known.wanted, max(num_known, 0), recorder)
-            self._book.add(kinds, tools, known.wanted, recipes)
+            recipes = self._recipes_around(finder, lesson, tools, known.wanted, numbers[-1], recorder)
+            self._book.add(kinds, tools, known.wanted, lesson.head_size, recipes)
         if compiles:
-            known.num_compiled += 1
-            lines = [recipe.lines for recipe in read.recipes]
-            shape = compile_shape(messages, finder.chat, joined(read.turns), recorder, lines)
-            marked = MarkedText(plain, tuple(joined(read.turns)), ())
-            self._keep_shape(known, shape, MarkedChat(marked, tuple(read.losses())), messages, tools)
+            self._compile(known, finder.chat, read, messages, tools, recorder)
         return read
 
     def _recipes_around(
@@ -335,21 +338,40 @@ class ChatMarker:
         What a turn depends on is mostly asked about the messages right before it, while it is searched; so these are
         learnt together.
         """
-        messages = list(finder.messages)
+        messages, size = list(finder.messages), lesson.head_size
         trained = [place for place, is_wanted in enumerate(wanted) if is_wanted]
         first = max((place + 1 for place in trained if place < number), default=HEAD)
         last = min((place for place in trained if place >= number), default=len(messages) - 1)
-        turns, own = self._turns(finder, messages, [place == last and wanted[last] for place in range(len(messages))])
-        numbers = range(first, last + 1)
-        losses = find_losses(messages, tools, finder.chat, own, recorder, numbers)
+        if number == HEAD:
+            last = size - 1
+        asked = lesson.num_about_tools
+        searched = [is_wanted and first <= place <= last for place, is_wanted in enumerate(wanted)]
+        turns, own = self._turns(finder, messages, searched)
+        losses = find_losses(messages, tools, finder.chat, own, recorder, range(first, last + 1))
+        self._do_tools_decide |= lesson.num_about_tools > asked
+        places = [*([HEAD] if first < size else []), *range(max(first, size), last + 1)]
         return {
             place: lesson.recipe(
                 place,
-                [turn for whose, turn in turns if whose == place],
-                [loss for loss in losses if loss.message == place],
+                [turn for whose, turn in turns if place == whose or (place == HEAD and whose < size)],
+                [loss for loss in losses if place == loss.message or (place == HEAD and loss.message < size)],
             )
-            for place in numbers
+            for place in places
         }
+
+    def _compile(
+        self, known: _Known, chat: TracedText, read: Read, messages: Messages, tools: Any, recorder: Recorder
+    ) -> None:
+        """Compile the shape of a chat that was read."""
+        known.num_compiled += 1
+        turns = tuple(joined(read.turns))
+        lines = [(number, recipe.lines) for number, recipe in zip(read.numbers, read.recipes, strict=True)]
+        try:
+            shape = compile_shape(messages, chat, turns, recorder, lines)
+        except NotCompilable:
+            return
+        marked = MarkedChat(MarkedText(chat.text, turns, ()), tuple(read.losses()))
+        self._keep_shape(known, shape, marked, messages, tools)
 
     def _mark_and_compile(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat:
         """Find the turns of a chat whose messages cannot be told apart; compile its shape if it repeats."""
@@ -357,7 +379,7 @@ class ChatMarker:
         is_due = known.num_seen % max(2, len(conversation.messages) ** 2 // 2) == 0
         recorder = Recorder() if is_due and known.num_compiled < _MAX_COMPILED else None
         found = self._mark_slowly(conversation, tools, known.wanted, recorder)
-        if recorder is None or self._is_unsafe_to_learn(found.chat):
+        if recorder is None or self._is_unsafe_to_learn(found.chat, recorder):
             return found.marked
         known.num_compiled += 1
         known.is_direct = found.is_direct
@@ -379,14 +401,16 @@ class ChatMarker:
             known.shapes.insert(0, _Compiled(shape, marked.losses, num_marks))
             del known.shapes[_MAX_VARIANTS:]
 
-    def _is_unsafe_to_learn(self, chat: TracedText) -> bool:
-        """Whether a string could complete a control token, or a part that every such chat has holds one as a text."""
+    def _is_unsafe_to_learn(self, chat: TracedText, recorder: Recorder) -> bool:
+        """Whether a string completes a control token, or a part that every such chat has holds one as a text."""
         parts = [part for part in chat.whole.parts if part[0]]
-        if any(
-            name is not None and before is None and text.endswith(self._beginnings)
-            for (text, before), (_, name) in pairwise(parts)
-        ):
-            return True
+        for (text, before), (following, name) in pairwise(parts):
+            if name is not None and before is None and text.endswith(self._beginnings):
+                ends = (end for length, end in self._continued.items() if text.endswith(length))
+                continued = "".join(sorted(set().union(*ends)))
+                if following[0] in continued:
+                    return True
+                recorder.guard(f"{name}[0] in {continued!a}", False)
         starts = [0, *accumulate(len(text) for text, _ in parts)]
         slots = [(starts[number], starts[number + 1]) for number, (_, name) in enumerate(parts) if name is not None]
         return self._literal_between(chat.text, slots) != literal_ranges(chat.text, chat.spans, self._escaped)

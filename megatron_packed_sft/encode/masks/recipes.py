@@ -4,7 +4,7 @@ A recipe says what a template writes while it iterates over one message: constan
 trained ranges begin and end, and every answer that the template got about the message in the renders by which its turn
 was found. For Qwen3 and an answer between two questions it is, in short:
 
-    def run(message, tools):
+    def run(message, tools, messages):
         if '</think>' in message['content']: return None
         return '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n', (22, 32 + len(message['content']))
 
@@ -18,13 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
+import orjson
+
+from megatron_packed_sft.encode.masks.authored_text import MESSAGE_NAME, MESSAGES_NAME, TOOLS_NAME
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.shapes import Range, compiled
 
 _MAX_RECIPES = 12  # of one kind of message among the same neighbours
 _MAX_KINDS = 4096
 
-HEAD = -1  # the number of what is written before the first message
+HEAD = -1  # the number of what is written before the loop over messages
+# A program about a message, tools, and all messages, of which it may read those that are in the head.
+RUN = f"def run({MESSAGE_NAME}, {TOOLS_NAME}, {MESSAGES_NAME}):"
 
 Messages = Sequence[dict[str, Any]]
 # Of a message: its text, and where its trained ranges begin and end: (start, end, start, end, ...).
@@ -49,20 +54,22 @@ class Recipe(NamedTuple):
     """What a template writes for a message.
 
     Args:
-        run: message, tools -> `Written`, or None if the template would have got other answers.
-        slots: a program: message, tools -> where in the text its strings begin and end: (start, end, start, end, ...).
+        run: `RUN` -> `Written`, or None if the template would have got other answers.
+        slots: a program `RUN` -> where in the text its strings begin and end: (start, end, start, end, ...).
         num_marks: how often control tokens may begin in its constants, see `ControlMarks`.
-        losses: what the template leaves out of the message.
+        losses: what the template leaves out of the message, or of the head.
         lines: the assignments and guards of `run`, for shapes.
         code: to tell recipes apart.
+        is_for_tools: whether it holds for the same tools only.
     """
 
-    run: Callable[[Any, Any], Written | None]
+    run: Callable[[Any, Any, Any], Written | None]
     slots: str
     num_marks: int
     losses: tuple[Loss, ...]
     lines: tuple[str, ...]
     code: str
+    is_for_tools: bool
 
 
 class Read(NamedTuple):
@@ -70,18 +77,20 @@ class Read(NamedTuple):
 
     Args:
         turns: trained ranges.
-        places: where the text of the head and of each message begins, and where the last one ends.
-        recipes: of the head and each message.
+        places: where the text of the head and of each message of the loop begins, and where the last one ends.
+        numbers: of the messages, `HEAD` first.
+        recipes: of each.
     """
 
     turns: list[Range]
     places: list[int]
+    numbers: list[int]
     recipes: list[Recipe]
 
     @property
     def num_messages(self) -> int:
         """How many messages are known, -1 if not even the head is."""
-        return len(self.recipes) - 1
+        return self.numbers[-1] + 1 if self.numbers else HEAD
 
     def is_whole(self, text: str, messages: Messages) -> bool:
         """Whether nothing of the text is left over, and no message."""
@@ -94,14 +103,14 @@ class Read(NamedTuple):
 
     def losses(self) -> Iterator[Loss]:
         """Yield what is lost."""
-        for number, recipe in enumerate(self.recipes, start=HEAD):
+        for number, recipe in zip(self.numbers, self.recipes, strict=True):
             if recipe.losses:
-                yield from (loss._replace(message=number) for loss in recipe.losses)
+                yield from (loss if number == HEAD else loss._replace(message=number) for loss in recipe.losses)
 
     def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
         """Yield where messages and tools wrote."""
-        for number, (place, recipe) in enumerate(zip(self.places, self.recipes, strict=False), start=HEAD):
-            edges = compiled(recipe.slots)(messages[max(number, 0)], tools)
+        for place, number, recipe in zip(self.places, self.numbers, self.recipes, strict=False):
+            edges = compiled(recipe.slots)(messages[number], tools, messages)
             yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
 
 
@@ -112,6 +121,8 @@ class RecipeBook:
         self._recipes: dict[Any, list[Recipe]] = {}
         self._kinds: dict[Any, Kind] = {}
         self._numbers = count()
+        self._head_sizes: list[int] = []
+        self._has_tools = False  # whether a recipe holds for certain tools only
 
     def kinds_of(self, messages: Messages) -> list[Kind]:
         """Return what can be told of messages without looking at what they say."""
@@ -128,46 +139,72 @@ class RecipeBook:
                 known.setdefault((role, *message), Kind(next(self._numbers), role, seen))
             return [known[(message.get("role"), *message)] for message in messages]
 
-    def add(self, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool], learnt: dict[int, Recipe]) -> None:
-        """Keep recipes of messages of a chat, by their numbers."""
-        keys = _keys(kinds, tools, wanted)
+    def add(
+        self, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool], head_size: int, learnt: dict[int, Recipe]
+    ) -> None:
+        """Keep recipes of a chat's messages, by their numbers, and of its head, which has some messages."""
+        keys = dict(zip(range(len(kinds)), _keys(kinds, tools, wanted), strict=True))
+        keys[HEAD] = _head_key(head_size, kinds, tools, wanted)
+        if head_size not in self._head_sizes:
+            self._head_sizes.append(head_size)
         for number, recipe in learnt.items():
-            known = self._recipes.setdefault(keys[number - HEAD], [])
+            key = (keys[number], _content_of(tools)) if recipe.is_for_tools else keys[number]
+            self._has_tools |= recipe.is_for_tools
+            known = self._recipes.setdefault(key, [])
             if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
+                del known[_MAX_RECIPES - 1 :]
                 known.append(recipe)
                 known.sort(key=lambda one: -len(one.code))  # one that says more is tried first
-                del known[_MAX_RECIPES:]
 
     def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
         """Read a rendered chat as far as it is known."""
         turns: list[Range] = []
-        used: list[Recipe] = []
-        position = 0
-        places = [0]
-        find, begins_with = self._recipes.get, text.startswith
-        for message, key in zip((messages[0], *messages), _keys(kinds, tools, wanted), strict=True):
-            for recipe in find(key, ()):
+        places, numbers, used = [0], [], []
+        given = _content_of(tools) if self._has_tools and tools else None
+        find = self._recipes.get
+
+        def read_next(key: Any, number: int) -> bool:
+            message, position = messages[number], places[-1]
+            for recipe in find(key, ()) if given is None else (*find(key, ()), *find((key, given), ())):
                 try:
-                    written = recipe.run(message, tools)
+                    written = recipe.run(message, tools, messages)
                 except (KeyError, IndexError, TypeError, AttributeError, ValueError):
                     continue
-                if written is not None and begins_with(written[0], position):
-                    break
-            else:
+                if written is not None and text.startswith(written[0], position):
+                    edges = written[1]
+                    for place in range(0, len(edges), 2):
+                        turns.append((position + edges[place], position + edges[place + 1]))
+                    places.append(position + len(written[0]))
+                    numbers.append(number)
+                    used.append(recipe)
+                    return True
+            return False
+
+        for size in self._head_sizes:
+            if size < len(kinds) and read_next(_head_key(size, kinds, tools, wanted), HEAD):
+                for number, key in enumerate(_keys(kinds, tools, wanted)):
+                    if number >= size and not read_next(key, number):
+                        break
                 break
-            added, edges = written
-            for place in range(0, len(edges), 2):
-                turns.append((position + edges[place], position + edges[place + 1]))
-            used.append(recipe)
-            position += len(added)
-            places.append(position)
-        return Read(turns, places, used)
+        return Read(turns, places, numbers, used)
+
+
+def _content_of(tools: Any) -> bytes | None:
+    try:
+        return orjson.dumps(tools)
+    except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
+        return None
+
+
+def _head_key(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Any:
+    """Return what decides on recipes of a head of some messages: their kinds and the next one's."""
+    return (size, bool(tools), *wanted[:size], *[kind.number for kind in kinds[: size + 1]])
 
 
 def _keys(kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
-    """Return what decides on recipes beside answers, of the head and each message: kind, neighbours' kinds, place."""
+    """Return what decides on recipes beside answers, of each message: kind, neighbours' kinds, place."""
     has_tools = bool(tools)
-    keys: list[Any] = [("head", kinds[0][0], has_tools)]
+    keys: list[Any] = []
     before = None
     after = [kind[1] for kind in kinds[1:]]
     after.append(None)

@@ -62,7 +62,7 @@ def compile_shape(
     chat: TracedText,
     ranges: Sequence[Range],
     recorder: Recorder,
-    recipes: Sequence[Sequence[str]] = (),
+    recipes: Iterable[tuple[int, Sequence[str]]] = (),
 ) -> Shape:
     """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
 
@@ -71,7 +71,7 @@ def compile_shape(
         chat: the render.
         ranges: the trained ones.
         recorder: what was asked to find them.
-        recipes: if they are not found but known, the lines of the recipes of the head and of each message.
+        recipes: if they are not found but known, numbers of messages and the lines of their recipes.
 
     Example:
         >>> from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
@@ -201,13 +201,13 @@ def _program(recorder: Recorder) -> list[str]:
     return lines
 
 
-def _linked(recipes: Sequence[Sequence[str]], recorder: Recorder) -> Iterator[str]:
+def _linked(recipes: Iterable[tuple[int, Sequence[str]]], recorder: Recorder) -> Iterator[str]:
     """Yield the lines of recipes as they are about the messages of a chat, and none that the chat has itself."""
     names = dict(recorder.names)
     seen = set(_program(recorder))
-    for number, lines in enumerate(recipes, start=-1):
+    for number, lines in recipes:
         known: dict[str, str] = {}  # its variables -> the chat's
-        message = f"{MESSAGES_NAME}[{max(number, 0)}]"
+        message = f"{MESSAGES_NAME}[{number}]"
         for line in lines:
             assigned = _ASSIGNMENT.match(line)
             source = line[assigned.end() :] if assigned else line
