@@ -27,6 +27,8 @@ STORE_FORMAT = "token_store_index_v1"
 MAX_STORE_BYTES = 64 << 20
 _PART_NAME = re.compile(r"part_[0-9]{6,}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+NO_WEIGHTS = np.empty(0, np.float32)
+NO_WEIGHTS.flags.writeable = False  # as maps are: for numba, another type
 
 
 class PartArrays(NamedTuple):
@@ -35,6 +37,11 @@ class PartArrays(NamedTuple):
     ids: npt.NDArray[Any]
     train: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.uint64]
+    weights: npt.NDArray[np.float32] | None = None  # None: every trained token counts 1
+
+    def kernel_weights(self) -> npt.NDArray[np.float32]:
+        """Return the weights as kernels take them: an empty array when there are none."""
+        return NO_WEIGHTS if self.weights is None else self.weights
 
 
 class TokenPart(LazyMaps[PartArrays]):
@@ -113,6 +120,11 @@ class TokenStore:
         return sum(part.manifest.num_tokens for part in self.parts)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether a trained token of some part counts other than 1."""
+        return any(part.manifest.has_weights for part in self.parts)
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the content of all parts, in order."""
         return checksum("".join(part.fingerprint for part in self.parts).encode())
@@ -123,7 +135,7 @@ class TokenStore:
         return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
 
     def copies(self) -> npt.NDArray[np.int64] | None:
-        """Return one number per sequence, equal for neighbours with equal tokens; None when no neighbours are equal.
+        """Return one number per sequence, the same for neighbours of the same tokens and weights; None when all differ.
 
         Weights above 1 store the copies of a sequence next to each other. `pack(copies_of=...)` takes the result.
         """
@@ -135,7 +147,12 @@ class TokenStore:
             part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
             offsets = part.arrays.offsets.view(np.int64)
             found |= gather_kernel.number_copies(
-                part.arrays.ids, part.arrays.train, offsets, first, numbers[first : first + len(part)]
+                part.arrays.ids,
+                part.arrays.train,
+                part.arrays.kernel_weights(),
+                offsets,
+                first,
+                numbers[first : first + len(part)],
             )
         return numbers if found else None
 
