@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         visible_mask,
     )
     from megatron_packed_sft.data.batch.collate import widen
+    from megatron_packed_sft.data.batch.weighted_loss import weighted_loss
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -140,6 +141,7 @@ _HOMES = {
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.attention_masks",
+    "weighted_loss": "data.batch.weighted_loss",
     "widen": "data.batch.collate",
     "write_sample_data": "records.samples.sample_chats",
 }
@@ -217,6 +219,7 @@ __all__ = [
     "train_sentencepiece",
     "validate",
     "visible_mask",
+    "weighted_loss",
     "widen",
     "write_sample_data",
 ]

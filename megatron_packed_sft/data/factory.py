@@ -77,7 +77,7 @@ def create_sft_dataset(
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
             as many samples as all sources together.
         seed: of the shuffle.
-        arguments: further ones of `PackedDataset`.
+        arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
     """
     pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
     source, order = open_bins(

@@ -70,7 +70,7 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> PackedDataset:
         """Open anything that `create_sft_dataset` takes; of a dataset directory the training split."""
-        return create_sft_dataset(
+        dataset = create_sft_dataset(
             dataset_path,
             config.tokenizer,
             config.sequence_length,
@@ -78,6 +78,12 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
             # Ranks without a data loader receive a bin into a buffer of this size.
             pad_to_max_length=True,
         )
+        if dataset.source.figures.has_weights:
+            raise InvalidInputError(
+                f"{dataset_path} has weights of the loss, and Megatron-LM casts the sum of the loss mask to an "
+                "integer; train it with packed-sft train, or prepare the data without weights"
+            )
+        return dataset
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedDataset) -> int:

@@ -14,6 +14,9 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock, IntArray, Violation, as_int_array
 
+NO_WEIGHTS = np.empty(0, np.float32)  # for kernels, where every trained token counts 1
+NO_WEIGHTS.flags.writeable = False  # as maps are; numba would compile again for an array that can be written
+
 
 def mask_and_weights(values: Any, name: str, ndim: int = 1) -> tuple[IntArray, npt.NDArray[np.float32] | None]:
     """Split a loss mask into 0/1 and weights; weights are None if the mask is of integers, or all of them 0 or 1.

@@ -18,6 +18,7 @@ from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
+from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
@@ -27,8 +28,6 @@ STORE_FORMAT = "token_store_index_v1"
 MAX_STORE_BYTES = 64 << 20
 _PART_NAME = re.compile(r"part_[0-9]{6,}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-NO_WEIGHTS = np.empty(0, np.float32)
-NO_WEIGHTS.flags.writeable = False  # as maps are: for numba, another type
 
 
 class PartArrays(NamedTuple):
