@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ class TokenStore:
         """Tokens of all parts."""
         return sum(part.manifest.num_tokens for part in self.parts)
 
-    @property
+    @functools.cached_property
     def has_weights(self) -> bool:
         """Whether a trained token of some part counts other than 1."""
         return any(part.manifest.has_weights for part in self.parts)
