@@ -209,6 +209,7 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
             "ours, bridge_0_6, from samples": ours_from_samples(whole, pack_size),
             "ours, bridge_0_3": ours([whole], pack_size, contract="bridge_0_3"),
             "ours, mcore": ours([whole], pack_size, contract="mcore"),
+            "ours, mcore, per conversation": ours([whole], pack_size, contract="mcore", loss="per_conversation"),
             "ours, hf": ours([whole], pack_size, contract="hf", pad_to_max_length=False),
         }
         slow = {name for name in cases if name.startswith("Bridge")}

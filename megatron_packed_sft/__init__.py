@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from megatron_packed_sft.data.batch.collate import widen
     from megatron_packed_sft.data.batch.transformers_models import require_separate_sequences
+    from megatron_packed_sft.data.batch.weighted_loss import weighted_loss
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -142,6 +143,7 @@ _HOMES = {
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.attention_masks",
+    "weighted_loss": "data.batch.weighted_loss",
     "widen": "data.batch.collate",
     "write_sample_data": "records.samples.sample_chats",
 }
@@ -220,6 +222,7 @@ __all__ = [
     "train_sentencepiece",
     "validate",
     "visible_mask",
+    "weighted_loss",
     "widen",
     "write_sample_data",
 ]

@@ -33,6 +33,7 @@ from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
+from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
@@ -266,12 +267,16 @@ def _longest_input(shard: Any) -> int:
     return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
 
 
-def sample_of(packed: PackedBin, is_padding: bool) -> dict[str, Any]:
-    """Return a bin as a sample, in arrays of its own: torch must not get read-only memory."""
+def sample_of(packed: PackedBin, is_padding: bool, *, weighted: bool = False) -> dict[str, Any]:
+    """Return a bin as a sample, in arrays of its own: torch must not get read-only memory.
+
+    In a `weighted` dataset every loss mask is float32, also those of bins whose trained tokens all count 1.
+    """
+    mask = np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy()
     sample = {
         "input_ids": packed.input_ids.copy(),
         "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
-        "loss_mask": np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy(),
+        "loss_mask": mask.astype(np.float32) if weighted else mask,
     }
     if is_padding:
         sample["is_padding"] = True  # without it, answer_only_loss=False would count the padding sample's loss
@@ -302,6 +307,7 @@ class PlanBinReader:
             pad_id=pad_id,
             tokenizer=store.manifest.tokenizer,
             chat_template_fingerprint=store.manifest.chat_template_fingerprint,
+            has_weights=store.has_weights,
         )
         self.description = f"token store {store.path} with {plan!r}"
         self.fingerprint = checksum((store.fingerprint + plan.order_fingerprint).encode())
@@ -333,6 +339,7 @@ class PlanBinReader:
             positions,
             is_padding,
             self.description,
+            NO_WEIGHTS if block.loss_weights is None else block.loss_weights.reshape(-1),
         )
         located.lengths[:] = block.packed_len
         return [located]

@@ -60,6 +60,8 @@ class PackedDataset:
             compact, return_doc_ids: as in `CollateOptions`.
         pad_seq_to_mult: what the data's sequences were padded to; by default what the data says, else 1.
         pack_metadata_file_path: Megatron-Bridge's metadata JSON for `pad_cu_seqlens`; else the data's own figures.
+        loss: `per_token`, or `per_conversation`: every conversation counts the same. Data with weights, and
+            `per_conversation`, give batches whose loss mask is float32; see `CollateOptions`.
         allow_tokenizer_mismatch: accept a tokenizer with another fingerprint than the data's, or too small a
             vocabulary.
         bridge_arguments: further arguments of Megatron-Bridge's dataset classes; those that mean nothing for packed
@@ -86,6 +88,7 @@ class PackedDataset:
         answer_only_loss: bool = True,
         compact: bool = False,
         return_doc_ids: bool = False,
+        loss: str = "per_token",
         allow_tokenizer_mismatch: bool = False,
         **bridge_arguments: Any,
     ) -> None:
@@ -122,9 +125,13 @@ class PackedDataset:
             "answer_only_loss": answer_only_loss,
             "compact": compact,
             "return_doc_ids": return_doc_ids,
+            "weighted": source.figures.has_weights,
+            "loss": loss,
             **({} if metadata is None else metadata.collate_arguments()),
         }
         self._options: CollateOptions | None = None
+        if source.figures.has_weights or loss != "per_token":
+            _ = self.options  # not every contract takes these, and that should not wait for the first batch
 
     def _padding_id(self) -> int:
         if self.tokenizer is not None:
@@ -186,14 +193,13 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return one packed bin: input_ids, seq_boundaries (starts and length) and loss_mask."""
-        [sample] = self.__getitems__([index])
-        return sample
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Return many packed bins."""
         bins, is_padding = self._locate(indices)
         samples = [
-            sample_of(self.source.bin(index), padding)
+            sample_of(self.source.bin(index), padding, weighted=self.source.figures.has_weights)
             for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
         ]
         # transformers' Trainer removes what is no argument of the model from samples, but only from a plain dict.

@@ -83,7 +83,7 @@ def create_sft_dataset(
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
-        arguments: further ones of `PackedDataset`.
+        arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
     """
     source, order = open_bins(
         path,

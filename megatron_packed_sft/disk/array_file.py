@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ class ArrayFileWriter:
             self._hasher.update(data)
             self._hashed += len(data)
 
+    def read(self, first_row: int, num_rows: int) -> npt.NDArray[Any]:
+        """Read back consecutive rows that were written."""
+        offset = self.spec.header_size + first_row * self._row_bytes
+        with os_errors("read", self.path):
+            data = _read_at(self._fd, num_rows * self._row_bytes, offset)
+        return np.frombuffer(data, self.spec.dtype).reshape(num_rows, *self.spec.shape[1:])
+
     def finish(self) -> FileRecord:
         """Complete the checksum, make the file durable and close it."""
         with os_errors("write", self.path, self._size):
@@ -105,6 +113,15 @@ class GrowingArrayFile:
             write_at(self._fd, data, self._size)
         self._size += len(data)
 
+    def written(self) -> Iterator[npt.NDArray[Any]]:
+        """Read back what was appended so far, in blocks."""
+        place = SMALL_HEADER
+        while place < self._size:
+            with os_errors("read", self.path):
+                block = _read_at(self._fd, min(_READ_BACK, self._size - place), place)
+            yield np.frombuffer(block, self._dtype)
+            place += len(block)
+
     def finish(self) -> FileRecord:
         """Write the header, take the checksum, make the file durable and close it."""
         count = (self._size - SMALL_HEADER) // np.dtype(self._dtype).itemsize
@@ -124,8 +141,17 @@ class GrowingArrayFile:
 
 def _hash_back(fd: int, hasher: Hasher, start: int, end: int) -> None:
     while start < end:
-        block = os.pread(fd, min(_READ_BACK, end - start), start)
-        if not block:
-            raise OSError(errno.EIO, "the file is shorter than what was written")
+        block = _read_at(fd, min(_READ_BACK, end - start), start)
         hasher.update(block)
         start += len(block)
+
+
+def _read_at(fd: int, size: int, place: int) -> bytes:
+    """Read exactly `size` bytes of what was written."""
+    data = os.pread(fd, size, place)
+    while len(data) < size:
+        more = os.pread(fd, size - len(data), place + len(data))
+        if not more:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        data += more
+    return data

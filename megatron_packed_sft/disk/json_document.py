@@ -7,6 +7,7 @@ byte of it, so that a flipped bit anywhere in the document is noticed when it is
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -115,6 +116,13 @@ class Fields:
             return None
         if type(value) is not int or not low <= value <= high:
             raise self.error(key, f"is {_short(value)}, not an integer in {low}..{high}")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """Return a float of at least 0, or None when the key is absent or null."""
+        value = self._document.get(key)
+        if value is not None and (type(value) is not float or not 0 <= value < math.inf):
+            raise self.error(key, f"is {_short(value)}, not a decimal number of at least 0")
         return value
 
     def text(self, key: str) -> str:

@@ -4,6 +4,10 @@
                              ─▶ to_device ─────────┴▶ model ─▶ losses [1, T] ─▶ loss_function ─▶ sum, count, report
 
 Each rank reads its own batches; the ranks of a tensor- or pipeline-parallel group read the same ones.
+
+A loss mask of floats holds weights. The loss is then the sum of weight x loss over the global batch, divided by the sum
+of the batches' `loss_denominator`: the sum of the weights, or with `loss="per_conversation"` the number of
+conversations.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from megatron_packed_sft.data.batch.collate import widen
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.gradients import divide_by
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -91,16 +96,18 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
     )
 
 
-def loss_function(loss_mask: Tensor, output: Tensor) -> Loss:
+def loss_function(loss_mask: Tensor, output: Tensor, denominator: Tensor | None = None) -> Loss:
     """Return the summed loss of the trained tokens; Megatron-Core divides by their number in the global batch.
 
     Args:
-        loss_mask: [1, T], 1 where the prediction counts.
+        loss_mask: [1, T], 1 where the prediction counts; or of floats, how much it counts.
         output: [1, T], the loss at each position, from a model built with `calculate_per_token_loss=True`.
+        denominator: with weights, what this rank adds to the number that the loss is divided by; see `gradients.py`.
 
     Returns:
-        The sum, the number of trained tokens, and both as `{"lm loss": tensor([sum, number])}` for the log, as in
-        Megatron-LM: sum these over micro batches and data-parallel ranks, then divide.
+        The sum, the number of trained tokens, and a report for the log, as in Megatron-LM: `{"lm loss": tensor([sum,
+        denominator]), "trained tokens": number}`. Sum these over micro batches and data-parallel ranks, then divide.
+        Without weights the denominator is the number.
 
     Example:
         >>> total, num_tokens, _ = loss_function(torch.tensor([[0, 1, 1]]), torch.tensor([[9.0, 2.0, 4.0]]))
@@ -110,8 +117,13 @@ def loss_function(loss_mask: Tensor, output: Tensor) -> Loss:
     losses = output.flatten().float()
     mask = loss_mask.flatten()
     total = torch.sum(losses * mask)
-    num_tokens = mask.sum().to(torch.int)
-    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total.dtype)])}
+    if denominator is None:
+        num_tokens = mask.sum().to(torch.int)
+        shown = torch.stack([total.detach(), num_tokens.to(total.dtype)])
+    else:
+        num_tokens = torch.count_nonzero(mask).to(torch.int)
+        shown = torch.stack([total.detach().to(torch.float64), denominator.to(total.device, torch.float64)])
+    return total, num_tokens, {"lm loss": shown, "trained tokens": num_tokens}
 
 
 def forward_step(
@@ -127,6 +139,7 @@ def forward_step(
         The model's output, and the function that turns the last stage's output into a loss.
     """
     from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model
 
     batch = next(data_iterator)
     device = next(model.parameters()).device
@@ -147,7 +160,26 @@ def forward_step(
         labels=own["labels"],
         packed_seq_params=boundaries,
     )
-    return output, partial(loss_function, own["loss_mask"])
+    if not own["loss_mask"].is_floating_point():
+        return output, partial(loss_function, own["loss_mask"])
+    denominator = _own_denominator(batch)
+    is_last_stage = get_attr_wrapped_model(model, "post_process")  # only that one has a loss
+    divide_by(denominator if is_last_stage else torch.zeros_like(denominator), output, model)
+    return output, partial(loss_function, own["loss_mask"], denominator=denominator)
+
+
+def _own_denominator(batch: Mapping[str, Any]) -> Tensor:
+    """Return what this rank adds to the loss's denominator; of the ranks that share a bin, the first adds all of it."""
+    from megatron.core import parallel_state
+
+    if "loss_denominator" not in batch:
+        raise InvalidInputError(
+            "the loss mask holds weights, but the batch has no loss_denominator; make it with a dataset or loader of "
+            "this package and contract='mcore'"
+        )
+    denominator: Tensor = batch["loss_denominator"].sum()
+    is_first = parallel_state.get_context_parallel_rank() == 0
+    return denominator if is_first else torch.zeros_like(denominator)
 
 
 def _num_positions(batch: Mapping[str, Any]) -> int:

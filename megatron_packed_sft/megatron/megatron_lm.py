@@ -102,6 +102,11 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
             if before and parts:
                 refuse_mixed([*before, *parts], tolerance)
             setattr(config, _PARTS, [*before, *parts])
+        if dataset.source.figures.has_weights:
+            raise InvalidInputError(
+                f"{dataset_path} has weights of the loss, and Megatron-LM casts the sum of the loss mask to an "
+                "integer; train it with packed-sft train, or prepare the data without weights"
+            )
         return dataset
 
     @staticmethod

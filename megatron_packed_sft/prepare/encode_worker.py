@@ -249,7 +249,7 @@ class _Sink:
         if split not in self._writers:
             path = part_path(self._tokens / split, self._task.number)
             self._writers[split] = self._open.enter_context(TokenPartWriter(path, **self._arguments))
-        self._writers[split].append_many(sequences.input_ids, sequences.train, sequences.lengths)
+        self._writers[split].append_many(sequences.input_ids, sequences.train, sequences.lengths, sequences.weights)
         self._numbers.setdefault(split, []).append(numbers)
 
     def finish(self) -> SliceResult:

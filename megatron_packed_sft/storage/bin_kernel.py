@@ -139,6 +139,37 @@ def check_bins(
 
 
 @kernel
+def check_weights(
+    loss_mask: npt.NDArray[np.uint8],
+    loss_weights: npt.NDArray[np.float32],
+    positions: npt.NDArray[np.int64],
+    sums: npt.NDArray[np.float64],
+) -> int:
+    """Check that weights are finite, and above 0 exactly where the mask is 1; return how many bins break that.
+
+    `positions[b]` is the first such place of bin b, or -1. `sums[b]` is the sum of its weights, added up in one order,
+    so that it does not depend on the block that the bin came in.
+    """
+    num_bins, width = loss_weights.shape
+    num_bad = 0
+    for index in range(num_bins):
+        bin_mask, bin_weights = loss_mask[index], loss_weights[index]
+        position = -1
+        total = 0.0
+        for j in range(width):
+            weight = bin_weights[j]
+            # A NaN compares as false, and infinity is not below itself.
+            is_sound = 0 < weight < np.inf if bin_mask[j] != 0 else weight == 0
+            if not is_sound and position < 0:
+                position = j
+            total += weight
+        positions[index] = position
+        sums[index] = total
+        num_bad += position >= 0
+    return num_bad
+
+
+@kernel
 def pad_bins(
     flat_ids: npt.NDArray[np.integer],
     flat_mask: npt.NDArray[np.integer],

@@ -4,6 +4,9 @@
             loss_mask    0  1  1  1  0 |  1  1  0 |  0  0     next-token aligned: 0 at each sequence's last token
             starts       0               5                    packed_len 8
 
+A loss mask of float32 is one of weights: how much the prediction counts, 0 where the mask would be 0. A block keeps
+both, `loss_mask` and `loss_weights`, as a shard does; a single bin has one of them, `loss_mask`.
+
 A block is the padded form of several consecutive bins: exactly the bytes of the shard's two large arrays, plus the
 lengths and the CSR of starts. Writers take blocks and readers return them, so whole shards move without a Python loop
 per bin.
@@ -11,8 +14,9 @@ per bin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,10 +28,10 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 
 class PackedBin(NamedTuple):
-    """One packed bin without its padding."""
+    """One packed bin without its padding; `loss_mask` is uint8, or float32 in a shard with weights."""
 
     input_ids: IntArray
-    loss_mask: npt.NDArray[np.uint8]
+    loss_mask: npt.NDArray[Any]
     seq_start_id: npt.NDArray[np.uint32]
 
     @property
@@ -58,6 +62,7 @@ class BinBlock:
     packed_len: npt.NDArray[np.uint32]
     seq_offsets: npt.NDArray[np.uint32]
     seq_starts: npt.NDArray[np.uint32]
+    loss_weights: npt.NDArray[np.float32] | None = None  # None: 1 where the mask is
 
     def __len__(self) -> int:
         return len(self.packed_len)
@@ -68,7 +73,8 @@ class BinBlock:
         length = int(self.packed_len[index])
         first = int(self.seq_offsets[index]) - int(self.seq_offsets[0])
         last = int(self.seq_offsets[index + 1]) - int(self.seq_offsets[0])
-        return PackedBin(self.input_ids[index, :length], self.loss_mask[index, :length], self.seq_starts[first:last])
+        mask = self.loss_mask if self.loss_weights is None else self.loss_weights
+        return PackedBin(self.input_ids[index, :length], mask[index, :length], self.seq_starts[first:last])
 
 
 # How the figures of several shards become those of all: what adds up, and the largest or smallest of all.
@@ -80,6 +86,7 @@ EXTREMES: dict[str, Callable[..., int]] = {
     "min_packed_len": min,
     "pad_seq_to_mult": max,
 }
+SUM_OF_WEIGHTS = "sum_loss_weights"
 PROVENANCE_KEYS = ("tokenizer", "chat_template_fingerprint", "plan_fingerprint", "pad_seq_to_mult")
 
 
@@ -100,6 +107,8 @@ class BinFigures:
     pad_id: int | None = None
     tokenizer: Mapping[str, Any] | None = None
     chat_template_fingerprint: str | None = None
+    has_weights: bool = False
+    sum_loss_weights: float | None = None  # with weights
 
     @classmethod
     def of(cls, shard: Any) -> Self:
@@ -113,12 +122,15 @@ class BinFigures:
     def _counted(cls, bins: Iterable[PackedBin], pack_size: int) -> Self:
         num_bins = num_sequences = num_tokens = num_loss_tokens = max_seqs_per_bin = max_seq_len = 0
         min_packed_len = pack_size
+        has_weights, weights = False, []
         for one in bins:
             length = len(one.input_ids)
             num_bins += 1
             num_sequences += one.num_sequences
             num_tokens += length
-            num_loss_tokens += int(np.sum(one.loss_mask))
+            num_loss_tokens += int(np.count_nonzero(one.loss_mask))
+            has_weights |= one.loss_mask.dtype.kind == "f"
+            weights.append(float(np.sum(one.loss_mask, dtype=np.float64)))
             max_seqs_per_bin = max(max_seqs_per_bin, one.num_sequences)
             max_seq_len = max(max_seq_len, int(np.diff([*one.seq_start_id.tolist(), length]).max()))
             min_packed_len = min(min_packed_len, length)
@@ -131,6 +143,8 @@ class BinFigures:
             max_seqs_per_bin=max_seqs_per_bin,
             max_seq_len=max_seq_len,
             min_packed_len=min_packed_len,
+            has_weights=has_weights,
+            sum_loss_weights=math.fsum(weights) if has_weights else None,
         )
 
     @classmethod
@@ -153,14 +167,20 @@ class BinFigures:
 
         reductions: dict[str, Callable[..., Any]] = {**dict.fromkeys(TOTALS, sum), **EXTREMES, "vocab_size": max}
         reductions |= dict.fromkeys(("pad_id", "tokenizer", "chat_template_fingerprint"), common)
-        return cls(**{name: reduced(name, reduce) for name, reduce in reductions.items()})
+        together = cls(**{name: reduced(name, reduce) for name, reduce in reductions.items()})
+        if not any(part.has_weights for part in parts):
+            return together
+        sums = [part.sum_loss_weights if part.has_weights else part.num_loss_tokens for part in parts]
+        known = [one for one in sums if one is not None]
+        total = math.fsum(known) if len(known) == len(sums) else None
+        return replace(together, has_weights=True, sum_loss_weights=total)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int | float]:
         """Return the known totals and extremes by name."""
-        values = {name: getattr(self, name) for name in (*TOTALS, *EXTREMES)}
+        values = {name: getattr(self, name) for name in (*TOTALS, *EXTREMES, SUM_OF_WEIGHTS)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -194,6 +214,8 @@ class Violation(NamedTuple):
 
 def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> tuple[list[Violation], BlockTotals]:
     """Check every invariant of every bin; return at most one violation per bin, and the totals of the sound bins.
+
+    Weights have a check of their own: `loss_weights.find_weight_violations`.
 
     Args:
         block: the bins, with ids as `<u2` or `<i4`, mask as `|u1` and indices as `<u4`.

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.disk.npy import INDEX_DTYPE
+from megatron_packed_sft.disk.npy import INDEX_DTYPE, WEIGHT_DTYPE
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinBlock, PackedBin
 from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.loss_weights import mask_and_weights
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 
 _BLOCK_BYTES = 4 << 20
@@ -48,9 +49,15 @@ def block_of(bins: Sequence[PackedBin], width: int, pad_id: int = 0) -> BinBlock
             )
     input_ids = np.full((len(bins), width), pad_id, np.int32)
     loss_mask = np.zeros((len(bins), width), np.uint8)
-    for index, (ids, mask, _) in enumerate(bins):
+    loss_weights = None
+    for index, (ids, mask_or_weights, _) in enumerate(bins):
+        mask, weights = mask_and_weights(mask_or_weights, f"loss_mask of bin {index} of a block")
         input_ids[index, : len(ids)] = ids
         loss_mask[index, : len(mask)] = mask
+        if weights is not None and loss_weights is None:
+            loss_weights = loss_mask.astype(WEIGHT_DTYPE)
+        if loss_weights is not None:
+            loss_weights[index, : len(mask)] = mask if weights is None else weights
     counts = [len(one.seq_start_id) for one in bins]
     return BinBlock(
         input_ids,
@@ -58,6 +65,7 @@ def block_of(bins: Sequence[PackedBin], width: int, pad_id: int = 0) -> BinBlock
         np.array([len(one.input_ids) for one in bins], INDEX_DTYPE),
         np.concatenate(([0], np.cumsum(counts))).astype(INDEX_DTYPE),
         np.concatenate([np.asarray(one.seq_start_id, INDEX_DTYPE) for one in bins]),
+        loss_weights,
     )
 
 
@@ -67,4 +75,9 @@ def clear_sequence_ends(block: BinBlock) -> int:
         return 0  # a view of a memmap_v1 shard, where these places are 0
     from megatron_packed_sft.storage import bin_kernel
 
-    return int(bin_kernel.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts))
+    num_cleared = int(
+        bin_kernel.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts)
+    )
+    if num_cleared and block.loss_weights is not None:
+        block.loss_weights[block.loss_mask == 0] = 0
+    return num_cleared

@@ -26,6 +26,7 @@ from megatron_packed_sft.storage.dataset_directory import (
 )
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
@@ -157,6 +158,8 @@ class _Conversion:
             shard = source.open()
             figures = source.storage.figures(shard)
             self._figures[source.path] = figures
+            if figures.has_weights and not self._storage.keeps_weights:
+                raise cannot_keep(str(source.path), self._storage.name)
             self.num_bins += len(shard)
             asked = self._asked_pack_size
             if asked is not None and shard.pack_size > asked and self._overlong == "error":

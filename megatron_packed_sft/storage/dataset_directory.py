@@ -23,7 +23,7 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, stored_size
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
-from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, TOTALS, BinFigures
+from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
@@ -173,6 +173,8 @@ def _parse_split(
         **numbers,
         tokenizer=fields.optional_object("tokenizer"),
         chat_template_fingerprint=fields.optional_text("chat_template_fingerprint"),
+        has_weights=SUM_OF_WEIGHTS in description,
+        sum_loss_weights=fields.optional_number(SUM_OF_WEIGHTS),
     )
 
 

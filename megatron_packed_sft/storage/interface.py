@@ -66,7 +66,7 @@ class PackedShardWriter(StagedWriter, abc.ABC):
 
     @abc.abstractmethod
     def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
-        """Write one bin."""
+        """Write one bin; a loss mask of floats is one of weights."""
 
     def write_block(self, first_bin: int, block: BinBlock) -> None:
         """Write consecutive bins in padded form."""
@@ -87,6 +87,7 @@ class Storage(abc.ABC):
     in_memory: bool = False  # opening reads the whole shard
     one_shard_per_split: bool = False  # its consumers take one file and not several
     has_manifest: bool = False  # its shards record their own sizes, checksums, vocabulary and padding id
+    keeps_weights: bool = False  # a loss mask of floats comes back as it was; otherwise its writer refuses one
 
     @abc.abstractmethod
     def recognises(self, path: Path) -> bool:

@@ -26,6 +26,7 @@ from megatron_packed_sft.storage.bins import (
     find_violations,
 )
 from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft.storage.loss_weights import cannot_keep, mask_and_weights
 
 _ID_LIMIT = 2**31
 _SPOOL = "spool"
@@ -98,8 +99,11 @@ class OrderedShardWriter(PackedShardWriter):
     def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
         """Check and write one bin, given as lists or integer arrays."""
         self._refuse_out_of_turn(bin_id, bin_id + 1)
-        given = {"input_ids": input_ids, "loss_mask": loss_mask, "seq_start_id": seq_start_id}
-        ids, mask, starts = (as_int_array(values, f"bin {bin_id}: {name}") for name, values in given.items())
+        mask, weights = mask_and_weights(loss_mask, f"bin {bin_id}: loss_mask")
+        if weights is not None:
+            raise cannot_keep(f"bin {bin_id}", f"{self.path.name}, a file of 0/1 masks,")
+        given = {"input_ids": input_ids, "seq_start_id": seq_start_id}
+        ids, starts = (as_int_array(values, f"bin {bin_id}: {name}") for name, values in given.items())
         if not (len(ids) and len(starts)):
             raise InvalidInputError(f"bin {bin_id}: {'seq_start_id' if len(ids) else 'input_ids'} is empty")
         if len(ids) != len(mask):
@@ -116,6 +120,8 @@ class OrderedShardWriter(PackedShardWriter):
     def write_block(self, first_bin: int, block: BinBlock) -> None:
         """Check and write consecutive bins, the first of which is `first_bin`. One wrong bin keeps all of them out."""
         self._refuse_out_of_turn(first_bin, first_bin + len(block))
+        if block.loss_weights is not None and not np.array_equal(block.loss_weights, block.loss_mask):
+            raise cannot_keep(f"the block at bin {first_bin}", f"{self.path.name}, a file of 0/1 masks,")
         self._write(first_bin, _typed_block(block, f"block at bin {first_bin}"))
 
     def finalize(self) -> dict[str, Any]:
@@ -131,6 +137,7 @@ class OrderedShardWriter(PackedShardWriter):
         with self._closing():
             size = self._complete(num_bins)
             self._staging.publish_file(self._OUTPUT)
+        from_caller: dict[str, Any] = {name: self._provenance.get(name) for name in _FIGURES_FROM_CALLER}
         self.figures = BinFigures(
             num_bins=num_bins,
             pack_size=self._pack_size or self._longest,
@@ -138,7 +145,7 @@ class OrderedShardWriter(PackedShardWriter):
             **self._totals._asdict(),
             vocab_size=self._vocab_size,
             pad_id=self._pad_id,
-            **{name: self._provenance.get(name) for name in _FIGURES_FROM_CALLER},
+            **from_caller,
         )
         return {**self.figures.numbers(), "num_bytes": size}
 

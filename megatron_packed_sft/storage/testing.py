@@ -51,6 +51,17 @@ def make_bin(rng: np.random.Generator, pack_size: int, vocab_size: int = 1000) -
     return PackedBin(rng.integers(0, vocab_size, length).astype(np.int32), mask, starts)
 
 
+def with_weights(one: PackedBin) -> PackedBin:
+    """Return a bin whose trained tokens count 0.5, 1, 1.5, ...
+
+    Example:
+        >>> with_weights(PackedBin(np.array([5, 6, 7]), np.array([1, 1, 0]), np.array([0]))).loss_mask.tolist()
+        [0.5, 1.0, 0.0]
+    """
+    steps = np.cumsum(one.loss_mask, dtype=np.float32) / 2
+    return one._replace(loss_mask=(steps * one.loss_mask).astype(np.float32))
+
+
 def make_bins(num_bins: int, pack_size: int, vocab_size: int = 1000, seed: int = 0) -> list[PackedBin]:
     """Return several sound bins.
 
@@ -229,6 +240,33 @@ def check_conversion(name: str, directory: Path) -> None:
     assert_same_bins(open_shard(last), bins)
 
 
+def check_weights(name: str, directory: Path) -> None:
+    """A loss mask of floats comes back as it was, or is refused; never as one of 0 and 1."""
+    storage, plain = storage_named(name), _bins(12)
+    bins = [with_weights(one) if index % 3 == 2 else one for index, one in enumerate(plain)]
+    path = directory / storage.shard_name(0)
+    if not storage.keeps_weights:
+        for write in (
+            lambda writer: writer.write_bin(2, *bins[2]),
+            lambda writer: writer.write_block(0, block_of(bins, _PACK_SIZE, 1)),
+        ):
+            with _writer(storage, path, len(bins)) as writer:
+                _expect(InvalidInputError, partial(write, writer), "the writer takes weights that it cannot keep")
+        return
+    writer = _write(storage, path, bins)
+    shard = storage.open(path)
+    assert_same_bins(shard, bins)
+    total = sum(float(one.loss_mask.sum(dtype=np.float64)) for one in bins)
+    for figures in (storage.figures(shard), writer.figures):
+        if figures is not None:
+            assert figures.has_weights, "the figures do not say that there are weights"
+            assert figures.sum_loss_weights == total, "sum_loss_weights differs from that of the bins"
+    _write(storage, directory / storage.shard_name(1), [one._replace(loss_mask=one.loss_mask * 1.0) for one in plain])
+    unweighted = storage.open(directory / storage.shard_name(1))
+    assert not storage.figures(unweighted).has_weights, "weights of 0 and 1 are kept as weights"
+    assert validate(path).ok, f"validate finds {validate(path).findings[0]}"
+
+
 CHECKS: tuple[Callable[[str, Path], None], ...] = (
     check_names,
     check_round_trip,
@@ -239,6 +277,7 @@ CHECKS: tuple[Callable[[str, Path], None], ...] = (
     check_damage,
     check_dataset_directory,
     check_conversion,
+    check_weights,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, 
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
+from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
@@ -134,8 +136,10 @@ def _check_bins(path: Path, shard: PackedShard, report: ValidationReport) -> Non
     for first, block in _numbered(blocks_of(shard, shard.pack_size, 0)):
         num_cleared += clear_sequence_ends(block)
         ids = np.ascontiguousarray(block.input_ids, ID_DTYPE)
-        checked = BinBlock(ids, block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts)
+        checked = replace(block, input_ids=ids)
         violations, of_block = find_violations(checked, vocab_size=ID_LIMITS[ID_DTYPE], pad_id=0)
+        if not violations and block.loss_weights is not None:
+            violations, _ = find_weight_violations(block)
         totals = totals.plus(of_block)
         report.num_sequences += len(block.seq_starts)
         for found in violations:

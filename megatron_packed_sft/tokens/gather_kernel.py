@@ -42,6 +42,32 @@ def fill_bins(
 
 
 @kernel
+def fill_weights(
+    weights: npt.NDArray[np.float32],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    bins: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.uint8],
+    out_weights: npt.NDArray[np.float32],
+) -> None:
+    """Copy the weights of the items that `fill_bins` has placed, aligned with the next token as their mask is.
+
+    They count where the mask does, so what was trained in another chunk is not weighted twice. `weights` is empty for
+    a part whose trained tokens all count 1.
+    """
+    for k in range(starts.size):
+        start, length, number, position = starts[k], lengths[k], bins[k], positions[k]
+        item_mask, to_weights = mask[number, position : position + length], out_weights[number, position:]
+        for j in range(length - 1):
+            to_weights[j] = item_mask[j]
+        if weights.size > 0:
+            from_weights = weights[start + 1 : start + length]
+            for j in range(length - 1):
+                to_weights[j] *= from_weights[j]
+
+
+@kernel
 def fill_gaps(
     bins: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
@@ -61,13 +87,14 @@ def fill_gaps(
 def number_copies(
     ids: npt.NDArray[Any],
     train: npt.NDArray[np.uint8],
+    weights: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.int64],
     first: int,
     numbers: npt.NDArray[np.int64],
 ) -> bool:
     """Give each sequence of a part its number, counted from `first`, and a copy of the one before that one's number.
 
-    Returns whether there is any copy.
+    `weights` is empty for a part without. Returns whether there is any copy.
     """
     found = False
     for k in range(offsets.size - 1):
@@ -81,6 +108,9 @@ def number_copies(
             if ids[start + j] != ids[before + j] or train[start + j] != train[before + j]:
                 is_copy = False
                 break
+        if weights.size > 0:
+            for j in range(length):
+                is_copy &= weights[start + j] == weights[before + j]
         if is_copy:
             numbers[k] = numbers[k - 1]
             found = True

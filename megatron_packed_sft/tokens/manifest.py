@@ -12,9 +12,11 @@ from megatron_packed_sft.errors import UnsupportedFormatError
 
 FORMAT = "token_store_v1"
 VERSION = "1.0"
+WEIGHTED_VERSION = "1.1"  # of a part with weights: a reader that does not know them must refuse it
 IDS = "ids.npy"
 TRAIN = "train.npy"
 OFFSETS = "offsets.npy"
+WEIGHTS = "weights.npy"
 FILES = (IDS, TRAIN, OFFSETS)
 OFFSET_DTYPE = "<u8"
 _MAX_COUNT = (1 << 62) - 1
@@ -34,6 +36,7 @@ class TokenPartManifest:
     dtype: str
     num_trained_tokens: int = 0
     max_seq_len: int = 0
+    has_weights: bool = False
     vocab_size: int | None = None
     tokenizer: Mapping[str, Any] | None = None
     chat_template_fingerprint: str | None = None
@@ -52,12 +55,13 @@ class TokenPartManifest:
         document: dict[str, Any] = {
             **self.extra,
             "format": FORMAT,
-            "version": VERSION,
+            "version": WEIGHTED_VERSION if self.has_weights else VERSION,
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,
             "num_trained_tokens": self.num_trained_tokens,
             "max_seq_len": self.max_seq_len,
             "dtype": self.dtype,
+            "weights_dtype": npy.WEIGHT_DTYPE if self.has_weights else None,
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer,
             "chat_template_fingerprint": self.chat_template_fingerprint,
@@ -72,17 +76,23 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     """Parse and check the bytes of a part's manifest.json."""
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
-    if values.text("format") != FORMAT or values.text("version") != VERSION:
+    version = values.text("version")
+    if values.text("format") != FORMAT or version not in (VERSION, WEIGHTED_VERSION):
         raise UnsupportedFormatError(
-            f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
-            "it is not a part of a token store, or it needs a newer megatron_packed_sft"
+            f"{file}: format {document['format']!r} version {version!r} is not {FORMAT} {VERSION} or "
+            f"{WEIGHTED_VERSION}; it is not a part of a token store, or it needs a newer megatron_packed_sft"
+        )
+    has_weights = version == WEIGHTED_VERSION
+    if values.optional_text("weights_dtype") != (npy.WEIGHT_DTYPE if has_weights else None):
+        raise values.error(
+            "weights_dtype", f"is {document.get('weights_dtype')!r}, which does not go with version {version}"
         )
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
     dtype = values.text("dtype")
     if dtype not in npy.ID_LIMITS:
         raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(npy.ID_LIMITS))}")
-    algorithm, files = parse_file_records(values, FILES)
+    algorithm, files = parse_file_records(values, (*FILES, WEIGHTS) if has_weights else FILES)
     if files is None:
         raise values.error("files", "is missing")
     num_tokens = values.integer("num_tokens", 1, _MAX_COUNT)
@@ -91,6 +101,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         num_tokens=num_tokens,
         num_trained_tokens=values.integer("num_trained_tokens", 0, num_tokens),
         max_seq_len=values.integer("max_seq_len", 1, num_tokens),
+        has_weights=has_weights,
         dtype=dtype,
         vocab_size=values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
@@ -102,11 +113,14 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     )
 
 
-def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, npy.ArraySpec, npy.ArraySpec]:
-    """Return the three array files of a part, in the order of `FILES`."""
+def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, ...]:
+    """Return the array files of a part, in the order of `FILES`; its weights come last, if it has some."""
     header = npy.SMALL_HEADER
-    return (
+    arrays = (
         npy.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),
         npy.ArraySpec(TRAIN, npy.MASK_DTYPE, (manifest.num_tokens,), header),
         npy.ArraySpec(OFFSETS, OFFSET_DTYPE, (manifest.num_sequences + 1,), header),
     )
+    if not manifest.has_weights:
+        return arrays
+    return (*arrays, npy.ArraySpec(WEIGHTS, npy.WEIGHT_DTYPE, (manifest.num_tokens,), header))

@@ -21,6 +21,7 @@ from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures
 from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.processes import process_pool
@@ -41,6 +42,20 @@ class _Placements(NamedTuple):
     ends: npt.NDArray[np.int64]  # of the room each takes: its position + its padded length
     counts: npt.NDArray[np.int64]  # items per bin
     packed_len: npt.NDArray[np.int64]  # per bin
+
+
+class _Buffer(NamedTuple):
+    """The arrays of a block of bins."""
+
+    ids: npt.NDArray[Any]
+    mask: npt.NDArray[np.uint8]
+    weights: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], store: TokenStore) -> _Buffer:
+        """Return empty arrays for bins of a store."""
+        weights = np.empty(shape, np.float32) if store.has_weights else None
+        return cls(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8), weights)
 
 
 def stored_width(plan: PackPlan) -> int:
@@ -114,6 +129,8 @@ def materialize_shards(
         raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
     if num_workers < 1:
         raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
+    if store.has_weights and not storage_named(storage).keeps_weights:
+        raise cannot_keep(str(store.path), storage)
     _check_fit(plan, store, stored_width(plan))
     places = [local_path(path) for path in paths]
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
@@ -236,24 +253,31 @@ def _blocks(
     shape = (min(bins_at_once, len(bins)), width)
     # Two buffers: one is written by the caller while the other is filled (see _one_ahead).
     num_buffers = min(2, -(-len(bins) // bins_at_once))
-    buffers = [(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8)) for _ in range(num_buffers)]
+    buffers = [_Buffer.of(shape, store) for _ in range(num_buffers)]
     for number, first in enumerate(range(0, len(bins), bins_at_once)):
-        ids, mask = buffers[number % num_buffers]
+        ids, mask, weights = buffers[number % num_buffers]
         items = _place(plan, bins[first : first + bins_at_once])
         num_bins = len(items.counts)
+        if weights is not None:
+            weights[:] = 0
         for part, positions, inside in store.by_part(items.sequences):
-            starts, _ = part.spans(inside)
+            starts = part.spans(inside)[0] + items.starts[positions]
+            lengths, to_bins, to_positions = items.lengths[positions], items.bins[positions], items.positions[positions]
             gather_kernel.fill_bins(
                 part.arrays.ids,
                 part.arrays.train,
-                starts + items.starts[positions],
-                items.lengths[positions],
+                starts,
+                lengths,
                 items.overlaps[positions],
-                items.bins[positions],
-                items.positions[positions],
+                to_bins,
+                to_positions,
                 ids,
                 mask,
             )
+            if weights is not None:
+                gather_kernel.fill_weights(
+                    part.arrays.kernel_weights(), starts, lengths, to_bins, to_positions, mask, weights
+                )
         if plan.pad_seq_to_mult > 1:
             gather_kernel.fill_gaps(items.bins, items.positions + items.lengths, items.ends, pad_id, ids, mask)
         tails = np.full(num_bins, width, np.int64)
@@ -266,6 +290,7 @@ def _blocks(
                 items.packed_len.astype(np.uint32),
                 np.concatenate(([0], np.cumsum(items.counts))).astype(np.uint32),
                 items.positions.astype(np.uint32),
+                None if weights is None else weights[:num_bins],
             ),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
+from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
@@ -35,6 +37,11 @@ class PartArrays(NamedTuple):
     ids: npt.NDArray[Any]
     train: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.uint64]
+    weights: npt.NDArray[np.float32] | None = None  # None: every trained token counts 1
+
+    def kernel_weights(self) -> npt.NDArray[np.float32]:
+        """Return the weights as kernels take them: an empty array when there are none."""
+        return NO_WEIGHTS if self.weights is None else self.weights
 
 
 class TokenPart(LazyMaps[PartArrays]):
@@ -112,6 +119,11 @@ class TokenStore:
         """Tokens of all parts."""
         return sum(part.manifest.num_tokens for part in self.parts)
 
+    @functools.cached_property
+    def has_weights(self) -> bool:
+        """Whether a trained token of some part counts other than 1."""
+        return any(part.manifest.has_weights for part in self.parts)
+
     @property
     def fingerprint(self) -> str:
         """Identifies the content of all parts, in order."""
@@ -123,7 +135,7 @@ class TokenStore:
         return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
 
     def copies(self) -> npt.NDArray[np.int64] | None:
-        """Return one number per sequence, equal for neighbours with equal tokens; None when no neighbours are equal.
+        """Return one number per sequence, the same for neighbours of the same tokens and weights; None when all differ.
 
         Weights above 1 store the copies of a sequence next to each other. `pack(copies_of=...)` takes the result.
         """
@@ -135,7 +147,12 @@ class TokenStore:
             part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
             offsets = part.arrays.offsets.view(np.int64)
             found |= gather_kernel.number_copies(
-                part.arrays.ids, part.arrays.train, offsets, first, numbers[first : first + len(part)]
+                part.arrays.ids,
+                part.arrays.train,
+                part.arrays.kernel_weights(),
+                offsets,
+                first,
+                numbers[first : first + len(part)],
             )
         return numbers if found else None
 

@@ -15,7 +15,7 @@ from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, part_arrays
+from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
 from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
 
 _BLOCK = 1 << 18  # values read at once
@@ -76,6 +76,10 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
             bad = np.flatnonzero(values > 1)
             says = "train is not 0 or 1"
             trained += int(values.sum(dtype=np.int64))
+        elif file.name == WEIGHTS:
+            train = part.arrays.train[first : first + len(values)]
+            bad = np.flatnonzero(~np.isfinite(values) | (values < 0) | ((values > 0) != (train > 0)))
+            says = "the weight is not a finite number that is above 0 exactly where train is 1"
         else:
             steps = np.diff(values.view(np.int64), prepend=previous)
             bad = np.flatnonzero(steps < 1)

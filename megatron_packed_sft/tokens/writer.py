@@ -18,6 +18,7 @@ from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
+from megatron_packed_sft.storage.loss_weights import as_weights
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
@@ -28,6 +29,7 @@ class TokenPartWriter(StagedWriter):
     """Writes one part of a token store.
 
     As a context manager it leaves nothing behind unless `finalize` was reached. Memory is bounded by one call's data.
+    Weights are stored only if some trained token counts other than 1.
 
     Args:
         output_dir: where the part appears, usually `store/part_000000`.
@@ -71,19 +73,21 @@ class TokenPartWriter(StagedWriter):
             self._train = self._new_file(part_manifest.TRAIN, npy.MASK_DTYPE)
             self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
             self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
+        self._weights: GrowingArrayFile | None = None
 
-    def append(self, input_ids: Any, train: Any) -> None:
-        """Add one sequence: its ids, and for each whether the model should learn to produce it."""
+    def append(self, input_ids: Any, train: Any, weights: Any = None) -> None:
+        """Add one sequence: its ids, and for each whether, and how much, the model should learn to produce it."""
         ids = as_int_array(input_ids, f"sequence {self._num_sequences}: input_ids")
-        self.append_many(ids, train, np.array([len(ids)]))
+        self.append_many(ids, train, np.array([len(ids)]), weights)
 
-    def append_many(self, input_ids: Any, train: Any, lengths: Any) -> None:
+    def append_many(self, input_ids: Any, train: Any, lengths: Any, weights: Any = None) -> None:
         """Add many sequences at once.
 
         Args:
             input_ids: the ids of all of them, one after the other.
             train: 0 or 1 for each id.
             lengths: how many ids belong to each sequence, at least one.
+            weights: how much the loss of each id counts: above 0 where `train` is 1, else 0. None: 1 where trained.
         """
         self._require_open()
         name = f"sequences from {self._num_sequences} on: "
@@ -102,7 +106,9 @@ class TokenPartWriter(StagedWriter):
                 f"{name}lengths add up to {int(counts.sum())}, but there are {len(ids)} input_ids and {len(mask)} "
                 "train values; give one of each"
             )
-        with self._aborting_on_error():  # the three files may disagree after a failure
+        given = None if weights is None else self._checked_weights(weights, mask, name)
+        with self._aborting_on_error():  # the files may disagree after a failure
+            self._append_weights(given, mask)
             self._ids.append(ids)
             self._train.append(mask)
             self._offsets.append((self._num_tokens + np.cumsum(counts)).astype(part_manifest.OFFSET_DTYPE))
@@ -114,6 +120,7 @@ class TokenPartWriter(StagedWriter):
     def finalize(self) -> TokenPartManifest:
         """Make everything durable and publish by one rename."""
         self._require_open()
+        files = [self._ids, self._train, self._offsets, *([] if self._weights is None else [self._weights])]
         with self._closing():
             if self._num_sequences == 0:
                 raise InvalidInputError(f"{self.target} would hold no sequence; append at least one")
@@ -122,17 +129,42 @@ class TokenPartWriter(StagedWriter):
                 num_tokens=self._num_tokens,
                 num_trained_tokens=self._num_trained,
                 max_seq_len=self._max_seq_len,
+                has_weights=self._weights is not None,
                 dtype=self.dtype,
                 vocab_size=self.vocab_size,
                 tokenizer=self._tokenizer,
                 chat_template_fingerprint=self._template,
-                files={file.path.name: file.finish() for file in (self._ids, self._train, self._offsets)},
+                files={file.path.name: file.finish() for file in files},
                 checksum_algorithm=DEFAULT_ALGORITHM,
                 created_by=CREATED_BY,
             )
             write_file(self._staging.path / MANIFEST, json_document.render(manifest.to_json()))
             self._staging.publish()
         return manifest
+
+    def _checked_weights(self, weights: Any, mask: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32] | None:
+        """Return the weights as they are stored; None if they say no more than the mask does."""
+        given = as_weights(weights, f"{name}weights")
+        if len(given) != len(mask):
+            raise InvalidInputError(f"{name}there are {len(given)} weights for {len(mask)} input_ids; give one each")
+        differing = np.flatnonzero((given > 0) != (mask > 0))
+        if differing.size:
+            place = int(differing[0])
+            raise InvalidInputError(
+                f"{name}weights is {given[place]} at position {place}, where train is {mask[place]}; a weight is above "
+                "0 exactly where train is 1"
+            )
+        return None if np.array_equal(given, mask) else given
+
+    def _append_weights(self, weights: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.uint8]) -> None:
+        """Write the weights of more tokens, once there are any: then also those of all tokens before."""
+        if self._weights is None:
+            if weights is None:
+                return
+            self._weights = self._new_file(part_manifest.WEIGHTS, npy.WEIGHT_DTYPE)
+            for before in self._train.written():
+                self._weights.append(before.astype(npy.WEIGHT_DTYPE))
+        self._weights.append(mask.astype(npy.WEIGHT_DTYPE) if weights is None else weights)
 
     def _new_file(self, name: str, dtype: str) -> GrowingArrayFile:
         file = GrowingArrayFile(self._staging.path / name, dtype, DEFAULT_ALGORITHM)

@@ -38,6 +38,12 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
 
+_LOSSES = {
+    "per_token": "the mean over trained tokens (per_token)",
+    "weighted_per_token": "the mean over trained tokens by their weights (per_token)",
+    "per_conversation": "the mean over conversations of each one's own mean (per_conversation)",
+}
+
 
 class Resumption(NamedTuple):
     """The checkpoint to resume from, and its state."""
@@ -200,6 +206,7 @@ def _opening_lines(
         f"steps: {schedule.num_steps:,}, bins per step: {schedule.bins_per_step:,}, forward passes per step and rank: "
         f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
+    yield f"loss: {_LOSSES[data.loss_kind]}"
     yield from schedule.notes
     if resumption is not None:
         yield f"resumed from {resumption.checkpoint}"

@@ -168,6 +168,7 @@ class StepConfig:
         gradient_accumulation: micro batches per step and rank; only with train.global_batch_size=null.
         micro_batch_size: accepted for the batch arithmetic; packed bins always run one at a time.
         batch_unit: what the batch counts: bins, or sequences as before packing.
+        loss: per_token is the mean over trained tokens, per_conversation lets every conversation count the same.
         log_every: steps between two metrics records.
     """
 
@@ -177,6 +178,7 @@ class StepConfig:
     gradient_accumulation: int | None = None
     micro_batch_size: int = 1
     batch_unit: str = "bins"
+    loss: str = "per_token"
     log_every: int = 1
 
 

@@ -21,6 +21,7 @@ from megatron_packed_sft.train.config import (
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant")
 BATCH_UNITS: Final = ("bins", "sequences")
+LOSSES: Final = ("per_token", "per_conversation")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -103,6 +104,8 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
     yield from _below(1, {f"train.{name}": getattr(train, name) for name in names})
     if train.batch_unit not in BATCH_UNITS:
         yield f"train.batch_unit is {train.batch_unit!r}; choose from {', '.join(BATCH_UNITS)}"
+    if train.loss not in LOSSES:
+        yield f"train.loss is {train.loss!r}; choose from {', '.join(LOSSES)}"
     if train.steps is not None and train.steps < 1:
         yield f"train.steps is {train.steps}; it must be at least 1, or null to use train.epochs"
     if not 0 < train.epochs < math.inf:

@@ -39,6 +39,12 @@ class TrainingData:
     sequence_length: int
     vocab_size: int
 
+    @property
+    def loss_kind(self) -> str:
+        """What the training loss is a mean over: `per_token`, `weighted_per_token` or `per_conversation`."""
+        options = self.dataset.options
+        return "weighted_per_token" if options.weighted and options.loss == "per_token" else options.loss
+
 
 def open_data(config: TrainConfig) -> TrainingData:
     """Open all data of a run, and refuse what cannot be trained on."""
@@ -82,6 +88,7 @@ def open_data(config: TrainConfig) -> TrainingData:
             order=opened.order,
             max_num_samples=None if opened.order is None else len(opened.source),
             pad_seq_length_to_mult=_LENGTH_MULTIPLE,
+            loss=config.train.loss,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
         )
 

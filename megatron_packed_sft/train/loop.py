@@ -26,7 +26,7 @@ from megatron_packed_sft.train.ranks import StopRequest
 from megatron_packed_sft.train.report import Reporter
 from megatron_packed_sft.train.step_schedule import StepSchedule
 
-_LOSS = "lm loss"  # the key of `forward_step`'s report
+_LOSS, _TRAINED = "lm loss", "trained tokens"  # the keys of `forward_step`'s report
 
 
 class Trainer:
@@ -125,7 +125,7 @@ class Trainer:
         return learning_rate, grad_norm
 
     def _pass(self, batches: Iterator[Batch], num_microbatches: int, *, forward_only: bool) -> list[torch.Tensor]:
-        """Run micro batches through the pipeline; return (loss sum, trained tokens) of each, on the last stage."""
+        """Run micro batches through the pipeline; return what `StepMeter` adds of each, on the last stage."""
         reports = self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=batches,
@@ -135,13 +135,14 @@ class Trainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return [report[_LOSS] for report in reports]
+        return [torch.cat([report[_LOSS], report[_TRAINED].reshape(1)]) for report in reports]
 
     def _record(self, meter: StepMeter, learning_rate: float, grad_norm: float, reporter: Reporter) -> None:
         totals = meter.take()
         record = step_record(
             totals,
             step=self.step,
+            loss_kind=self._data.loss_kind,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             consumed_samples=self._loader.consumed_samples,

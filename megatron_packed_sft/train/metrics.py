@@ -1,7 +1,9 @@
 """The metrics of a run: summed over micro batches and ranks, and written as one JSON object per line.
 
-rank 0   loss sum, trained tokens, tokens, positions ─┐
-rank 1   loss sum, trained tokens, tokens, positions ─┴─ all-reduce ─▶ loss = sum / count, exactly ─▶ metrics.jsonl
+rank 0   loss sum, denominator, trained tokens, tokens, positions ─┐
+rank 1   loss sum, denominator, trained tokens, tokens, positions ─┴─ all-reduce ─▶ loss = sum / denominator, exactly
+
+The denominator is the number of trained tokens, the sum of their weights, or the number of conversations.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class StepRecord:
 
     Args:
         step: the last of these steps, counted from 1.
-        loss: mean over the trained tokens of all ranks.
+        loss: mean over the trained tokens of all ranks, by their weights, or over the conversations.
         learning_rate, grad_norm: of the last step.
         tokens_per_second, trained_tokens_per_second: over all ranks.
         padding_share: share of positions without a token.
@@ -38,6 +40,7 @@ class StepRecord:
         step_seconds: mean duration of a step.
         epoch: passes over the data so far.
         consumed_samples: bins so far.
+        loss_kind: what the loss is a mean over: `per_token`, `weighted_per_token` or `per_conversation`.
     """
 
     step: int
@@ -51,6 +54,7 @@ class StepRecord:
     step_seconds: float
     epoch: float
     consumed_samples: int
+    loss_kind: str = "per_token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +68,13 @@ class Totals:
     num_positions: int
     seconds: float
     data_seconds: float
+    denominator: float | None = None  # of the loss, if it is not the number of trained tokens
 
     @property
     def loss(self) -> float:
-        """Mean per trained token; NaN when there was none."""
-        return self.loss_sum / self.num_trained if self.num_trained else float("nan")
+        """The mean; NaN when nothing was trained."""
+        denominator = self.num_trained if self.denominator is None else self.denominator
+        return self.loss_sum / denominator if denominator else float("nan")
 
 
 class StepMeter:
@@ -85,13 +91,13 @@ class StepMeter:
         self._restart()
 
     def _restart(self) -> None:
-        self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._loss = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._counts = [0, 0]
         self._num_steps = 0
         self._seconds = [0.0, 0.0]
 
     def add_losses(self, losses: list[torch.Tensor]) -> None:
-        """Add (loss sum, trained tokens) of micro batches."""
+        """Add (loss sum, denominator, trained tokens) of micro batches."""
         if self._is_counted:
             for loss in losses:
                 self._loss += loss.detach().to(torch.float64)
@@ -111,11 +117,12 @@ class StepMeter:
         torch.distributed.all_reduce(sums)
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
-        loss_sum, num_trained, num_tokens, num_positions = sums.tolist()
+        loss_sum, denominator, num_trained, num_tokens, num_positions = sums.tolist()
         seconds, data_seconds = slowest.tolist()
         totals = Totals(
             num_steps=self._num_steps,
             loss_sum=loss_sum,
+            denominator=denominator,
             num_trained=round(num_trained),
             num_tokens=round(num_tokens),
             num_positions=round(num_positions),
@@ -127,7 +134,14 @@ class StepMeter:
 
 
 def step_record(
-    totals: Totals, *, step: int, learning_rate: float, grad_norm: float, consumed_samples: int, num_samples: int
+    totals: Totals,
+    *,
+    step: int,
+    learning_rate: float,
+    grad_norm: float,
+    consumed_samples: int,
+    num_samples: int,
+    loss_kind: str = "per_token",
 ) -> StepRecord:
     """Turn sums into a record.
 
@@ -141,6 +155,7 @@ def step_record(
     return StepRecord(
         step=step,
         loss=totals.loss,
+        loss_kind=loss_kind,
         learning_rate=learning_rate,
         grad_norm=grad_norm,
         tokens_per_second=totals.num_tokens / totals.seconds,
@@ -177,7 +192,8 @@ class MetricsFile:
         """Write the record of one or more steps."""
         values = asdict(record)
         self._write("step", values)
-        self._draw({f"train/{name}": value for name, value in values.items() if name != "step"}, record.step)
+        numbers = {name: value for name, value in values.items() if name not in ("step", "loss_kind")}
+        self._draw({f"train/{name}": value for name, value in numbers.items()}, record.step)
 
     def write_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
         """Write a validation loss."""

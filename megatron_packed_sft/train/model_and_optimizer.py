@@ -11,6 +11,7 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
+from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from megatron_packed_sft.megatron.model import build_gpt_model
 from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
@@ -74,7 +75,6 @@ def build_model_and_optimizer(
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
-        finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -127,7 +127,7 @@ def build_model_and_optimizer(
         ),
         [wrapped],
     )
-    gpt.config.finalize_model_grads_func = finalize_model_grads
+    gpt.config.finalize_model_grads_func = FinalizeGradients()
     gpt.config.no_sync_func = wrapped.no_sync
     gpt.config.grad_scale_func = megatron_optimizer.scale_loss
     return ModelAndOptimizer(

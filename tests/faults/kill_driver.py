@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_packed_sft import DatasetWriter, create_shard_writer, pack, validate
+from megatron_packed_sft.storage.testing import with_weights
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins
 
@@ -28,6 +29,14 @@ def write_shard(target: Path) -> None:
     with create_shard_writer("memmap_v1", target, num_bins=5, pack_size=PACK_SIZE, vocab_size=1000) as writer:
         for index in ORDER:
             writer.write_bin(index, *BINS[index])
+        writer.finalize()
+
+
+def write_weighted_shard(target: Path) -> None:
+    """The same, with weights that begin in the middle: those of the bins before are filled in at the end."""
+    with create_shard_writer("memmap_v1", target, num_bins=5, pack_size=PACK_SIZE, vocab_size=1000) as writer:
+        for index in ORDER:
+            writer.write_bin(index, *(with_weights(BINS[index]) if index == 4 else BINS[index]))
         writer.finalize()
 
 
@@ -56,6 +65,7 @@ def write_plan(target: Path) -> None:
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     "shard": write_shard,
+    "weighted_shard": write_weighted_shard,
     "legacy": write_legacy,
     "dataset": write_dataset,
     "plan": write_plan,

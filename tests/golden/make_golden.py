@@ -9,6 +9,7 @@ of its own here; existing folders are never made again.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ BINS = [
     ([31], [0], [0]),
     ([41, 42, 43, 44], [0, 0, 1, 0], [0, 1, 2]),
 ]
+WEIGHTS = [[0, 0.5, 0.5, 0.5, 0, 1, 1, 0], [0], [0, 0, 2.5, 0]]  # of the weighted shard, in place of the masks
 
 
 def arrays(id_dtype: str, pad_id: int) -> dict[str, np.ndarray]:
@@ -58,11 +60,19 @@ def seed_only(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
-def full(path: Path, id_dtype: str) -> None:
+def weights() -> np.ndarray:
+    """The sixth array, of a shard with weights."""
+    result = np.zeros((len(BINS), PACK_SIZE), "<f4")
+    for row, values in enumerate(WEIGHTS):
+        result[row, : len(values)] = values
+    return result
+
+
+def full(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
     """As docs/format.md describes it: padded headers, checksums, all keys."""
     path.mkdir()
     files = {}
-    for name, array in arrays(id_dtype, PAD_ID).items():
+    for name, array in {**arrays(id_dtype, PAD_ID), **({"loss_weights.npy": weights()} if weighted else {})}.items():
         size = 4096 if array.ndim == 2 else 128
         shape = str(array.shape)
         text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
@@ -95,6 +105,8 @@ def full(path: Path, id_dtype: str) -> None:
         "pad_seq_to_mult": 1,
         "created_by": "make_golden.py",
     }
+    if weighted:
+        manifest |= {"version": "1.1", "loss_weights_dtype": "<f4", "sum_loss_weights": 6.0}
 
     def rendered() -> bytes:
         lines = [f"{json.dumps(key)}: {json.dumps(manifest[key], sort_keys=True)}" for key in sorted(manifest)]
@@ -105,6 +117,11 @@ def full(path: Path, id_dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    seed_only(HERE / "memmap_1_0_seed_only")
-    full(HERE / "memmap_1_0_u2", "<u2")
-    full(HERE / "memmap_1_0_i4", "<i4")
+    for name, make in {
+        "memmap_1_0_seed_only": seed_only,
+        "memmap_1_0_u2": partial(full, id_dtype="<u2"),
+        "memmap_1_0_i4": partial(full, id_dtype="<i4"),
+        "memmap_1_1_weighted": partial(full, id_dtype="<u2", weighted=True),
+    }.items():
+        if not (HERE / name).exists():
+            make(HERE / name)

@@ -63,6 +63,13 @@ def make_aligned_row(seed: int) -> Row:
     }
 
 
+def with_weights(row: Row, seed: int = 0) -> Row:
+    """The same, with weights from 0.1 to 3 where the mask is 1."""
+    rng = np.random.default_rng(seed)
+    weights = rng.choice(np.array([0.1, 0.5, 1, 3], np.float32), len(row["loss_mask"]))
+    return {**row, "loss_mask": weights * row["loss_mask"].astype(np.float32)}
+
+
 def sequences_of(row: Row) -> list[Row]:
     """The sequences of a row, each in a row of its own; one of a single id predicts nothing and is left out."""
     return [
@@ -103,11 +110,13 @@ def run_of_one(**arguments: Any) -> Iterator[None]:
 class Step(NamedTuple):
     """What a training step has shown."""
 
-    loss: float  # per trained token of the global batch, before the step; nan where this rank's stage has none
+    loss: float  # of the global batch, before the step; nan where this rank's stage has none
     gradient_norm: float
 
 
-def train(model: Any, steps: Iterable[list[Batch]]) -> tuple[list[Step], dict[str, torch.Tensor]]:
+def train(
+    model: Any, steps: Iterable[list[Batch]], *, finalize: Any = None
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Train with Megatron's own parts; each step has this rank's micro batches. Also the first step's gradients."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -121,7 +130,7 @@ def train(model: Any, steps: Iterable[list[Batch]]) -> tuple[list[Step], dict[st
         OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=0.5, params_dtype=config.params_dtype),
         [wrapped],
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize or finalize_model_grads
     shown, gradients = [], {}
     for batches in steps:
         wrapped.zero_grad_buffer()

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 
 from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
-from tests.megatron.tiny_gpt import batch_of, build, load, make_row, save, train
+from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from tests.megatron.tiny_gpt import batch_of, build, load, make_row, save, train, with_weights
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "data": {},
     "tensor": {"tensor_parallel": 2},
     "pipeline": {"pipeline_parallel": 2},
+}
+# How the loss is made of the tokens': as it always was, by weights, and with conversations that count the same.
+LOSSES: dict[str, dict[str, Any]] = {
+    "per_token": {},
+    "weighted": {"weighted": True},
+    "per_conversation": {"loss": "per_conversation"},
+    "weighted_per_conversation": {"weighted": True, "loss": "per_conversation"},
 }
 NUM_STEPS = 3
 CHECKPOINT = "checkpoint"
@@ -30,6 +38,29 @@ MODEL: dict[str, Any] = {"dtype": torch.float64, "tie_embeddings": True, "variab
 def rows_of_step(step: int) -> list[dict[str, Any]]:
     """The global batch; its rows have different numbers of trained tokens, so a mean over rows would be wrong."""
     return [make_row(10 * step), make_row(10 * step + 1, lengths=(50, 3))]
+
+
+def rows_of_loss(name: str, step: int) -> list[dict[str, Any]]:
+    """The same for one of `LOSSES`: four rows, so that every rank accumulates gradients."""
+    rows = [*rows_of_step(step), make_row(10 * step + 2, lengths=(5, 40, 2)), make_row(10 * step + 3, lengths=(20,))]
+    return [with_weights(row, seed) for seed, row in enumerate(rows)] if LOSSES[name].get("weighted") else rows
+
+
+def run_loss(name: str, layout_name: str, folder: Path) -> None:
+    """Train from the checkpoint with one of `LOSSES`; of four rows, data-parallel ranks have two each."""
+    layout = LAYOUTS[layout_name]
+    start_distributed(choose_backend(), seed=len(name), timeout_minutes=2, **layout)
+    rank = torch.distributed.get_rank()
+    model = build(**MODEL)
+    load(model, folder / CHECKPOINT)
+    steps = []
+    for step in range(NUM_STEPS):
+        batches = [batch_of(row, multiple=16, **LOSSES[name]) for row in rows_of_loss(name, step)]
+        steps.append(batches if layout else batches[2 * rank : 2 * rank + 2])
+    shown, gradients = train(model, steps, finalize=FinalizeGradients())
+    (folder / f"{name}_{layout_name}_{rank}.json").write_text(json.dumps([step._asdict() for step in shown]))
+    torch.save({"gradients": gradients}, folder / f"{name}_{layout_name}_{rank}.pt")
+    stop_distributed()
 
 
 def run_layout(name: str, folder: Path) -> None:
@@ -68,6 +99,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in LAYOUTS:
         run_layout(name, folder)
+    for name in LOSSES:
+        for layout in LAYOUTS:
+            run_loss(name, layout, folder)
 
 
 if __name__ == "__main__":  # a checkpoint's writer starts a process that imports this module again

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.data.batch import collate_kernel
-from megatron_packed_sft.data.batch.contracts import CONTRACTS, Batch, CollatedBins, CollateOptions
+from megatron_packed_sft.data.batch.contracts import CONTRACTS, LOSSES, Batch, CollatedBins, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
     BAD_BATCH_INDEX,
     BAD_LENGTH,
@@ -36,7 +36,8 @@ from megatron_packed_sft.errors import InvalidInputError
 _NO_OFFSETS = np.empty((2, 0), np.int64)
 _NO_PADDING_MASK = np.empty((0, 0), np.bool_)
 _NO_DOC_IDS = np.empty((0, 0), np.int32)
-_WIDE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "input_ids")
+_NO_DENOMINATORS = np.empty(0, np.float64)
+_WIDE_KEYS = ("tokens", "labels", "weighted_labels", "loss_mask", "position_ids", "input_ids")
 
 
 def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOptions) -> Batch:
@@ -58,6 +59,8 @@ def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOption
         ([[0, 1, 1, 0]], [[0, 2, 3, 4]])
     """
     token_count, num_sequences = _measure(bins, batch_size)
+    if not options.weighted:
+        _refuse_weights(bins)
     contract = CONTRACTS[options.contract]
     measure_shape = _flattened_shape if contract.flattened else _padded_shape
     filled = _fill(bins, measure_shape(bins, token_count, num_sequences, options), token_count, options)
@@ -70,11 +73,16 @@ def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOption
 def widen(batch: Batch) -> Batch:
     """Cast a `compact` batch to the int64 values that models expect; best after copying it to the device.
 
+    A loss mask of weights stays float32.
+
     Example:
         >>> widen({"tokens": torch.tensor([[5]], dtype=torch.int32)})["tokens"].dtype
         torch.int64
     """
-    return {key: value.to(torch.int64) if key in _WIDE_KEYS else value for key, value in batch.items()}
+    return {
+        key: value.to(torch.int64) if key in _WIDE_KEYS and not value.is_floating_point() else value
+        for key, value in batch.items()
+    }
 
 
 class _Shape(NamedTuple):
@@ -92,6 +100,8 @@ def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], l
     token_count, num_sequences = [0] * batch_size, [0] * batch_size
     for located in bins:
         num_ids, num_starts = min(located.flat_ids.size, located.flat_mask.size), located.seq_starts.size
+        if located.flat_weights.size:
+            num_ids = min(num_ids, located.flat_weights.size)
         for column, (start, length, first, end, index, _, _) in enumerate(located.table.T.tolist()):
             if not 0 <= index < batch_size or num_sequences[index]:
                 raise damaged_bin(located, column, BAD_BATCH_INDEX)
@@ -105,6 +115,15 @@ def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], l
         num_bins = sum(located.table.shape[1] for located in bins)
         raise InvalidInputError(f"a batch of {batch_size} got {num_bins} bins; give one for each batch index")
     return token_count, num_sequences
+
+
+def _refuse_weights(bins: Sequence[LocatedBins]) -> None:
+    for located in bins:
+        if located.flat_weights.size:
+            raise InvalidInputError(
+                f"{located.origin} has weights of the loss, which this batch would lose; set weighted=True, or open "
+                "the data with create_sft_dataset"
+            )
 
 
 def _padded_shape(
@@ -138,8 +157,13 @@ def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], op
     num_rows, length = shape.num_rows, shape.length
     # NumPy allocates, and torch only wraps the results: half the cost of slicing tensors.
     ids: npt.NDArray[np.integer]
-    loss_mask: npt.NDArray[np.integer]
-    if options.compact:
+    loss_mask: npt.NDArray[Any]
+    denominators = _NO_DENOMINATORS
+    if options.has_float_mask:
+        ids = np.empty((3, num_rows, length), np.int32 if options.compact else np.int64)
+        loss_mask = np.empty((num_rows, length), np.float32)
+        denominators = np.empty(len(token_count), np.float64)
+    elif options.compact:
         ids, loss_mask = np.empty((3, num_rows, length), np.int32), np.empty((num_rows, length), np.uint8)
     else:  # one allocation for all four
         whole = np.empty((4, num_rows, length), np.int64)
@@ -156,11 +180,13 @@ def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], op
         code, column = collate_kernel.fill(
             located.flat_ids,
             located.flat_mask,
+            located.flat_weights,
             located.seq_starts,
             located.table,
             shape.offsets,
             ids,
             loss_mask,
+            denominators,
             boundaries,
             longest,
             padding_mask,
@@ -169,10 +195,13 @@ def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], op
             keeps_eos_loss,
             not options.answer_only_loss,
             options.pad_seq_to_mult > 1,
+            options.loss != LOSSES[0],
         )
         if code != OK:
             raise damaged_bin(located, column, code)
-    return CollatedBins(ids, loss_mask, boundaries, longest, padding_mask, doc_ids, token_count, shape.num_boundaries)
+    return CollatedBins(
+        ids, loss_mask, boundaries, longest, padding_mask, doc_ids, token_count, shape.num_boundaries, denominators
+    )
 
 
 def _overlong(

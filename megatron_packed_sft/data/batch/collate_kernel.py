@@ -69,11 +69,13 @@ def locate_bins(
 def fill(
     flat_ids: npt.NDArray[np.integer],
     flat_mask: npt.NDArray[np.uint8],
+    flat_weights: npt.NDArray[np.float32],
     seq_starts: npt.NDArray[np.uint32],
     table: npt.NDArray[np.int64],
     offsets: npt.NDArray[np.int64],
     ids_out: npt.NDArray[np.integer],
-    loss_mask: npt.NDArray[np.integer],
+    loss_mask: npt.NDArray[np.generic],
+    denominators: npt.NDArray[np.float64],
     boundaries: npt.NDArray[np.int32],
     longest: npt.NDArray[np.int32],
     padding_mask: npt.NDArray[np.bool_],
@@ -82,6 +84,7 @@ def fill(
     keep_eos_loss: bool,
     train_all: bool,
     sequences_aligned: bool,
+    per_sequence: bool,
 ) -> tuple[int, int]:
     """Fill the bins' places in a batch.
 
@@ -90,17 +93,20 @@ def fill(
     labels that are the ids themselves where they are trained and -100 elsewhere, and padding behind the last bin.
 
     Args:
-        flat_ids, flat_mask, seq_starts, table: a `LocatedBins` whose bins fit these arrays and the outputs.
+        flat_ids, flat_mask, flat_weights, seq_starts, table: a `LocatedBins` whose bins fit these arrays and the
+            outputs.
         offsets: [2, B + 1]: where the tokens and the boundaries of each bin of a flattened batch begin, and where the
             last ones end; [2, 0] for a padded batch.
         ids_out: [3, R, L]: tokens, labels, position ids.
-        loss_mask: [R, L]; not filled in a flattened batch.
+        loss_mask: [R, L]; of floats, weights are wanted. Of integers, it is not filled in a flattened batch.
+        denominators: [B], or [0] when no weights are wanted: what each bin adds to the loss's denominator.
         boundaries: [2, R, K]: physical and logical ends of the sequences, behind a 0; the last value is repeated.
         longest: [B, 1]: the longest physical sequence of each bin; its padding counts as one.
         padding_mask, doc_ids: [R, L], or [0, 0] when they are not wanted.
         eos_id: pads tokens and labels; where it is a token and `keep_eos_loss` is false, the loss does not count.
         train_all: count the loss at every token, whatever the stored mask says, except in padding samples.
         sequences_aligned: sequences may end in EOS tokens that only align their length.
+        per_sequence: the weights of each sequence are divided by their sum, so that all sequences count the same.
     """
     is_flattened = offsets.size > 0
     # An id that no token has switches the comparison off without a second loop.
@@ -124,6 +130,7 @@ def fill(
             boundary, last_boundary = offsets[1, index], offsets[1, index + 1] + 1
         logical_offset = offset
         longest_sequence = 0
+        denominator = 0.0
         boundaries[0, row, boundary] = offset
         boundaries[1, row, boundary] = offset
         for k in range(count):
@@ -148,6 +155,11 @@ def fill(
                 for j in range(logical):
                     labels[j + 1] = ids[j + 1] if ((mask[j] & stored) | always) != 0 else IGNORED_LABEL
                 labels[logical + 1 :] = IGNORED_LABEL
+                if denominators.size > 0:
+                    loss = loss_mask[row, offset : offset + num_places]
+                    for j in range(num_places):
+                        loss[j] = labels[j] != IGNORED_LABEL
+                    denominator += _weigh(loss[1:], flat_weights[start:end], per_sequence)
             else:
                 loss = loss_mask[row, offset : offset + num_tokens]
                 for j in range(num_tokens):
@@ -155,6 +167,8 @@ def fill(
                 for j in range(logical):
                     loss[j] = ((mask[j] & stored) | always) * (np.int32(ids[j]) != dropped_id)
                 loss[logical:] = 0
+                if denominators.size > 0:
+                    denominator += _weigh(loss, flat_weights[start:end], per_sequence)
             if padding_mask.size > 0:
                 padding_mask[row, offset : offset + logical] = False
                 padding_mask[row, offset + logical : offset + num_tokens] = True
@@ -175,13 +189,35 @@ def fill(
         if is_flattened:
             for j in range(stop - offset):
                 ids_out[2, row, offset + j] = j
-        else:
+        if denominators.size > 0:
+            denominators[index] = denominator
+        if denominators.size > 0 or not is_flattened:
             loss_mask[row, offset:stop] = 0
         if padding_mask.size > 0:
             padding_mask[row, offset:stop] = True
         if doc_ids.size > 0:
             doc_ids[row, offset:stop] = boundary + count
     return OK, 0
+
+
+@kernel
+def _weigh(loss: npt.NDArray[np.generic], weights: npt.NDArray[np.float32], per_sequence: bool) -> float:
+    """Turn the 0/1 mask of a sequence into weights, in place; return what it adds to the loss's denominator.
+
+    That is the sum of the weights. With `per_sequence` each is divided by that sum, and a sequence adds 1, or 0 if
+    nothing of it is trained. `weights` is empty where every trained token counts 1.
+    """
+    if weights.size > 0:
+        for j in range(loss.size):
+            loss[j] *= weights[j]
+    total = 0.0
+    for j in range(loss.size):
+        total += loss[j]
+    if not per_sequence or total == 0:
+        return total
+    for j in range(loss.size):
+        loss[j] = loss[j] / total
+    return 1.0
 
 
 @kernel

@@ -12,6 +12,9 @@
 What keeps the sequences apart is part of each batch; docs/datasets.md says what happens to a careless consumer.
 
 The released packages are the oracle for the first three: tests/oracle compares every key with `torch.equal`.
+
+Weights and `loss="per_conversation"` make the loss mask float32 and add `loss_denominator`; only `mcore` and `hf` take
+them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights in silence.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from megatron_packed_sft.data.batch.transformers_models import refuse_old_transf
 from megatron_packed_sft.errors import InvalidInputError
 
 Batch = dict[str, Any]
+LOSSES = ("per_token", "per_conversation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,9 @@ class CollateOptions:
         answer_only_loss: the loss counts where the stored mask says so; otherwise at every token.
         compact: ids and positions as int32 and the loss mask as uint8, to be cast on the device; see `widen`.
         return_doc_ids: also return `doc_ids`, int32: which sequence each position belongs to; see attention_masks.py.
+        weighted: the data has weights, so the loss mask holds them as float32, in every batch; see `loss_denominator`.
+        loss: `per_token` is the mean over trained tokens, by their weights. `per_conversation` is the mean over
+            sequences of each one's own mean: its weights are divided by their sum when a batch is made.
     """
 
     contract: str
@@ -72,6 +79,8 @@ class CollateOptions:
     answer_only_loss: bool = True
     compact: bool = False
     return_doc_ids: bool = False
+    weighted: bool = False
+    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -89,12 +98,34 @@ class CollateOptions:
                 f"the {self.contract!r} contract needs the boundaries of a flattened batch; leave return_cu_seqlen on "
                 "and pad_cu_seqlens off, or choose another contract"
             )
+        self._check_loss()
         if self.pad_cu_seqlens:
             if not self.pad_to_max_length:
                 raise InvalidInputError("pad_cu_seqlens needs batches of one shape; also set pad_to_max_length=True")
             for name in ("dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen"):
                 if getattr(self, name) is None:
                     raise InvalidInputError(f"pad_cu_seqlens needs {name}; pass the number from the packing's metadata")
+
+    def _check_loss(self) -> None:
+        if self.loss not in LOSSES:
+            raise InvalidInputError(f"loss is {self.loss!r}; choose from {', '.join(LOSSES)}")
+        if self.weighted and not self.answer_only_loss:
+            raise InvalidInputError(
+                "answer_only_loss=False counts every token, but this data says how much each one counts; leave it out"
+            )
+        if self.has_float_mask and not CONTRACTS[self.contract].takes_weights:
+            what, instead = f"loss={self.loss!r}", "set loss='per_token'"
+            if self.weighted:
+                what, instead = "data with weights", "prepare the data without weights"
+            raise InvalidInputError(
+                f"the {self.contract!r} contract cannot carry {what}, because Megatron-Bridge casts the sum of the "
+                f"loss mask to an integer; choose contract='mcore' or 'hf', or {instead}"
+            )
+
+    @property
+    def has_float_mask(self) -> bool:
+        """Whether the loss mask holds weights; the same for every batch of a dataset."""
+        return self.weighted or self.loss != LOSSES[0]
 
     @property
     def min_boundaries(self) -> int:
@@ -123,13 +154,14 @@ class CollatedBins(NamedTuple):
     """
 
     ids: npt.NDArray[Any]  # [3, R, L]: tokens, labels, position ids
-    loss_mask: npt.NDArray[Any]  # [R, L]; not filled in a flattened batch
+    loss_mask: npt.NDArray[Any]  # [R, L]; in a flattened batch only filled with weights, at the labels' own positions
     boundaries: npt.NDArray[np.int32]  # [2, R, K]: with and without the padding that aligns sequences
     longest: npt.NDArray[np.int32]  # [B, 1]
     padding_mask: npt.NDArray[np.bool_]  # [R, L], or empty when the contract has none
     doc_ids: npt.NDArray[np.int32]  # [R, L], or empty when they were not asked for
     token_count: list[int]  # of each bin
     num_boundaries: list[int]  # how many of the K are each row's own; its last one is repeated
+    denominators: npt.NDArray[np.float64]  # [B], or empty without weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +174,7 @@ class Contract:
     has_padding_mask: bool = False
     masks_sequences: bool = False  # the dense mask keeps sequences apart
     flattened: bool = False  # all bins end to end instead of one padded row each
+    takes_weights: bool = False
 
 
 def _bridge_0_3(bins: CollatedBins, options: CollateOptions) -> Batch:
@@ -193,6 +226,8 @@ class MaskedByBoundaries(Batch):
 
 def _mcore(bins: CollatedBins, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(bins) | {"padding_mask": torch.from_numpy(bins.padding_mask)}
+    if options.has_float_mask:
+        batch["loss_denominator"] = torch.from_numpy(bins.denominators)
     if options.return_cu_seqlen:
         batch = MaskedByBoundaries(batch | _boundaries_q_kv(bins, options))
         del batch["attention_mask"]
@@ -201,6 +236,15 @@ def _mcore(bins: CollatedBins, options: CollateOptions) -> Batch:
 
 
 def _hf(bins: CollatedBins, options: CollateOptions) -> Batch:
+    batch = _hf_without_weights(bins)
+    if options.has_float_mask:
+        batch["weighted_labels"] = batch.pop("labels")
+        batch["loss_mask"] = torch.from_numpy(bins.loss_mask)
+        batch["loss_denominator"] = torch.from_numpy(bins.denominators)
+    return batch
+
+
+def _hf_without_weights(bins: CollatedBins) -> Batch:
     boundaries = torch.from_numpy(bins.boundaries[0, 0])
     longest = int(bins.longest.max())
     return {
@@ -222,9 +266,14 @@ CONTRACTS = {
     "bridge_0_6": Contract(adapt=_bridge_0_6, keeps_eos_loss=False),
     "bridge_main": Contract(adapt=_bridge_main, keeps_eos_loss=True, has_padding_mask=True),
     "mcore": Contract(
-        adapt=_mcore, keeps_eos_loss=True, keeps_all_eos_loss=True, has_padding_mask=True, masks_sequences=True
+        adapt=_mcore,
+        keeps_eos_loss=True,
+        keeps_all_eos_loss=True,
+        has_padding_mask=True,
+        masks_sequences=True,
+        takes_weights=True,
     ),
-    "hf": Contract(adapt=_hf, keeps_eos_loss=True, keeps_all_eos_loss=True, flattened=True),
+    "hf": Contract(adapt=_hf, keeps_eos_loss=True, keeps_all_eos_loss=True, flattened=True, takes_weights=True),
 }
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checked
+from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 
@@ -57,6 +58,7 @@ class LocatedBins(NamedTuple):
     seq_starts: npt.NDArray[np.uint32]
     table: npt.NDArray[np.int64]  # [NUM_FIELDS, number of bins]
     origin: str  # for messages
+    flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS  # as `flat_mask`; empty where every trained token counts 1
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -99,7 +101,12 @@ def locate_in_shard(
             f"{shard.path / name} is damaged at bin {numbers[column]}; run `packed-sft validate` on the shard"
         )
     return LocatedBins(
-        arrays.input_ids.reshape(-1), arrays.loss_mask.reshape(-1), arrays.seq_starts, table, str(shard.path)
+        arrays.input_ids.reshape(-1),
+        arrays.loss_mask.reshape(-1),
+        arrays.seq_starts,
+        table,
+        str(shard.path),
+        NO_WEIGHTS if arrays.loss_weights is None else arrays.loss_weights.reshape(-1),
     )
 
 
@@ -113,6 +120,7 @@ def locate_in_arrays(
     batch_indices: Numbers | None = None,
     is_padding: Flags | None = None,
     origin: str = "the bins",
+    flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS,
 ) -> LocatedBins:
     """Locate bins that lie end to end in flat arrays, such as those of a legacy file; nothing is copied.
 
@@ -124,6 +132,7 @@ def locate_in_arrays(
         seq_offsets: the sequences of bin b are seq_starts[seq_offsets[b] : seq_offsets[b + 1]].
         bins, batch_indices, is_padding: as for `locate_in_shard`.
         origin: what to call the arrays in messages.
+        flat_weights: how much each prediction counts; empty where the mask says it all.
     """
     numbers, indices, padding = _columns(bins, batch_indices, is_padding)
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(bin_offsets) - 1:
@@ -131,7 +140,9 @@ def locate_in_arrays(
     starts, first = bin_offsets[numbers], seq_offsets[numbers]
     lengths, end = bin_offsets[numbers + 1] - starts, seq_offsets[numbers + 1]
     table = np.array([starts, lengths, first, end, indices, numbers, padding], np.int64)
-    return LocatedBins(_read_only(flat_ids), _read_only(flat_mask), _read_only(seq_starts), table, origin)
+    return LocatedBins(
+        _read_only(flat_ids), _read_only(flat_mask), _read_only(seq_starts), table, origin, _read_only(flat_weights)
+    )
 
 
 def locate_in_samples(
@@ -139,8 +150,9 @@ def locate_in_samples(
 ) -> LocatedBins:
     """Lay samples end to end, as datasets return them one by one.
 
-    A sample is {"input_ids", "seq_boundaries" (the starts and the length), "loss_mask"}. A padding sample also has
-    "is_padding": True; its zero mask alone would not keep it out of the loss when `answer_only_loss` is off.
+    A sample is {"input_ids", "seq_boundaries" (the starts and the length), "loss_mask"}; a loss mask of floats is one
+    of weights. A padding sample also has "is_padding": True; its zero mask alone would not keep it out of the loss when
+    `answer_only_loss` is off.
 
     Example:
         >>> located = locate_in_samples([{"input_ids": [5, 6], "seq_boundaries": [0, 2], "loss_mask": [1, 0]}])
@@ -152,21 +164,33 @@ def locate_in_samples(
     parts = [_checked_sample(sample, f"sample {number} of {origin}") for number, sample in enumerate(samples)]
     is_padding = [bool(sample.get("is_padding", False)) for sample in samples]
     numbers, indices, padding = _columns(np.arange(len(samples)), batch_indices, is_padding)
-    lengths = np.array([len(ids) for ids, _, _ in parts])
-    num_sequences = np.array([len(starts) for _, _, starts in parts])
+    lengths = np.array([len(one.ids) for one in parts])
+    num_sequences = np.array([len(one.starts) for one in parts])
     ends, sequences_end = lengths.cumsum(), num_sequences.cumsum()
     first_sequence = sequences_end - num_sequences
     table = np.array([ends - lengths, lengths, first_sequence, sequences_end, indices, numbers, padding], np.int64)
-    flat_ids, flat_mask, seq_starts = (_read_only(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
-    return LocatedBins(flat_ids, flat_mask, seq_starts, table, origin)
+    flat_ids, flat_mask, seq_starts = (
+        _read_only(np.concatenate(arrays)) for arrays in zip(*(one[:3] for one in parts), strict=True)
+    )
+    weights = NO_WEIGHTS
+    if any(one.weights is not None for one in parts):
+        all_weights = [one.mask.astype(np.float32) if one.weights is None else one.weights for one in parts]
+        weights = _read_only(np.concatenate(all_weights))
+    return LocatedBins(flat_ids, flat_mask, seq_starts, table, origin, weights)
 
 
-def _checked_sample(sample: Mapping[str, Any], name: str) -> tuple[IntArray, IntArray, IntArray]:
-    """Return a sample's ids, loss mask and sequence starts."""
+class _Sample(NamedTuple):
+    ids: IntArray
+    mask: IntArray
+    starts: IntArray
+    weights: npt.NDArray[np.float32] | None
+
+
+def _checked_sample(sample: Mapping[str, Any], name: str) -> _Sample:
     if missing := [field for field in _SAMPLE_FIELDS if field not in sample]:
         raise InvalidInputError(f"{name} has no {missing[0]}; a packed sample has {', '.join(_SAMPLE_FIELDS)}")
     ids = as_int_array(sample["input_ids"], f"input_ids of {name}")
-    mask = as_int_array(sample["loss_mask"], f"loss_mask of {name}")
+    mask, weights = mask_and_weights(sample["loss_mask"], f"loss_mask of {name}")
     boundaries = as_int_array(sample["seq_boundaries"], f"seq_boundaries of {name}")
     if len(mask) != len(ids):
         raise InvalidInputError(f"{name} has {len(ids)} input_ids but {len(mask)} loss_mask values")
@@ -182,7 +206,8 @@ def _checked_sample(sample: Mapping[str, Any], name: str) -> tuple[IntArray, Int
         )
     if ids.dtype != np.uint16:
         ids = cast_checked(ids, np.int32, _MAX_ID, f"input_ids of {name}")
-    return ids, cast_checked(mask, np.uint8, 2, f"loss_mask of {name}"), boundaries[:-1].astype(np.uint32)
+    mask = cast_checked(mask, np.uint8, 2, f"loss_mask of {name}")
+    return _Sample(ids, mask, boundaries[:-1].astype(np.uint32), weights)
 
 
 def damaged_bin(located: LocatedBins, column: int, code: int) -> PackedSFTError:

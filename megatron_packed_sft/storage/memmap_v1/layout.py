@@ -6,6 +6,7 @@
       packed_len.npy    <u4         [num_bins]
       seq_offsets.npy   <u4         [num_bins + 1]
       seq_starts.npy    <u4         [num_sequences]
+      loss_weights.npy  <f4         [num_bins, pack_size]   only if a weight is neither 0 nor 1; header of 4,096 bytes
       manifest.json                                          written last
 
 Names are never taken from a manifest, and headers are matched against one exact form, never evaluated.
@@ -17,15 +18,17 @@ import os
 from pathlib import Path
 
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.npy import INDEX_DTYPE, MASK_DTYPE, PAGE, SMALL_HEADER, ArraySpec
+from megatron_packed_sft.disk.npy import INDEX_DTYPE, MASK_DTYPE, PAGE, SMALL_HEADER, WEIGHT_DTYPE, ArraySpec
 
 FORMAT = "memmap_padded_v1"
 VERSION = "1.0"
+WEIGHTED_VERSION = "1.1"  # of a shard with weights: a reader that does not know them must refuse it
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"
 PACKED_LEN = "packed_len.npy"
 SEQ_OFFSETS = "seq_offsets.npy"
 SEQ_STARTS = "seq_starts.npy"
+LOSS_WEIGHTS = "loss_weights.npy"
 ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
 
 
@@ -50,3 +53,8 @@ def shard_arrays(
         ArraySpec(SEQ_OFFSETS, INDEX_DTYPE, (num_bins + 1,), SMALL_HEADER),
         ArraySpec(SEQ_STARTS, INDEX_DTYPE, (num_sequences,), SMALL_HEADER),
     )
+
+
+def weights_array(num_bins: int, pack_size: int) -> ArraySpec:
+    """Return the array file that a shard with weights has besides."""
+    return ArraySpec(LOSS_WEIGHTS, WEIGHT_DTYPE, (num_bins, pack_size), PAGE)

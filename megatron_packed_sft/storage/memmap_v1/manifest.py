@@ -1,4 +1,4 @@
-"""manifest.json of a shard, typed: what the five array files are, and what they were made from."""
+"""manifest.json of a shard, typed: what the array files are, and what they were made from."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ class ShardManifest:
     max_seqs_per_bin: int | None = None
     max_seq_len: int | None = None
     min_packed_len: int | None = None
+    loss_weights_dtype: str | None = None  # None: no weights
+    sum_loss_weights: float | None = None
     pad_id: int | None = None
     vocab_size: int | None = None
     tokenizer: Mapping[str, Any] | None = None
@@ -52,6 +54,11 @@ class ShardManifest:
 
     def __getitem__(self, key: str) -> Any:
         return self.to_json()[key]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some weight is neither 0 nor 1, so that there is an array of them."""
+        return self.loss_weights_dtype is not None
 
     @property
     def figures(self) -> BinFigures:
@@ -120,12 +127,22 @@ def parse_manifest(data: bytes, file: str) -> ShardManifest:
     pack_size = values.integer("pack_size", 1, MAX_PACK_SIZE)
     if values.integer("bins_written", 0, MAX_NUM_BINS) != num_bins:
         raise values.error("bins_written", f"is {document['bins_written']}, but num_bins is {num_bins}")
-    algorithm, files = parse_file_records(values, layout.ARRAY_FILES)
+    has_weights = document["version"] == layout.WEIGHTED_VERSION
+    weights_dtype = npy.WEIGHT_DTYPE if has_weights else None
+    if values.optional_text("loss_weights_dtype") != weights_dtype:
+        raise UnsupportedFormatError(
+            f"{file}: version is {document['version']!r}, but loss_weights_dtype is "
+            f"{document.get('loss_weights_dtype')!r} and not {weights_dtype!r}; restore the manifest, or update "
+            "megatron_packed_sft"
+        )
+    names = (*layout.ARRAY_FILES, layout.LOSS_WEIGHTS) if has_weights else layout.ARRAY_FILES
+    algorithm, files = parse_file_records(values, names)
     vocab_size = values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype])
     return ShardManifest(
         num_bins=num_bins,
         pack_size=pack_size,
         dtype=dtype,
+        version=document["version"],
         files=files,
         checksum_algorithm=algorithm,
         num_sequences=values.optional_integer("num_sequences", num_bins, npy.INDEX_LIMIT - 1),
@@ -134,6 +151,8 @@ def parse_manifest(data: bytes, file: str) -> ShardManifest:
         max_seqs_per_bin=values.optional_integer("max_seqs_per_bin", 1, pack_size),
         max_seq_len=values.optional_integer("max_seq_len", 1, pack_size),
         min_packed_len=values.optional_integer("min_packed_len", 1, pack_size),
+        loss_weights_dtype=weights_dtype,
+        sum_loss_weights=values.optional_number("sum_loss_weights"),
         pad_id=values.optional_integer("pad_id", 0, npy.ID_LIMITS[dtype] - 1),
         vocab_size=vocab_size,
         tokenizer=values.optional_object("tokenizer"),
@@ -152,7 +171,8 @@ def _check_format(values: json_document.Fields, file: str) -> None:
             f"{file}: format is {name!r}, not {layout.FORMAT!r}; this is not a memmap_v1 shard"
         )
     version = values.text("version")
-    if version != layout.VERSION:
+    if version not in (layout.VERSION, layout.WEIGHTED_VERSION):
         raise UnsupportedFormatError(
-            f"{file}: version is {version!r}; this release reads {layout.VERSION!r}, so update megatron_packed_sft"
+            f"{file}: version is {version!r}; this release reads {layout.VERSION!r} and {layout.WEIGHTED_VERSION!r}, "
+            "so update megatron_packed_sft"
         )

@@ -22,7 +22,7 @@ from megatron_packed_sft.support.paths import local_path
 
 
 class CheckedShard(NamedTuple):
-    """An open shard directory: the manifest and its five files, in the order of `layout.ARRAY_FILES`."""
+    """An open shard directory: the manifest and its files, in the order of `layout.ARRAY_FILES`, weights last."""
 
     manifest: ShardManifest
     manifest_checksum: str
@@ -43,6 +43,9 @@ def checked_shard(path: Path) -> Iterator[CheckedShard]:
         if manifest.num_sequences is None:  # seed-only manifests do not record it; the CSR's last pointer does
             starts = starts._replace(shape=(_last_pointer(files[-1]),))
         files.append(directory.array(starts, records.get(starts.name)))
+        if manifest.has_weights:
+            weights = layout.weights_array(manifest.num_bins, manifest.pack_size)
+            files.append(directory.array(weights, records.get(weights.name)))
         yield CheckedShard(manifest, checksum(data), tuple(files))
 
 
@@ -109,7 +112,8 @@ class MemmapShard(LazyMaps[BinBlock]):
             raise self._damaged(layout.SEQ_OFFSETS, index)
         if starts[0] != 0 or starts[-1] >= length:
             raise self._damaged(layout.SEQ_STARTS, index)
-        ids, mask = arrays.input_ids[index, :length], arrays.loss_mask[index, :length]
+        masks = arrays.loss_mask if arrays.loss_weights is None else arrays.loss_weights
+        ids, mask = arrays.input_ids[index, :length], masks[index, :length]
         return PackedBin(ids.copy(), mask.copy(), starts.copy()) if copy else PackedBin(ids, mask, starts)
 
     def block(self, start: int, stop: int) -> BinBlock:
@@ -124,6 +128,7 @@ class MemmapShard(LazyMaps[BinBlock]):
             arrays.packed_len[start:stop],
             arrays.seq_offsets[start : stop + 1],
             arrays.seq_starts[first:last],
+            None if arrays.loss_weights is None else arrays.loss_weights[start:stop],
         )
 
     def advise(self, bins: Iterable[int]) -> None:
@@ -132,6 +137,8 @@ class MemmapShard(LazyMaps[BinBlock]):
         for index in bins:
             will_need(arrays.input_ids[index])
             will_need(arrays.loss_mask[index])
+            if arrays.loss_weights is not None:
+                will_need(arrays.loss_weights[index])
 
     def __repr__(self) -> str:
         return f"MemmapShard({str(self.path)!r}, {len(self)} bins of {self.pack_size})"

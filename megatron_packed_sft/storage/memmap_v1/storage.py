@@ -31,6 +31,7 @@ class MemmapStorage(Storage):
     name = "memmap_v1"
     summary = "memory-mapped shards"
     has_manifest = True
+    keeps_weights = True
 
     def recognises(self, path: Path) -> bool:
         """Return whether there is a manifest, or an array of a shard that lost its manifest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
+from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
@@ -26,9 +28,11 @@ _BLOCK_BYTES = 1 << 20
 
 def validate_shard(path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
     """Check one shard; return its figures unless it cannot be opened."""
-    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES})
+    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES, layout.LOSS_WEIGHTS})
     try:
         with checked_shard(path) as shard:
+            if not shard.manifest.has_weights and (path / layout.LOSS_WEIGHTS).exists():
+                report.add(Finding(str(path / layout.LOSS_WEIGHTS), "is not part of the shard, says its manifest"))
             _note_what_cannot_be_checked(path, shard.manifest, report)
             report.num_bins += shard.manifest.num_bins
             report.num_bytes += sum(file.size for file in shard.files)
@@ -61,18 +65,20 @@ class _ContentCheck:
         self._shard = shard
         self._report = report
         self._bar = bar
+        self._weight_sums: list[float] = []  # of each bin
 
     def run(self) -> None:
         """Read, hash and check everything."""
-        ids_file, mask_file, *index_files = self._shard.files
+        ids_file, mask_file, *index_files = self._shard.files[: len(layout.ARRAY_FILES)]
+        large_files = [ids_file, mask_file, *self._shard.files[len(layout.ARRAY_FILES) :]]
         packed_len, seq_offsets, seq_starts = (self._read_index(file) for file in index_files)
         if not self._csr_is_sound(seq_offsets, len(seq_starts)):
-            for file in (ids_file, mask_file):
+            for file in large_files:
                 self._hash_only(file)
             return
         num_findings = self._report.num_findings
         totals = BlockTotals(0, 0, 0, 0, self._shard.manifest.pack_size)
-        for start, ids, mask in self._bins(ids_file, mask_file):
+        for start, ids, mask, *weights in self._bins(large_files):
             stop = start + len(ids)
             block = BinBlock(
                 ids,
@@ -80,6 +86,7 @@ class _ContentCheck:
                 packed_len[start:stop],
                 seq_offsets[start : stop + 1],
                 seq_starts[int(seq_offsets[start]) : int(seq_offsets[stop])],
+                *weights,
             )
             totals = totals.plus(self._check_block(start, block))
         self._report.num_sequences += len(seq_starts)
@@ -91,6 +98,11 @@ class _ContentCheck:
     def _check_block(self, start: int, block: BinBlock) -> BlockTotals:
         manifest = self._shard.manifest
         violations, totals = find_violations(block, vocab_size=manifest.id_limit, pad_id=manifest.pad_id)
+        if block.loss_weights is not None:
+            of_weights, sums = find_weight_violations(block)
+            self._weight_sums += sums.tolist()
+            listed = {found.bin for found in violations}
+            violations += [found for found in of_weights if found.bin not in listed]
         for found in violations:
             name = f"{found.field}.npy"
             self._add(name, f"{found.field} {found.message}", bin=start + found.bin, field=found.field)
@@ -114,7 +126,10 @@ class _ContentCheck:
         return False
 
     def _compare_totals(self, totals: BlockTotals, num_sequences: int) -> None:
-        for name, value in {**totals._asdict(), "num_sequences": num_sequences}.items():
+        found: dict[str, Any] = {**totals._asdict(), "num_sequences": num_sequences}
+        if self._weight_sums:
+            found["sum_loss_weights"] = math.fsum(self._weight_sums)
+        for name, value in found.items():
             recorded = getattr(self._shard.manifest, name)
             if recorded is not None and recorded != value:
                 self._add(MANIFEST, f"{name} is {recorded}, the arrays say {value}", field=name)
@@ -133,21 +148,19 @@ class _ContentCheck:
             reader.read_into(buffer[: min(reader.remaining, _BLOCK_BYTES)])
         self._compare_checksum(file, reader)
 
-    def _bins(
-        self, ids_file: CheckedFile, mask_file: CheckedFile
-    ) -> Iterator[tuple[int, npt.NDArray[Any], npt.NDArray[np.uint8]]]:
-        num_bins, pack_size = ids_file.header.shape
-        ids_reader, mask_reader = (HashingReader(file, self._algorithm(), self._bar) for file in (ids_file, mask_file))
-        bins_at_once = max(1, _BLOCK_BYTES // (pack_size * np.dtype(ids_file.header.dtype).itemsize))
-        ids = np.empty((min(bins_at_once, num_bins), pack_size), ids_file.header.dtype)
-        mask = np.empty(ids.shape, np.uint8)
+    def _bins(self, files: list[CheckedFile]) -> Iterator[tuple[Any, ...]]:
+        """Yield the first bin of a block, and the block's part of each file."""
+        num_bins, pack_size = files[0].header.shape
+        readers = [HashingReader(file, self._algorithm(), self._bar) for file in files]
+        bins_at_once = max(1, _BLOCK_BYTES // (pack_size * np.dtype(files[0].header.dtype).itemsize))
+        arrays = [np.empty((min(bins_at_once, num_bins), pack_size), file.header.dtype) for file in files]
         for start in range(0, num_bins, bins_at_once):
             count = min(bins_at_once, num_bins - start)
-            ids_reader.read_into(ids[:count])
-            mask_reader.read_into(mask[:count])
-            yield start, ids[:count], mask[:count]
-        self._compare_checksum(ids_file, ids_reader)
-        self._compare_checksum(mask_file, mask_reader)
+            for reader, array in zip(readers, arrays, strict=True):
+                reader.read_into(array[:count])
+            yield start, *(array[:count] for array in arrays)
+        for file, reader in zip(files, readers, strict=True):
+            self._compare_checksum(file, reader)
 
     def _algorithm(self) -> str:
         return self._shard.manifest.checksum_algorithm or DEFAULT_ALGORITHM

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,21 @@ from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
-from megatron_packed_sft.storage.bins import BinBlock, BlockTotals, as_int_array, cast_checked, find_violations
+from megatron_packed_sft.storage.bins import (
+    BinBlock,
+    BlockTotals,
+    as_int_array,
+    cast_checked,
+    find_violations,
+)
 from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft.storage.loss_weights import find_weight_violations, mask_and_weights
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
 from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
+
+_BLOCK_BYTES = 1 << 20
 
 
 class MemmapShardWriter(PackedShardWriter):
@@ -29,6 +40,9 @@ class MemmapShardWriter(PackedShardWriter):
     Memory is 1 MB of bins (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
     of bookkeeping per bin. Every invariant of the format is checked before a byte is written. As a context manager it
     leaves nothing behind unless `finalize` was reached.
+
+    A loss mask of floats is one of weights. They are stored only if some weight is neither 0 nor 1; the shard then has
+    version 1.1, which older readers refuse.
 
     Args:
         output_dir: where the shard appears; an existing path is refused unless it is an empty directory or `overwrite`.
@@ -93,6 +107,8 @@ class MemmapShardWriter(PackedShardWriter):
         self._totals = BlockTotals(0, 0, 0, 0, self.pack_size)
         self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
+        self._weights_file: ArrayFileWriter | None = None
+        self._weight_sums = np.full(self.num_bins, np.nan)  # NaN: the bin's weights are not in the file
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
             ids, mask, _, _, _ = layout.shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
@@ -107,13 +123,14 @@ class MemmapShardWriter(PackedShardWriter):
         Args:
             bin_id: its number in the shard; any order, each once.
             input_ids: 1 to `pack_size` token ids.
-            loss_mask: as many 0/1 values, next-token aligned (0 at each sequence's last token).
+            loss_mask: as many 0/1 values, next-token aligned (0 at each sequence's last token); or as floats, how much
+                each prediction counts.
             seq_start_id: where each sequence starts: 0 first, then strictly increasing.
         """
         name = f"bin {bin_id}: "
         _check_argument("bin_id", bin_id, 0, self.num_bins - 1)
         ids = as_int_array(input_ids, name + "input_ids")
-        mask = as_int_array(loss_mask, name + "loss_mask")
+        mask, weights = mask_and_weights(loss_mask, name + "loss_mask")
         starts = as_int_array(seq_start_id, name + "seq_start_id")
         length = len(ids)
         if not 1 <= length <= self.pack_size:
@@ -123,7 +140,16 @@ class MemmapShardWriter(PackedShardWriter):
         self._require_open()
         if not self._pending.accepts(bin_id):
             self._flush()
+        if weights is not None:
+            self._flush()  # pending bins have no weights
         staged = self._pending.stage(bin_id, ids, mask, starts)
+        if weights is not None:
+            padded = np.zeros(staged.loss_mask.shape, npy.WEIGHT_DTYPE)
+            padded[0, :length] = weights
+            staged = replace(staged, loss_weights=padded)
+            self._admit(bin_id, staged)
+            self._store(bin_id, staged)
+            return
         self._admit(bin_id, staged)
         self._pending.keep(bin_id, staged)
 
@@ -165,6 +191,12 @@ class MemmapShardWriter(PackedShardWriter):
         if violations:
             first = violations[0]
             raise InvalidInputError(f"bin {first_bin + first.bin}: {first.field} {first.message}")
+        if block.loss_weights is not None:
+            violations, sums = find_weight_violations(block)
+            if violations:
+                first = violations[0]
+                raise InvalidInputError(f"bin {first_bin + first.bin}: {first.field} {first.message}")
+            self._weight_sums[first_bin:last_bin] = sums
         self._packed_len[first_bin:last_bin] = block.packed_len
         self._totals = self._totals.plus(totals)
 
@@ -174,6 +206,24 @@ class MemmapShardWriter(PackedShardWriter):
             self._ids_file.write(first_bin, block.input_ids)
             self._mask_file.write(first_bin, block.loss_mask)
             self._starts.append(first_bin, block.seq_offsets, block.seq_starts)
+            if block.loss_weights is not None:
+                self._store_weights(first_bin, block.loss_weights)
+
+    def _store_weights(self, first_bin: int, weights: npt.NDArray[np.float32]) -> None:
+        if self._weights_file is None:
+            self._weights_file = self._new_file(layout.weights_array(self.num_bins, self.pack_size))
+        self._weights_file.write(first_bin, weights)
+
+    def _fill_in_weights(self) -> None:
+        """Write the weights of bins that came without: 1 where their mask is 1."""
+        bins = np.flatnonzero(np.isnan(self._weight_sums))
+        at_once = max(1, _BLOCK_BYTES // self.pack_size)
+        for run in np.split(bins, np.flatnonzero(np.diff(bins) != 1) + 1):
+            for start in range(0, len(run), at_once):
+                first, count = int(run[start]), min(at_once, len(run) - start)
+                mask = self._mask_file.read(first, count)
+                self._store_weights(first, mask.astype(npy.WEIGHT_DTYPE))
+                self._weight_sums[first : first + count] = mask.sum(axis=1, dtype=np.float64)
 
     def _flush(self) -> None:
         if len(self._pending):
@@ -187,6 +237,8 @@ class MemmapShardWriter(PackedShardWriter):
                 f"{missing.size} of {self.num_bins} bins were never written, the first is bin {int(missing[0])}; "
                 "write them before finalize"
             )
+        if self._weights_file is not None:
+            self._fill_in_weights()
         offsets = self._starts.offsets()
         num_sequences = int(offsets[-1])
         if self._total_seq_starts is not None and num_sequences > self._total_seq_starts:
@@ -214,12 +266,22 @@ class MemmapShardWriter(PackedShardWriter):
             checksum_algorithm=self._algorithm,
             num_sequences=num_sequences,
             **self._totals._asdict(),
+            **self._weight_fields(),
             pad_id=self.pad_id,
             created_by=CREATED_BY,
             **self._provenance,
         )
         write_file(self._staging.path / MANIFEST, manifest.to_bytes())
         return manifest
+
+    def _weight_fields(self) -> dict[str, Any]:
+        if self._weights_file is None:
+            return {}
+        return {
+            "version": layout.WEIGHTED_VERSION,
+            "loss_weights_dtype": npy.WEIGHT_DTYPE,
+            "sum_loss_weights": math.fsum(self._weight_sums.tolist()),
+        }
 
     def _new_file(self, spec: npy.ArraySpec) -> ArrayFileWriter:
         file = ArrayFileWriter(self._staging.path / spec.name, spec, self._algorithm)
@@ -232,8 +294,9 @@ class MemmapShardWriter(PackedShardWriter):
         num_bins = len(block.packed_len)
         name = f"block at bin {first_bin}: "
         shape = (num_bins, self.pack_size)
-        for field, array in (("input_ids", block.input_ids), ("loss_mask", block.loss_mask)):
-            if array.shape != shape:
+        weights = block.loss_weights
+        for field, array in (("input_ids", block.input_ids), ("loss_mask", block.loss_mask), ("loss_weights", weights)):
+            if array is not None and array.shape != shape:
                 raise InvalidInputError(f"{name}{field} has shape {array.shape}, not {shape}")
         if block.seq_offsets.shape != (num_bins + 1,) or block.seq_starts.ndim != 1:
             raise InvalidInputError(
@@ -253,6 +316,8 @@ class MemmapShardWriter(PackedShardWriter):
             cast(block.seq_offsets, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_offsets"),
             cast(block.seq_starts, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_starts"),
         )
+        if weights is not None and not np.array_equal(weights, block.loss_mask):
+            block = replace(block, loss_weights=np.ascontiguousarray(weights, npy.WEIGHT_DTYPE))
         if int(block.seq_offsets[-1]) - int(block.seq_offsets[0]) != len(block.seq_starts):
             raise InvalidInputError(
                 f"{name}seq_offsets span {int(block.seq_offsets[-1]) - int(block.seq_offsets[0])} sequences, "
