@@ -84,12 +84,12 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> Rea
         ([{'role': 'assistant', 'content': 'Hello.'}], [0.0])
     """
     given = list_of(value, field)
-    read = None
+    read, keep = None, None
     for index, message in enumerate(given):
         try:  # nearly all messages are just a role and a text, and stay as they are
             if len(message) == 2 and message["role"] in roles and type(message["content"]) is str:
-                if read is not None:
-                    read.messages.append(message)
+                if keep is not None:
+                    keep(message)
                 continue
         except (KeyError, TypeError):
             pass  # reported with its field below
@@ -97,6 +97,7 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> Rea
         object_of(message, place, "give an object with role and content")
         if read is None:
             read = _Reader(given[:index])
+            keep = read.messages.append
         read.add(dict(without_nulls(message)), place, roles)
     return ReadMessages(given) if read is None else read.result()
 
@@ -118,7 +119,7 @@ def conversation_of(read: ReadMessages, record: dict[str, Any]) -> Conversation:
         parts = {index + 1: weights for index, weights in parts.items()} if parts else None
     elif system and messages[0].get("content") != system:
         raise RecordError("system", "differs from the system message at the start of the chat; keep one of them")
-    variables = _variables_of(record.get("chat_template_kwargs"))
+    variables = _variables_of(record["chat_template_kwargs"]) if "chat_template_kwargs" in record else None
     return Conversation(messages, tools_of(record, tools), train, record_weight(record), parts, variables)
 
 

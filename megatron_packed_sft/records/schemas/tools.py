@@ -25,6 +25,8 @@ def tools_of(record: dict[str, Any], more: Any = None) -> list[dict[str, Any]] |
         [{'type': 'function', 'function': {'name': 'now', 'parameters': {}}}]
     """
     tools = read_tools(record.get("tools"), "tools")
+    if more is None and "functions" not in record:
+        return tools
     for field, others in (("functions", read_tools(record.get("functions"), "functions")), ("tools", more)):
         if others and tools and others != tools:
             raise RecordError(field, "differs from the other tools of the record; keep one of them")
@@ -42,6 +44,8 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
     if value is None or value == "" or value == [] or value == "[]":
         return None
     given = without_nulls(list_of(value, field))
+    if all(type(tool) is dict and type(tool.get("function")) is dict for tool in given):
+        return list(given)
     return [one for index, tool in enumerate(given) for one in _functions(tool, f"{field}[{index}]")]
 
 

@@ -48,8 +48,7 @@ def record_weight(record: dict[str, Any]) -> float:
 def _number(value: dict[str, Any], prefix: str) -> float | None:
     found = None
     for name in _NUMBERS:
-        number = value.get(name)
-        if number is None:
+        if (number := value.get(name)) is None:
             continue
         if not _is_weight(number):
             raise RecordError(
