@@ -12,7 +12,7 @@ from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.packing.accounting import REASONS
 from megatron_packed_sft.prepare.audit import audit_lines
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
-from megatron_packed_sft.support.wording import byte_count, table
+from megatron_packed_sft.support.wording import byte_count, counted, table
 
 _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
 
@@ -164,12 +164,13 @@ def _notes(report: PrepareReport) -> list[str]:
         remedy = "encode.render=turns keeps it" if kind == REASONING else "encode.on_lost"
         notes.append(f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} ({remedy})")
     if total.num_cut_rows:
-        turns = f", {total.num_cut_turns:,} trained turns" if total.num_cut_turns else ""
-        notes.append(f"cut at encode.max_len: {total.num_cut_rows:,} records, {total.num_cut_tokens:,} tokens{turns}")
+        cut = [counted(total.num_cut_rows, "record"), counted(total.num_cut_tokens, "token")]
+        cut += [counted(total.num_cut_turns, "trained turn")] if total.num_cut_turns else []
+        notes.append(f"cut at encode.max_len: {', '.join(cut)}")
     if total.num_straddling:
+        tokens = counted(total.num_straddling, "token")
         notes.append(
-            f"{total.num_straddling:,} tokens hold characters of a trained turn and of its header; they are trained "
-            "(docs/masks.md)"
+            f"{tokens} with trained and untrained characters, such as a header's blank: trained (docs/masks.md)"
         )
     return notes
 

@@ -85,5 +85,5 @@ def test_turns_that_were_left_out_are_counted(given: list[str], tmp_path: Path) 
     arguments = [write(tmp_path, "long", [{"messages": turns}])]
     done = prepare(*given, *arguments, "encode.max_len=200", "encode.truncation=turns")
     assert done.code == 0, done.err
-    assert "cut at encode.max_len: 1 records, " in done.out
+    assert "cut at encode.max_len: 1 record, " in done.out
     assert " trained turns" in done.out
