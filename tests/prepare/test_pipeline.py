@@ -68,8 +68,9 @@ def test_what_is_trained_is_the_answers_and_their_ends(few: Path, tokenizer_path
 
 @pytest.mark.parametrize("storage", ["memmap_v1", "legacy"])
 def test_any_number_of_workers_gives_the_same_bytes(
-    chats: Path, tokenizer_path: str, tmp_path: Path, storage: str
+    chats: Path, tokenizer_path: str, tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megatron_packed_sft.prepare.sources._SMALLEST_SLICE", 1 << 18)
     contents = []
     files = [
         write_file(tmp_path / f"long.{suffix}", [{"text": f"{suffix} {row} " * 100} for row in range(1000)], **more)
@@ -235,6 +236,7 @@ def test_a_large_dry_run_looks_at_some_units(
     tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_packed_sft.prepare.encode_stage.ENOUGH_BYTES", 300_000)
+    monkeypatch.setattr("megatron_packed_sft.prepare.sources._SMALLEST_SLICE", 1 << 18)
     rows = write_records(tmp_path / "rows.jsonl", [chat(f"{n}? " * 40, f"{n}. " * 40) for n in range(3000)])
     dry = prepare(
         f"input={rows}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL, "--dry-run"
