@@ -351,18 +351,14 @@ class ChatMarker:
         for number, (message, is_wanted) in enumerate(zip(messages, wanted, strict=True)):
             if not is_wanted:
                 continue
+            own[number] = [span for span in finder.chat.spans if is_own(span.author, number)]
             if message.get("role") != "assistant":
                 ends = self.ends if self._options.train_on_eot else ()
                 words = finder.words(number, ends)
                 turns += [(number, words)] if words else []
-                own[number] = [span for span in finder.chat.spans if is_own(span.author, number)]
             elif blocks is None:
-                turn = finder.turn(number, is_loss_refused=self._options.on_lost != "warn")
-                own[number] = [
-                    span
-                    for span in finder.chat.spans
-                    if is_own(span.author, number) and turn[0] < span.end and span.start < turn[1]
-                ]
+                start, end = turn = finder.turn(number, is_loss_refused=self._options.on_lost != "warn")
+                own[number] = [span for span in own[number] if start < span.end and span.start < end]
                 turn = turn if self._options.train_on_eot else self._without_end(finder.chat, turn)
                 turns.append((number, turn))
         ordered = sorted(turn for _, turn in turns)
@@ -376,7 +372,6 @@ class ChatMarker:
                 )
             if wanted[owner] and not self._is_over(finder.chat, turns, block, owner):
                 turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
-                own[owner] = [span for span in finder.chat.spans if is_own(span.author, owner)]
         return turns, own
 
     def _without_end(self, chat: TracedText, turn: Range) -> Range:
