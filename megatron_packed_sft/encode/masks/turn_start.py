@@ -187,7 +187,7 @@ class TurnStarts:
         anchor, _ = last_foreign(chat, first, i)
         between = chat.text[anchor:first]
         if not added.strip():
-            return anchor + self._invariant_alone(i, between)
+            return anchor + self._invariant_alone(i, between.removesuffix(self._blanks_after(scaffold)))
         # Nobody has asked, so what the prompt closes a question with need not be there.
         tokens = [match.start() for match in self._tokens.pattern.finditer(added)]
         for begin in (0, *tokens[1:2]):
@@ -195,6 +195,16 @@ class TurnStarts:
             if found is not None:
                 return anchor + found[0]
         raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
+
+    def _blanks_after(self, scaffold: Scaffold) -> str:
+        """Return the blanks that an answer to a question begins with, behind what a prompt gives."""
+        render = self._parts.render([_QUESTION, {"role": "assistant", **_PROBES[0]}], probe=True)
+        own = [span.start for span in render.spans if is_own(span.author, 1)] if render else []
+        if not render or not own:
+            return ""
+        anchor, _ = last_foreign(render, own[0], 1)
+        given, between = scaffold.text, render.text[anchor : own[0]]
+        return between[len(given) :] if between.startswith(given) and not between[len(given) :].strip() else ""
 
     def _guard_next_text(self, chat: TracedText, first: int, rest: str) -> None:
         """The prompt says more than the template writes before the next text: does that go on with it?"""
