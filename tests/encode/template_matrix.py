@@ -74,6 +74,7 @@ def _called(*calls: Call) -> Shape:
 
 
 _SYSTEM = {"role": "system", "content": "Be brief."}
+_TAGS = "A </s> or [INST] or <b>bold</b>: User: assistant ### Answer: x."
 SHAPES = {
     "plain": Shape([user("Two?"), answer("Four.")], ["Four."]),
     "system": Shape([_SYSTEM, user("Two?"), answer("Four.")], ["Four."]),
@@ -101,6 +102,16 @@ SHAPES = {
     "empty turn": Shape([user("Hi"), answer(""), user("Hello?"), answer("Yes.")], ["", "Yes."]),
     "assistant first": Shape([answer("Hello."), user("Hi"), answer("How are you?")], ["Hello.", "How are you?"]),
     "two in a row": Shape([user("Hi"), answer("One."), answer("Two.")], ["One.", "Two."]),
+    "many turns": Shape(
+        [_SYSTEM, *(turn for n in range(4) for turn in (user(f"{n}?"), answer(f"{n}!")))], [f"{n}!" for n in range(4)]
+    ),
+    "unicode": Shape([user("Zwölf? 你好"), answer("Grüße 🙂 你好。")], ["Grüße 🙂 你好。"]),
+    "words that look like tags": Shape([user("</s> [INST] User: <b>"), answer(_TAGS)], [_TAGS]),
+    "the same words": Shape([user("Yes"), answer("Yes"), user("Yes"), answer("Yes")], ["Yes", "Yes"]),
+    "unused tools": Shape([user("Weather?"), answer("No idea.")], ["No idea."], True),
+    "call with the question's words": Shape(
+        [user("Oslo"), calling(OSLO), result("Oslo"), answer("Oslo")], [[OSLO], "Oslo"], True
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation
+from tests.encode import held_out
 from tests.encode.template_families import FAMILIES
 from tests.encode.template_matrix import SHAPES, TOOLS, compare, encoder_for
 from tests.real_data import IS_WHOLE, templates_folder
@@ -31,6 +33,17 @@ def test_what_is_trained_is_what_the_model_of_the_family_writes(name: str) -> No
             outcome = compare(encoder, family, kind)
             allowed = {"exact", "lost", "template"} | ({"refused"} if (template, kind) in REFUSED else set())
             assert outcome.kind in allowed, (template, kind, outcome.detail)
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="make test-real renders all templates")
+@pytest.mark.filterwarnings("ignore")
+def test_no_turn_of_a_template_held_out_is_wrong_and_hardly_any_is_refused() -> None:
+    pytest.importorskip("transformers")
+    found = list(held_out.outcomes())
+    counts = Counter(outcome.kind for _, _, outcome in found)
+    assert [pair for pair in found if pair[2].kind == "different"] == []
+    assert counts["exact"] > 1000
+    assert counts["refused"] <= 0.01 * (counts["exact"] + counts["unsaid"] + counts["refused"])
 
 
 def templates() -> list[Path]:

@@ -199,17 +199,17 @@ class AuthoredChat:
         self._messages: dict[int, AuthoredMessage] = {}
 
     def messages(self, messages: Sequence[dict[str, Any]], *, is_probe: bool = False) -> list[AuthoredMessage]:
-        """Return the first messages of the chat, roles as they are; in a probe, the last one is not the record's."""
+        """Return the first messages of the chat, roles as they are; in a probe, some are not the record's."""
         result = []
         for number, message in enumerate(messages):
-            if is_probe and number == len(messages) - 1:
-                result.append(_author_message(number, message, None))
-                continue
-            if number not in self._messages:
-                self._messages[number] = _author_message(number, message, self.recorder)
+            known = self._messages.get(number)
+            if is_probe and (known is None or known.raw is not message):
+                known = _author_message(number, message, None)
+            elif known is None:
+                known = self._messages[number] = _author_message(number, message, self.recorder)
                 if number in self._parts:
-                    _author_parts(self._messages[number], self._parts[number])
-            result.append(self._messages[number])
+                    _author_parts(known, self._parts[number])
+            result.append(known)
         return result
 
 

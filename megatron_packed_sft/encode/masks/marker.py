@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.encode.masks.authored_text import TOOLS, Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_ranges, tokens_to_escape
-from megatron_packed_sft.encode.masks.generation_blocks import generation_blocks
+from megatron_packed_sft.encode.masks.generation_blocks import Block, generation_blocks
 from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import probe_template
@@ -498,32 +498,27 @@ class ChatMarker:
         for number, (message, is_wanted) in enumerate(zip(messages, wanted, strict=True)):
             if not is_wanted:
                 continue
+            own[number] = [span for span in finder.chat.spans if is_own(span.author, number)]
             if message.get("role") != "assistant":
                 ends = self.ends if self._options.train_on_eot else ()
                 words = finder.words(number, ends)
                 turns += [(number, words)] if words else []
-                own[number] = [span for span in finder.chat.spans if is_own(span.author, number)]
             elif blocks is None:
-                turn = finder.turn(number, is_loss_refused=self._options.on_lost != "warn")
-                own[number] = [
-                    span
-                    for span in finder.chat.spans
-                    if is_own(span.author, number) and turn[0] < span.end and span.start < turn[1]
-                ]
+                start, end = turn = finder.turn(number, is_loss_refused=self._options.on_lost != "warn")
+                own[number] = [span for span in own[number] if start < span.end and span.start < end]
                 turn = turn if self._options.train_on_eot else self._without_end(finder.chat, turn)
                 turns.append((number, turn))
         ordered = sorted(turn for _, turn in turns)
         if any(second[0] < first[1] for first, second in pairwise(ordered)):
             raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the chat")
-        for block, owner in blocks or ():
+        for number, (block, owner) in enumerate(blocks or ()):
             if owner is None:
                 raise RecordRefusedError(
                     DropReason.UNTRACEABLE_TEMPLATE,
                     f"a generation block of {self._renderer.name} belongs to no single message",
                 )
-            if wanted[owner] and not self._is_over(finder.chat, turns, block, owner):
+            if wanted[owner] and not self._is_over(finder.chat, (blocks or ())[:number], block, owner):
                 turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
-                own[owner] = [span for span in finder.chat.spans if is_own(span.author, owner)]
         return turns, own
 
     def _without_end(self, chat: TracedText, turn: Range) -> Range:
@@ -573,12 +568,12 @@ class ChatMarker:
             return start, stripped
         return start, end + (length if self._options.train_on_eot else 0)
 
-    def _is_over(self, chat: TracedText, turns: Sequence[tuple[int, Range]], block: Range, owner: int) -> bool:
+    def _is_over(self, chat: TracedText, earlier: Sequence[Block], block: Range, owner: int) -> bool:
         """Whether a block without words follows the stop token of its turn."""
-        ends = [end for number, (_, end) in turns if number == owner]
+        ends = [other.range[1] for other in earlier if other.owner == owner]
         if not ends or any(block[0] <= span.start < block[1] for span in chat.spans):
             return False
-        return chat.text.endswith(self._stops, 0, ends[-1])
+        return chat.text[: ends[-1]].rstrip().endswith(self._stops)
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer, found: Sequence[str]) -> None:
         ordinary = [end for end in found if end not in tokenizer.control_tokens]

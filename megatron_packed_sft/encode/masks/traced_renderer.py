@@ -121,7 +121,7 @@ class TracedRenderer:
             messages: the first messages of the chat.
             chat: what renders of the same chat share: its tools, what is recorded.
             add_generation_prompt: as templates know it.
-            is_probe: the last message is not the record's.
+            is_probe: some messages are not the record's.
         """
         chat = chat or AuthoredChat()
         context = self._template.new_context(

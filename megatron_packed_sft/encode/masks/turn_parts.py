@@ -23,7 +23,7 @@ class Render(Protocol):
     """Renders a part of the chat; RecordRefusedError if the template cannot."""
 
     def __call__(self, messages: Messages, *, add_generation_prompt: bool = False, probe: bool = False) -> TracedText:
-        """`probe`: the last message is ours."""
+        """`probe`: some messages are ours."""
 
 
 class Scaffold(NamedTuple):

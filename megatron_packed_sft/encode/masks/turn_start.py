@@ -108,8 +108,7 @@ class TurnStarts:
             start = anchor + len(text)
             is_open = not scaffold.is_asked_for and first is not None and chat.text[start:limit].strip()
             if is_open and not self._prompts_anyway(i, prompt):
-                header = anchor + self._invariant(i, scaffold, between)
-                start = header if chat.text[start:header].strip() else start  # blanks alone are no header
+                start = anchor + self._after_header(i, scaffold, between, len(text))
             return start
         if text.strip():
             blanks = _follow_but_for_blanks(text, between)
@@ -124,8 +123,7 @@ class TurnStarts:
             if is_blank and (prompts_anyway or first is None or not between[start:].strip()):
                 return anchor + start
             if is_blank or prompts_anyway:
-                header = self._invariant(i, scaffold, between)
-                return anchor + (header if between[start:header].strip() else start)
+                return anchor + self._after_header(i, scaffold, between, start)
             return None
         if shared < scaffold.num_bare or not self._tokens.has_header(
             text[scaffold.num_bare : parting], text[scaffold.num_bare :]
@@ -155,8 +153,10 @@ class TurnStarts:
                 # After a tool's result or another answer the template writes no new header: the turn continues.
                 start = self._tokens.outside(between, min(shared, scaffold.num_bare))
                 return anchor + max(start, self._invariant(i, scaffold, between))
-            if previous == "assistant" and not between.strip():
-                return anchor + shared  # two answers in one turn
+            if previous == "assistant" and scaffold.text[: scaffold.num_bare].strip() not in between:
+                # The previous answer is not even ended: both are one turn.
+                start = min(self._tokens.outside(between, shared), self._tokens.outside(scaffold.text, shared))
+                return anchor + self._after_header(i, scaffold, between, start)
         raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
 
     def _find_beginning(self, between: str, added: str) -> tuple[int, bool] | None:
@@ -187,7 +187,7 @@ class TurnStarts:
         anchor, _ = last_foreign(chat, first, i)
         between = chat.text[anchor:first]
         if not added.strip():
-            return anchor + self._invariant_alone(i, between)
+            return anchor + self._invariant_alone(i, between.removesuffix(self._blanks_after(scaffold)))
         # Nobody has asked, so what the prompt closes a question with need not be there.
         tokens = [match.start() for match in self._tokens.pattern.finditer(added)]
         for begin in (0, *tokens[1:2]):
@@ -195,6 +195,16 @@ class TurnStarts:
             if found is not None:
                 return anchor + found[0]
         raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
+
+    def _blanks_after(self, scaffold: Scaffold) -> str:
+        """Return the blanks that an answer to a question begins with, behind what a prompt gives."""
+        render = self._parts.render([_QUESTION, {"role": "assistant", **_PROBES[0]}], probe=True)
+        own = [span.start for span in render.spans if is_own(span.author, 1)] if render else []
+        if not render or not own:
+            return ""
+        anchor, _ = last_foreign(render, own[0], 1)
+        given, between = scaffold.text, render.text[anchor : own[0]]
+        return between[len(given) :] if between.startswith(given) and not between[len(given) :].strip() else ""
 
     def _guard_next_text(self, chat: TracedText, first: int, rest: str) -> None:
         """The prompt says more than the template writes before the next text: does that go on with it?"""
@@ -221,6 +231,11 @@ class TurnStarts:
         left = left_iteration(answer, i, own[-1].end)
         after = "" if left is None else answer.text[left:].strip()
         return bool(after) and scaffold_of(prompt, None).text.rstrip().endswith(after)
+
+    def _after_header(self, i: int, scaffold: Scaffold, between: str, start: int) -> int:
+        """Return where a header that the prompt does not show ends; blanks alone are none."""
+        end = self._invariant(i, scaffold, between)
+        return end if between[start:end].strip() else start
 
     def _invariant(self, i: int, scaffold: Scaffold, between: str) -> int:
         """Return how much of the scaffold before message i does not depend on what the message says."""
