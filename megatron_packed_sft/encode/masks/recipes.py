@@ -14,7 +14,7 @@ text; the answers about each message and its neighbours' kinds stand for the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -171,35 +171,45 @@ class RecipeBook:
 
     def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
         """Read a rendered chat as far as it is known."""
+        for size in self._head_sizes:
+            if size < len(kinds):
+                steps = [(HEAD, _head_key(size, kinds, tools, wanted))]
+                steps += list(enumerate(_keys(kinds, tools, wanted)))[size:]
+                read = self._read(text, messages, tools, steps)
+                if read.numbers:
+                    return read
+        return Read([], [0], [], [])
+
+    def _read(self, text: str, messages: Messages, tools: Any, steps: Iterable[tuple[int, Any]]) -> Read:
+        """Read what is written for messages, given by number and key, one after the other."""
         turns: list[Range] = []
         places, numbers, used = [0], [], []
-        find = self._recipes.get
-
-        def read_next(key: Any, number: int) -> bool:
-            message, position = messages[number], places[-1]
-            for special in self._specials:
-                for recipe in find(_special_key(key, special, tools, message) if any(special) else key, ()):
-                    try:
-                        written = recipe.run(message, tools, messages)
-                    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-                        continue
-                    if written is not None and text.startswith(written[0], position):
-                        edges = written[1]
-                        for place in range(0, len(edges), 2):
-                            turns.append((position + edges[place], position + edges[place + 1]))
-                        places.append(position + len(written[0]))
-                        numbers.append(number)
-                        used.append(recipe)
-                        return True
-            return False
-
-        for size in self._head_sizes:
-            if size < len(kinds) and read_next(_head_key(size, kinds, tools, wanted), HEAD):
-                for number, key in enumerate(_keys(kinds, tools, wanted)):
-                    if number >= size and not read_next(key, number):
-                        break
+        position = 0
+        find, begins_with = self._recipes.get, text.startswith
+        is_simple = len(self._specials) == 1
+        for number, key in steps:
+            message = messages[number]
+            for recipe in find(key, ()) if is_simple else self._special_recipes(key, tools, message):
+                try:
+                    written = recipe.run(message, tools, messages)
+                except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+                    continue
+                if written is not None and begins_with(written[0], position):
+                    break
+            else:
                 break
+            added, edges = written
+            if edges:
+                turns += [(position + edges[n], position + edges[n + 1]) for n in range(0, len(edges), 2)]
+            position += len(added)
+            places.append(position)
+            numbers.append(number)
+            used.append(recipe)
         return Read(turns, places, numbers, used)
+
+    def _special_recipes(self, key: Any, tools: Any, message: dict[str, Any]) -> Iterator[Recipe]:
+        for special in self._specials:
+            yield from self._recipes.get(_special_key(key, special, tools, message), ())
 
 
 def _special_key(key: Any, special: tuple[bool, bool], tools: Any, message: dict[str, Any]) -> Any:
