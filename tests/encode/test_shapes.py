@@ -17,9 +17,10 @@ from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, MISTRAL, ByteTokenizer
+from tests.encode.template_matrix import encoder_for
 from tests.encode.template_twins import TWINS
 from tests.encode.test_mask_turns import assistant, call, result, user
-from tests.real_data import IS_WHOLE
+from tests.real_data import IS_WHOLE, templates_folder
 
 FRAGMENTS = (
     *("", " ", "\n", "x", "Four.", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<|im_end|>", "<|im_start|>"),
@@ -115,6 +116,33 @@ def test_chats_with_other_strings_are_marked_as_by_rendering(name: str) -> None:
             messages = mutated(copy.deepcopy(list(chat.messages)), random_source)
             tools = mutated(copy.deepcopy(chat.tools), random_source)
             conversation = Conversation(messages, tools, chat.train)
+            assert outcome(marker.mark, conversation) == outcome(marker.mark_by_rendering, conversation)
+
+
+REAL_TEMPLATES = (
+    "meta-llama-Llama-3.1-8B-Instruct",  # the first question is in the head
+    "mistralai-Mistral-Nemo-Instruct-2407",  # tools and the system prompt before the last question, odd ids
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",  # tools word by word
+    "GLM-4.6",  # arguments one by one, the end of a turn in front of the next
+    "deepseek-ai-DeepSeek-V3.1",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",  # ids compared between messages
+    "Qwen3-Coder",
+    "openai-gpt-oss-120b",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REAL_TEMPLATES)
+def test_chats_with_other_strings_are_marked_as_by_rendering_with_real_templates(name: str) -> None:
+    marker = encoder_for(templates_folder() / f"{name}.jinja", on_lost="warn").marker()
+    random_source = random.Random(name)
+    for _ in range(60 if IS_WHOLE else 8):
+        for chat in some_chats():
+            tools = mutated(copy.deepcopy(chat.tools), random_source)
+            turns = [mutated(copy.deepcopy(message), random_source) for message in chat.messages]
+            if random_source.random() < 0.3:  # chats of a new shape, made of what is known
+                turns += mutated(copy.deepcopy(turns[-2:]), random_source)
+            conversation = Conversation(turns, tools, chat.train if len(turns) == len(chat.messages) else None)
             assert outcome(marker.mark, conversation) == outcome(marker.mark_by_rendering, conversation)
 
 

@@ -32,6 +32,7 @@ from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 _VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
 _IS_OTHER = re.compile(rf"{VARIABLE}\d+=={VARIABLE}\d+")
+_ASKS_NAMES = re.compile(r"\['arguments'\](?:,\)|\)\))!=")  # see `guard_line` of a signature
 _MAX_QUESTIONS = 4  # about one tool, above which each set of tools has its own recipes
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
@@ -101,6 +102,7 @@ class Lesson:
             tuple(program[:-1]),
             "\n".join([*types, *program]),
             self.is_for_these_tools and (number == HEAD or _has_tools(parts, templates, program)),
+            number != HEAD and any(map(_ASKS_NAMES.search, program)),
         )
 
     def _parts(self, number: int, place: int) -> tuple[list[_Part], list[str | None]]:

@@ -257,6 +257,7 @@ class ChatMarker:
             try:
                 read = self._learn(messages, plain, tools, known, kinds, compiles=compiles)
                 known.is_direct = is_direct
+                self._num_unlearnt[bool(tools)] = 0
             except NotCompilable:
                 self._num_unlearnt[bool(tools)] += 1
                 return None
@@ -325,7 +326,7 @@ class ChatMarker:
             if numbers[-1] in numbers[:-1]:
                 raise NotCompilable("a recipe that does not read its own message")
             recipes = self._recipes_around(finder, lesson, tools, known.wanted, numbers[-1], recorder)
-            self._book.add(kinds, tools, known.wanted, lesson.head_size, recipes)
+            self._book.add(messages, kinds, tools, known.wanted, lesson.head_size, recipes)
         if compiles:
             self._compile(known, finder.chat, read, messages, tools, recorder)
         return read

@@ -14,7 +14,7 @@ text; the answers about each message and its neighbours' kinds stand for the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class Recipe(NamedTuple):
         lines: the assignments and guards of `run`, for shapes.
         code: to tell recipes apart.
         is_for_tools: whether it holds for the same tools only.
+        is_for_arguments: whether it holds for calls whose arguments have the same names only.
     """
 
     run: Callable[[Any, Any, Any], Written | None]
@@ -70,6 +71,7 @@ class Recipe(NamedTuple):
     lines: tuple[str, ...]
     code: str
     is_for_tools: bool
+    is_for_arguments: bool
 
 
 class Read(NamedTuple):
@@ -122,7 +124,9 @@ class RecipeBook:
         self._kinds: dict[Any, Kind] = {}
         self._numbers = count()
         self._head_sizes: list[int] = []
-        self._has_tools = False  # whether a recipe holds for certain tools only
+        self._in_order: dict[Any, list[Recipe]] = {}  # in which they were learnt
+        # What recipes are for: any tools and arguments, certain tools, certain arguments, or both.
+        self._specials: list[tuple[bool, bool]] = [(False, False)]
 
     def kinds_of(self, messages: Messages) -> list[Kind]:
         """Return what can be told of messages without looking at what they say."""
@@ -133,6 +137,7 @@ class RecipeBook:
             if len(known) > _MAX_KINDS:
                 known.clear()
                 self._recipes.clear()
+                self._in_order.clear()
             for message in messages:
                 role = message.get("role")
                 seen = (role, "tool_calls" in message)
@@ -140,7 +145,13 @@ class RecipeBook:
             return [known[(message.get("role"), *message)] for message in messages]
 
     def add(
-        self, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool], head_size: int, learnt: dict[int, Recipe]
+        self,
+        messages: Messages,
+        kinds: Sequence[Kind],
+        tools: Any,
+        wanted: Sequence[bool],
+        head_size: int,
+        learnt: dict[int, Recipe],
     ) -> None:
         """Keep recipes of a chat's messages, by their numbers, and of its head, which has some messages."""
         keys = dict(zip(range(len(kinds)), _keys(kinds, tools, wanted), strict=True))
@@ -148,51 +159,78 @@ class RecipeBook:
         if head_size not in self._head_sizes:
             self._head_sizes.append(head_size)
         for number, recipe in learnt.items():
-            key = (keys[number], _content_of(tools)) if recipe.is_for_tools else keys[number]
-            self._has_tools |= recipe.is_for_tools
-            known = self._recipes.setdefault(key, [])
+            special = (recipe.is_for_tools, recipe.is_for_arguments)
+            if special not in self._specials:
+                self._specials.append(special)
+            key = _special_key(keys[number], special, tools, messages[number])
+            known = self._in_order.setdefault(key, [])
             if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
-                del known[_MAX_RECIPES - 1 :]
+                del known[: len(known) + 1 - _MAX_RECIPES]
                 known.append(recipe)
-                known.sort(key=lambda one: -len(one.code))  # one that says more is tried first
+                self._recipes[key] = sorted(known, key=lambda one: -len(one.code))  # one that says more is tried first
 
     def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
         """Read a rendered chat as far as it is known."""
+        for size in self._head_sizes:
+            if size < len(kinds):
+                steps = [(HEAD, _head_key(size, kinds, tools, wanted))]
+                steps += list(enumerate(_keys(kinds, tools, wanted)))[size:]
+                read = self._read(text, messages, tools, steps)
+                if read.numbers:
+                    return read
+        return Read([], [0], [], [])
+
+    def _read(self, text: str, messages: Messages, tools: Any, steps: Iterable[tuple[int, Any]]) -> Read:
+        """Read what is written for messages, given by number and key, one after the other."""
         turns: list[Range] = []
         places, numbers, used = [0], [], []
-        given = _content_of(tools) if self._has_tools and tools else None
-        find = self._recipes.get
-
-        def read_next(key: Any, number: int) -> bool:
-            message, position = messages[number], places[-1]
-            for recipe in find(key, ()) if given is None else (*find(key, ()), *find((key, given), ())):
+        position = 0
+        find, begins_with = self._recipes.get, text.startswith
+        is_simple = len(self._specials) == 1
+        for number, key in steps:
+            message = messages[number]
+            for recipe in find(key, ()) if is_simple else self._special_recipes(key, tools, message):
                 try:
                     written = recipe.run(message, tools, messages)
                 except (KeyError, IndexError, TypeError, AttributeError, ValueError):
                     continue
-                if written is not None and text.startswith(written[0], position):
-                    edges = written[1]
-                    for place in range(0, len(edges), 2):
-                        turns.append((position + edges[place], position + edges[place + 1]))
-                    places.append(position + len(written[0]))
-                    numbers.append(number)
-                    used.append(recipe)
-                    return True
-            return False
-
-        for size in self._head_sizes:
-            if size < len(kinds) and read_next(_head_key(size, kinds, tools, wanted), HEAD):
-                for number, key in enumerate(_keys(kinds, tools, wanted)):
-                    if number >= size and not read_next(key, number):
-                        break
+                if written is not None and begins_with(written[0], position):
+                    break
+            else:
                 break
+            added, edges = written
+            if edges:
+                turns += [(position + edges[n], position + edges[n + 1]) for n in range(0, len(edges), 2)]
+            position += len(added)
+            places.append(position)
+            numbers.append(number)
+            used.append(recipe)
         return Read(turns, places, numbers, used)
+
+    def _special_recipes(self, key: Any, tools: Any, message: dict[str, Any]) -> Iterator[Recipe]:
+        for special in self._specials:
+            yield from self._recipes.get(_special_key(key, special, tools, message), ())
+
+
+def _special_key(key: Any, special: tuple[bool, bool], tools: Any, message: dict[str, Any]) -> Any:
+    """Return the key of recipes that hold only for some tools, or only for some arguments of calls."""
+    if not any(special):
+        return key
+    return key, _content_of(tools) if special[0] else None, _arguments_of(message) if special[1] else None
 
 
 def _content_of(tools: Any) -> bytes | None:
     try:
         return orjson.dumps(tools)
     except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
+        return None
+
+
+def _arguments_of(message: dict[str, Any]) -> Any:
+    """Return the names of the arguments of a message's calls."""
+    try:
+        return tuple([tuple(call["function"]["arguments"]) for call in message.get("tool_calls") or ()])
+    except (KeyError, TypeError):  # another form of calls
         return None
 
 
