@@ -26,9 +26,13 @@ def mask_and_weights(values: Any, name: str, ndim: int = 1) -> tuple[IntArray, n
         >>> mask.tolist(), weights.tolist()
         ([0, 1, 1], [0.0, 0.5, 1.0])
     """
-    if np.asarray(values).dtype.kind != "f" or np.size(values) == 0:
-        return as_int_array(values, name, ndim), None
-    weights = as_weights(values, name, ndim)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        return as_int_array(values, name, ndim), None  # it says what is wrong
+    if array.dtype.kind != "f" or array.size == 0:
+        return as_int_array(array if array.size else values, name, ndim), None
+    weights = as_weights(array, name, ndim)
     mask = (weights > 0).astype(np.uint8)
     return mask, None if np.array_equal(weights, mask) else weights
 

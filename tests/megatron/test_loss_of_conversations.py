@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.megatron import tiny_gpt
+from tests.megatron.context_ranks import RESULTS
 from tests.megatron.conversations import RELATIVE_LIMIT, reference
 from tests.megatron.tiny_gpt import Step, build, load, run_of_one
 from tests.megatron.two_ranks import CHECKPOINT, LAYOUTS, LOSSES, MODEL, NUM_STEPS, rows_of_loss
@@ -67,6 +68,14 @@ def test_all_steps_are_the_same_in_every_layout(two_ranks: Path, name: str) -> N
             assert step.loss == pytest.approx(steps[0].loss, rel=limit)
             assert step.gradient_norm == pytest.approx(steps[0].gradient_norm, rel=limit)
     assert len(runs[0]) == NUM_STEPS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_context_parallel_ranks_divide_once(two_ranks: Path, name: str, rank: int) -> None:
+    found = json.loads((two_ranks / RESULTS.format(name, rank)).read_text())
+    assert found["loss"] == pytest.approx(found["expected_loss"], rel=RELATIVE_LIMIT)
+    assert found["gradient_error"] <= RELATIVE_LIMIT
 
 
 def test_the_losses_differ_so_the_comparison_can_fail(two_ranks: Path) -> None:

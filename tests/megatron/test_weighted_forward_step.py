@@ -1,18 +1,15 @@
-"""The forward step with weights and with `loss="per_conversation"`, and the slices of context-parallel ranks."""
+"""The forward step with weights and with `loss="per_conversation"`, in one process."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.forward_step import forward_step, loss_function, packed_seq_params
+from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from tests.megatron import tiny_gpt
 from tests.megatron.conversations import RELATIVE_LIMIT, reference
@@ -99,38 +96,3 @@ def test_a_batch_without_its_denominator_is_refused() -> None:
     del batch["loss_denominator"]
     with pytest.raises(InvalidInputError, match="no loss_denominator"):
         forward_step(iter([batch]), build())
-
-
-def slices_of_context_ranks(batch: Batch, num_ranks: int) -> list[Tensor]:
-    """The positions of each context-parallel rank, as Transformer Engine deals them out.
-
-    Every sequence is cut into 2 x num_ranks equal parts, and rank r has the r-th from either end.
-    """
-    boundaries = packed_seq_params(batch, context_parallel=num_ranks).cu_seqlens_q_padded.tolist()
-    chosen: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-    for start, end in pairwise(boundaries):
-        parts = torch.arange(start, end).chunk(2 * num_ranks)
-        for rank in range(num_ranks):
-            chosen[rank] += [parts[rank], parts[-1 - rank]]
-    return [torch.cat(parts) for parts in chosen]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("options", list(LOSSES.values())[1:], ids=str)
-def test_context_parallel_ranks_together_have_the_loss_of_the_bin(options: dict[str, Any], num_ranks: int) -> None:
-    """The arithmetic of the slices, with Transformer Engine's rule written out: that package needs CUDA."""
-    row = make_aligned_row(0)
-    row = with_weights(row) if options.get("weighted") else row
-    batch = batch_of(row, multiple=64, pad_seq_to_mult=ALIGNMENT, **options)
-    losses = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(0))
-    denominator = batch["loss_denominator"].sum()
-    _, num_tokens, whole = loss_function(batch["loss_mask"], losses, denominator)
-    slices = slices_of_context_ranks(batch, num_ranks)
-    assert torch.cat(slices).sort().values.tolist() == list(range(losses.shape[1]))
-    reports = []
-    for rank, positions in enumerate(slices):
-        own = denominator if rank == 0 else torch.zeros_like(denominator)  # as `_own_denominator`
-        reports.append(loss_function(batch["loss_mask"][:, positions], losses[:, positions], own))
-    together = sum(report["lm loss"] for _, _, report in reports)
-    assert torch.allclose(together, whole["lm loss"], rtol=1e-6)
-    assert sum(int(count) for _, count, _ in reports) == num_tokens

@@ -15,6 +15,7 @@ import torch
 
 from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
 from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from tests.megatron.context_ranks import run_context_parallel
 from tests.megatron.tiny_gpt import batch_of, build, load, make_row, save, train, with_weights
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -102,6 +103,8 @@ def main() -> None:
     for name in LOSSES:
         for layout in LAYOUTS:
             run_loss(name, layout, folder)
+    for name, options in LOSSES.items():  # last: what stands in for Transformer Engine stays in the process
+        run_context_parallel(name, options, folder)
 
 
 if __name__ == "__main__":  # a checkpoint's writer starts a process that imports this module again

@@ -38,8 +38,8 @@ class MemmapShardWriter(PackedShardWriter):
     """Writes one memmap_v1 shard.
 
     Memory is 1 MB of bins (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
-    of bookkeeping per bin. Every invariant of the format is checked before a byte is written. As a context manager it
-    leaves nothing behind unless `finalize` was reached.
+    of bookkeeping per bin (24 with weights). Every invariant of the format is checked before a byte is written. As a
+    context manager it leaves nothing behind unless `finalize` was reached.
 
     A loss mask of floats is one of weights. They are stored only if some weight is neither 0 nor 1; the shard then has
     version 1.1, which older readers refuse.
@@ -108,7 +108,7 @@ class MemmapShardWriter(PackedShardWriter):
         self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
         self._weights_file: ArrayFileWriter | None = None
-        self._weight_sums = np.full(self.num_bins, np.nan)  # NaN: the bin's weights are not in the file
+        self._weight_sums = np.empty(0)  # with weights, one per bin; NaN: the bin's weights are not in the file
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
             ids, mask, _, _, _ = layout.shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
@@ -138,20 +138,18 @@ class MemmapShardWriter(PackedShardWriter):
         if len(mask) != length:
             raise InvalidInputError(f"{name}loss_mask has {len(mask)} values for {length} input_ids; give one each")
         self._require_open()
-        if not self._pending.accepts(bin_id):
+        if weights is not None or not self._pending.accepts(bin_id):  # pending bins have no weights
             self._flush()
-        if weights is not None:
-            self._flush()  # pending bins have no weights
         staged = self._pending.stage(bin_id, ids, mask, starts)
-        if weights is not None:
-            padded = np.zeros(staged.loss_mask.shape, npy.WEIGHT_DTYPE)
-            padded[0, :length] = weights
-            staged = replace(staged, loss_weights=padded)
+        if weights is None:
             self._admit(bin_id, staged)
-            self._store(bin_id, staged)
+            self._pending.keep(bin_id, staged)
             return
+        padded = np.zeros(staged.loss_mask.shape, npy.WEIGHT_DTYPE)
+        padded[0, :length] = weights
+        staged = replace(staged, loss_weights=padded)
         self._admit(bin_id, staged)
-        self._pending.keep(bin_id, staged)
+        self._store(bin_id, staged)
 
     def write_block(self, first_bin: int, block: BinBlock) -> None:
         """Write consecutive bins in padded form, in one vectorised call.
@@ -196,6 +194,8 @@ class MemmapShardWriter(PackedShardWriter):
             if violations:
                 first = violations[0]
                 raise InvalidInputError(f"bin {first_bin + first.bin}: {first.field} {first.message}")
+            if not self._weight_sums.size:
+                self._weight_sums = np.full(self.num_bins, np.nan)
             self._weight_sums[first_bin:last_bin] = sums
         self._packed_len[first_bin:last_bin] = block.packed_len
         self._totals = self._totals.plus(totals)
