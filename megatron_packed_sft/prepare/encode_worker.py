@@ -29,6 +29,7 @@ from megatron_packed_sft.records.record import NotTakenError, Record, RecordErro
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.support.processes import rare_garbage_collection
 from megatron_packed_sft.tokens.store import TokenPart
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
@@ -125,7 +126,8 @@ class SliceEncoder:
 
     def encode(self, task: SliceTask) -> SliceResult:
         """Read, adapt, encode and store the records of one slice."""
-        with _Sink(self.settings, None if self._template is None else self._template.fingerprint, task) as sink:
+        fingerprint = None if self._template is None else self._template.fingerprint
+        with rare_garbage_collection(), _Sink(self.settings, fingerprint, task) as sink:
             records = self._records(task, sink)
             while batch := list(islice(records, _RECORDS_AT_ONCE)):
                 encoded = self._encoder.encode_records([one.record for one in batch])

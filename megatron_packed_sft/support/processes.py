@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
+
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's own 700 are for programs that keep few
+
+
+@contextlib.contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Look for cycles less often: parsed records are many objects without any, and looking takes longer than parsing."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def process_pool(num_workers: int, initializer: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
