@@ -17,7 +17,7 @@ _OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's own 700 are for programs that
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Look for cycles less often: parsed records are many objects without any, and looking takes longer than parsing."""
+    """Look for cycles less often: records are many objects without any, and looking takes longer than parsing them."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
     try:
