@@ -25,8 +25,8 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.train.config import ModelConfig
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -46,6 +46,7 @@ class TrainingState:
         data: the loader's state: consumed samples, fingerprint, seed.
         scheduler: the learning-rate scheduler's state.
         model: the model's shape, to recognise a different model before its tensors are read.
+        pretrained: the weights that the run started from: path, checksum, family; empty for a run from scratch.
         files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
         checksums: name -> checksum of each of them, to notice one that was damaged.
     """
@@ -54,6 +55,7 @@ class TrainingState:
     data: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     model: Mapping[str, Any]
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,7 +81,7 @@ class TrainingState:
                 f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
-        names = ("data", "scheduler", "model", "files", "checksums")
+        names = ("data", "scheduler", "model", "pretrained", "files", "checksums")
         mappings = {name: fields.optional_object(name) or {} for name in names}
         _refuse_missing(checkpoint, mappings["files"])
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
@@ -185,24 +187,23 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
     return None
 
 
-def model_shape(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return what must not change for a checkpoint's tensors to fit the model."""
-    return {**asdict(model), "vocab_size": vocab_size}
-
-
-def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def refuse_other_model(checkpoint: Path, saved: ModelShape, current: ModelShape) -> None:
     """Refuse a checkpoint of a model with a different shape, naming the keys.
 
     Example:
-        >>> refuse_other_model(Path("step_000020"), {"num_layers": 2}, {"num_layers": 4})
+        >>> saved = ModelShape.of_sizes(
+        ...     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256
+        ... )
+        >>> refuse_other_model(Path("step_000020"), saved, replace(saved, num_layers=4))
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
+    before = asdict(saved)
     differing = [
-        f"model.{name} was {saved.get(name)} and is {value} now"
-        for name, value in current.items()
-        if saved.get(name) != value
+        f"model.{name} was {before[name]} and is {value} now"
+        for name, value in asdict(current).items()
+        if before[name] != value
     ]
     if differing:
         raise InvalidInputError(

@@ -40,6 +40,9 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("data_path", "train_path"), "data.path"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(
+        ("model_name_or_path", "pretrained_model_name_or_path", "pretrained_checkpoint", "hf_path"), "model.path"
+    ),
     **dict.fromkeys(("save_interval", "save_steps"), "checkpoint.every"),
     **dict.fromkeys(("eval_interval", "eval_steps"), "validation.every"),
     **dict.fromkeys(("log_interval", "logging_steps"), "train.log_every"),
@@ -54,27 +57,29 @@ LOOK_ALIKES: Final = {
 
 @dataclass
 class ModelConfig:
-    """A Llama-like GPT: RMSNorm, SwiGLU, rotary positions, no biases.
+    """A Llama-like GPT (RMSNorm, SwiGLU, rotary positions, no biases), or the model of a Hugging Face folder.
 
     Args:
+        path: Hugging Face folder with the weights to start from (model=from_pretrained); all sizes come from it.
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads.
         num_query_groups: key/value heads; null means one per query head.
         ffn_hidden_size: inner width of the MLP.
         vocab_size: vocabulary size; null takes the one recorded with the data.
-        tie_embeddings: share the input and output embeddings.
-        rotary_base: base of the rotary positions.
+        tie_embeddings: share the input and output embeddings; null means false.
+        rotary_base: base of the rotary positions; null means 10000.
     """
 
-    num_layers: int = MISSING  # type: ignore[assignment]
-    hidden_size: int = MISSING  # type: ignore[assignment]
-    num_attention_heads: int = MISSING  # type: ignore[assignment]
+    path: str | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_attention_heads: int | None = None
     num_query_groups: int | None = None
-    ffn_hidden_size: int = MISSING  # type: ignore[assignment]
+    ffn_hidden_size: int | None = None
     vocab_size: int | None = None
-    tie_embeddings: bool = False
-    rotary_base: int = 10_000
+    tie_embeddings: bool | None = None
+    rotary_base: int | None = None
 
 
 @dataclass
@@ -88,7 +93,7 @@ class DataConfig:
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
-        allow_tokenizer_mismatch: accept a tokenizer whose fingerprint differs from the data's.
+        allow_tokenizer_mismatch: accept a tokenizer, or weights with a tokenizer, that differ from the data's.
         eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.

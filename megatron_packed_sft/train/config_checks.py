@@ -8,6 +8,7 @@ from typing import Final
 
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
@@ -59,6 +60,8 @@ def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "data.path", path
     for path in config.validation.paths:
         yield "validation.paths", path
+    if config.model.path is not None:
+        yield "model.path", config.model.path
     for name in ("plan", "tokenizer"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
@@ -115,13 +118,21 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
 
 
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    sizes = {name: value for name, value in vars(model).items() if not isinstance(value, bool)}
+    sizes = {name: value for name, value in vars(model).items() if name not in ("path", "tie_embeddings")}
     yield from _below(1, {f"model.{name}": value for name, value in sizes.items()})
     yield from _below(1, {f"parallel.{name}": value for name, value in vars(parallel).items()})
-    num_heads, num_groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
-    if model.hidden_size % (2 * num_heads):
+    if model.path is not None:
+        if not model.path:
+            yield "model.path is empty; give a Hugging Face folder, or choose a shape such as model=tiny"
+        return  # the folder gives the sizes
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
+        if getattr(model, name) is None:
+            yield f"model.{name} has no value; add model.{name}=..., or choose a model such as model=tiny"
+    num_heads, hidden_size = model.num_attention_heads or 1, model.hidden_size or 0
+    num_groups = model.num_query_groups or num_heads
+    if hidden_size % (2 * num_heads):
         yield (
-            f"model.hidden_size {model.hidden_size} is not a multiple of 2 x model.num_attention_heads {num_heads}; "
+            f"model.hidden_size {hidden_size} is not a multiple of 2 x model.num_attention_heads {num_heads}; "
             "every head needs the same, even width for rotary positions"
         )
     if num_heads % num_groups:
@@ -129,13 +140,30 @@ def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
             f"model.num_attention_heads {num_heads} is not a multiple of model.num_query_groups {num_groups}; change "
             "one of them"
         )
-    for key, value, name in (
-        ("model.num_layers", model.num_layers, "pipeline"),
-        ("model.num_attention_heads", num_heads, "tensor"),
-        ("model.ffn_hidden_size", model.ffn_hidden_size, "tensor"),
-    ):
-        if value % getattr(parallel, name):
-            yield f"{key} {value} is not a multiple of parallel.{name} {getattr(parallel, name)}; change one of them"
+    yield from _parallel_problems(model, parallel)
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Refuse a division of the ranks that a model does not allow, naming the keys.
+
+    Example:
+        >>> shape = ModelShape.of_sizes(
+        ...     num_layers=2, hidden_size=96, num_attention_heads=3, ffn_hidden_size=96, vocab_size=256
+        ... )
+        >>> check_parallel(shape, ParallelConfig(tensor=2))
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: model.num_attention_heads 3 is not a multiple of \
+parallel.tensor 2; change one of them
+    """
+    for problem in _parallel_problems(shape, parallel):
+        raise InvalidInputError(problem)
+
+
+def _parallel_problems(model: ModelConfig | ModelShape, parallel: ParallelConfig) -> Iterator[str]:
+    for name, way in (("num_layers", "pipeline"), ("num_attention_heads", "tensor"), ("ffn_hidden_size", "tensor")):
+        value, num_ranks = getattr(model, name), getattr(parallel, way)
+        if value % num_ranks:
+            yield f"model.{name} {value} is not a multiple of parallel.{way} {num_ranks}; change one of them"
 
 
 def _below(least: int, values: dict[str, int | None]) -> Iterator[str]:

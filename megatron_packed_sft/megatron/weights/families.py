@@ -135,7 +135,9 @@ MISTRAL: Final = Family(
     fixed={"sliding_window": None},
     optional={"sliding_window": 4096, "num_key_value_heads": 8},
 )
-QWEN2: Final = Family(name="qwen2", architecture="Qwen2ForCausalLM", optional={"num_key_value_heads": 32}, qkv_bias=True)
+QWEN2: Final = Family(
+    name="qwen2", architecture="Qwen2ForCausalLM", optional={"num_key_value_heads": 32}, qkv_bias=True
+)
 QWEN3: Final = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -145,7 +147,7 @@ QWEN3: Final = Family(
 )
 
 _HERE = "megatron_packed_sft.megatron.weights.families"
-families: Final[Registry[Family]] = Registry(
+FAMILIES: Final[Registry[Family]] = Registry(
     "families",
     "model family",
     {
@@ -162,10 +164,10 @@ def register_family(family: Family, *, replace: bool = False) -> None:
 
     Example:
         >>> register_family(Family(name="my_llama", architecture="MyLlamaForCausalLM"))
-        >>> "my_llama" in families
+        >>> "my_llama" in FAMILIES
         True
     """
-    families.register(family.name, family, replace=replace)
+    FAMILIES.register(family.name, family, replace=replace)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -178,11 +180,11 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 are llama, mistral, qwen2, qwen3
     """
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in families:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedFormatError(
-            f"{where}: model_type {name!r} is not a known family; known are {', '.join(families.names())}"
+            f"{where}: model_type {name!r} is not a known family; known are {', '.join(FAMILIES.names())}"
         )
-    family = families[name]
+    family = FAMILIES[name]
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UnsupportedFormatError(
@@ -271,6 +273,6 @@ def _refuse_uneven(shape: ModelShape, where: str) -> None:
 
 def shape_family(shape: ModelShape) -> Family:
     """Return the family of a shape; a plugin that was uninstalled since is an error that names it."""
-    if shape.family not in families:
-        raise InvalidInputError(families.unknown(shape.family))
-    return families[shape.family]
+    if shape.family not in FAMILIES:
+        raise InvalidInputError(FAMILIES.unknown(shape.family))
+    return FAMILIES[shape.family]

@@ -4,8 +4,8 @@
     linear_fc1:                     gate ... | up ...          two sections, each of which the ranks share evenly
     word_embeddings:                embed_tokens ... zeros     padded at the end
 
-Names are those of a torch_dist checkpoint, which are also those of the Transformer Engine layer spec; `local_name` gives
-those of Megatron-Core's own spec.
+Names are those of a torch_dist checkpoint, which are also those of the Transformer Engine layer spec; `local_name`
+gives those of Megatron-Core's own spec.
 """
 
 from __future__ import annotations

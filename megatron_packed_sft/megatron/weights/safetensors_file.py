@@ -71,7 +71,7 @@ class SafetensorsWriter:
         if tuple(converted.shape) != tuple(self._shapes[name]):
             raise InvalidInputError(f"{name} has the sizes {list(converted.shape)}, not {list(self._shapes[name])}")
         with os_errors("write", self._path, converted.nbytes):
-            write_at(self._fd, memoryview(converted.view(-1).view(torch.uint8).numpy()), self._offsets.pop(name))
+            write_at(self._fd, converted.view(-1).view(torch.uint8).numpy().data, self._offsets.pop(name))
 
     def finalize(self) -> None:
         """Make the file durable."""
@@ -104,9 +104,7 @@ def _offsets(tensors: Sequence[TensorShape], dtype: torch.dtype) -> dict[str, tu
     return offsets
 
 
-def _header(
-    tensors: Sequence[TensorShape], dtype: torch.dtype, offsets: Mapping[str, tuple[int, int]]
-) -> bytes:
+def _header(tensors: Sequence[TensorShape], dtype: torch.dtype, offsets: Mapping[str, tuple[int, int]]) -> bytes:
     entries = {
         tensor.name: {"dtype": _NAMES[dtype], "shape": tensor.sizes, "data_offsets": offsets[tensor.name]}
         for tensor in tensors
