@@ -96,7 +96,8 @@ def _train(config: TrainConfig) -> None:
             output.mkdir(parents=True, exist_ok=True)
         replace_file(output / "config.yaml", as_yaml(config).encode())
         if resumption is None:
-            keep_model_files([local_path(path) for path in (config.model.path, config.data.tokenizer) if path], output)
+            folder, tokenizer = (path and local_path(path) for path in (config.model.path, config.data.tokenizer))
+            keep_model_files(folder or None, tokenizer or None, output)
 
     _silence_known_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism

@@ -159,7 +159,7 @@ class Trainer:
             step=self.step,
             data=self._loader.state_dict(),
             scheduler=self._trained.scheduler.state_dict(),
-            model=asdict(self._trained.shape),
+            model={**asdict(self._trained.shape), "sequence_length": self._data.sequence_length},
             pretrained=self._pretrained,
         )
         reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))

@@ -15,7 +15,7 @@ import torch
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, joint_checksum
+from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.config import ModelConfig
@@ -94,17 +94,19 @@ def write_record(record: Mapping[str, Any], output: Path) -> None:
     replace_file(output / RECORD, json_document.render(record))
 
 
-def keep_model_files(sources: list[Path], output: Path) -> None:
+def keep_model_files(model: Path | None, tokenizer: Path | None, output: Path) -> None:
     """Copy the small files of a model and its tokenizer into the run's directory, for `packed-sft export`.
 
     Args:
-        sources: folders, or a tokenizer's file; the first that has a name wins.
+        model: the folder of `model.path`.
+        tokenizer: that of `data.tokenizer`, or its file; used for what the model's folder has not.
         output: the run's directory.
     """
     found: dict[str, Path] = {}
-    for source in sources:
-        for name, file in _small_files(source):
-            found.setdefault(name, file)
+    for source in (one for one in (model, tokenizer) if one is not None):
+        for name, file in small_files(source):
+            if source == model or name != CONFIG:  # a tokenizer's folder may be that of another model
+                found.setdefault(name, file)
     if not found and not (output / MODEL_FILES).exists():
         return
     with Staging(output / MODEL_FILES, overwrite=True) as staging:
@@ -115,7 +117,8 @@ def keep_model_files(sources: list[Path], output: Path) -> None:
         staging.publish()
 
 
-def _small_files(source: Path) -> Iterator[tuple[str, Path]]:
+def small_files(source: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files of a model's or tokenizer's folder that are not weights."""
     if source.is_file():
         yield ("tokenizer.model" if source.suffix == ".model" else source.name), source
         return

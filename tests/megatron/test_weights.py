@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_packed_sft.megatron.forward_step import forward_step
+from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
+from megatron_packed_sft.megatron.weights.export import write_weights
+from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
+from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
 from tests.megatron import tiny_gpt
 from tests.megatron.pretrained_models import CASES, NUM_POSITIONS, VOCAB_SIZE, build_from, save_model, tokens
 from tests.megatron.tiny_gpt import batch_of, run_of_one
@@ -72,6 +77,32 @@ def test_logits_equal_those_of_transformers(models: Models, one_rank: None, case
 def test_logits_are_the_same_on_two_ranks(models: Models, two_ranks_done: Path, case: str, layout: str) -> None:
     ours = torch.load(two_ranks_done / f"{case}_{layout}.pt")
     assert (ours - models.logits(case)).abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_import_then_export_gives_the_same_bytes_from_every_layout(
+    two_ranks_done: Path, tmp_path: Path, case: str, layout: str
+) -> None:
+    folder = HuggingFaceFolder.open(two_ranks_done / case)
+    with TorchDistCheckpoint(two_ranks_done / f"{case}_{layout}_checkpoint") as checkpoint:
+        weights = CheckpointWeights(checkpoint, folder.shape)
+        write_weights(tmp_path, weights.weights(), weights.read, dtype=folder.dtype, max_shard_bytes=200_000)
+    (tmp_path / "config.json").write_bytes((folder.path / "config.json").read_bytes())
+    exported = HuggingFaceFolder.open(tmp_path)
+    assert len(exported.files) > 1
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def tensors_of(folder: HuggingFaceFolder) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.files:
+        found |= load_file(folder.path / file)
+    return found
 
 
 @pytest.mark.parametrize("case", ["llama31", "qwen2", "qwen3"])
