@@ -21,16 +21,23 @@ def add_parser(commands: Any) -> None:
         epilog="examples:\n  packed-sft export runs/first my_model\n"
         "  packed-sft export runs/first/checkpoints/step_000100 my_model --dtype bf16\n"
         "  packed-sft export runs/first my_model --tokenizer my_tokenizer --max-shard-size 2GB\n"
-        "  packed-sft export megatron_checkpoints my_model --like Qwen3-0.6B",
+        "  packed-sft export megatron_checkpoints my_model --like Qwen3-0.6B\n"
+        "  packed-sft export Qwen3-0.6B megatron_checkpoints --to megatron --dtype bf16",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run's output directory (its newest checkpoint), a checkpoint in it, or a torch_dist checkpoint of "
-        "Megatron-LM or Megatron-Bridge",
+        help="a run's output directory (its newest checkpoint), a checkpoint in it, a torch_dist checkpoint of "
+        "Megatron-LM or Megatron-Bridge, or a Hugging Face folder",
     )
     parser.add_argument("target", metavar="OUTPUT", help="the folder to publish")
+    parser.add_argument(
+        "--to",
+        choices=("huggingface", "megatron"),
+        default="huggingface",
+        help="megatron: a torch_dist checkpoint that Megatron-LM and Megatron-Bridge start from (default: huggingface)",
+    )
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
@@ -59,6 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
     report = export(
         arguments.source,
         arguments.target,
+        to=arguments.to,
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size,
         like=arguments.like,

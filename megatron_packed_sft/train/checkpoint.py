@@ -110,9 +110,6 @@ class CheckpointDirectory:
             tensors: the sharded state dict of model and optimizer.
             state: everything else; rank 0's is written.
         """
-        from megatron.core import dist_checkpointing
-
-        _gather_results_in_process()
         target = self.path / f"step_{state.step:06d}"
         num_ranks = torch.distributed.get_world_size()
         is_first = torch.distributed.get_rank() == 0
@@ -120,13 +117,10 @@ class CheckpointDirectory:
         folder = [str(staging.path) if staging is not None else ""]
         torch.distributed.broadcast_object_list(folder, src=0)
         try:
-            with _write_errors(target):
-                dist_checkpointing.save(tensors, folder[0])
+            write_tensors(tensors, Path(folder[0]), target)
             torch.distributed.barrier()
             sizes = _file_sizes(Path(folder[0]))
-            checksums = _gathered(
-                _make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks])
-            )
+            checksums = _gathered(make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks]))
             if staging is not None:
                 complete = replace(state, files=sizes, checksums=checksums)
                 write_file(staging.path / STATE, complete.to_bytes())
@@ -212,6 +206,21 @@ is 4 now; restore the old values, or choose another output
         )
 
 
+def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> None:
+    """Write a sharded state dict with Megatron-Core; a collective call.
+
+    Args:
+        tensors: the sharded state dict.
+        folder: an existing one, where to.
+        target: what the folder will be called, for messages.
+    """
+    from megatron.core import dist_checkpointing
+
+    _gather_results_in_process()
+    with _write_errors(target):
+        dist_checkpointing.save(tensors, str(folder))
+
+
 def _gather_results_in_process() -> None:
     """Keep Megatron-Core from starting a helper process to gather the results of its writers.
 
@@ -273,7 +282,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
         return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
-def _make_durable(directory: Path, names: Iterable[str]) -> dict[str, str]:
+def make_durable(directory: Path, names: Iterable[str]) -> dict[str, str]:
     """Flush these files to disk and return name -> checksum."""
     checksums = {}
     for name in names:

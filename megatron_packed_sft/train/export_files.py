@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk.atomic import os_errors, write_file
+from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.families import shape_family
@@ -48,6 +48,7 @@ def write_model_files(
         with os_errors("copy", file):
             (directory / name).parent.mkdir(exist_ok=True)
             write_file(directory / name, file.read_bytes())
+            fsync_directory((directory / name).parent)
     ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if config is None:
         stops = ids["eos_token_id"]

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
+from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -114,6 +114,7 @@ def keep_model_files(model: Path | None, tokenizer: Path | None, output: Path) -
             with os_errors("copy", file):
                 (staging.path / name).parent.mkdir(exist_ok=True)
                 write_file(staging.path / name, file.read_bytes())
+                fsync_directory((staging.path / name).parent)
         staging.publish()
 
 

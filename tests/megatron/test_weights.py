@@ -12,15 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.export import write_weights
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
+from megatron_packed_sft.train.export import export
 from tests.megatron import tiny_gpt
+from tests.megatron.bridge_releases import installed, load
 from tests.megatron.pretrained_models import CASES, NUM_POSITIONS, VOCAB_SIZE, build_from, save_model, tokens
 from tests.megatron.tiny_gpt import batch_of, run_of_one
-from tests.megatron.weights_two_ranks import LAYOUTS
+from tests.megatron.weights_two_ranks import FOR_MEGATRON, LAYOUTS
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in tiny_gpt.WARNINGS]
 LIMIT = 1e-6  # rotary angles are float32 on both sides
@@ -33,6 +36,8 @@ class Models:
         self.home = home
         # Several shards, so that a weight's tensors lie in different files.
         self.theirs = {case: save_model(case, home / case, max_shard_size="100KB") for case in CASES}
+        for case in FOR_MEGATRON:
+            export(home / case, home / f"{case}_megatron", to="megatron")
 
     def logits(self, case: str) -> torch.Tensor:
         with torch.no_grad():
@@ -96,6 +101,43 @@ def test_import_then_export_gives_the_same_bytes_from_every_layout(
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("case", FOR_MEGATRON)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_loads_an_exported_checkpoint_in_every_layout(two_ranks_done: Path, case: str, layout: str) -> None:
+    """Two ranks have loaded it with `dist_checkpointing`, as Megatron-LM does, and found the weights of the folder."""
+    for rank in (0, 1):
+        assert torch.load(two_ranks_done / f"{case}_{layout}_{rank}_loaded.pt") == "equal"
+
+
+@pytest.mark.parametrize("case", FOR_MEGATRON)
+def test_a_checkpoint_for_megatron_comes_back_with_the_same_bytes(models: Models, tmp_path: Path, case: str) -> None:
+    folder, root = models.home / case, models.home / f"{case}_megatron"
+    report = export(root, tmp_path / "back", like=folder)
+    assert report.source == str(root / "release")
+    before, after = tensors_of(HuggingFaceFolder.open(folder)), tensors_of(HuggingFaceFolder.open(tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    with pytest.raises(InvalidInputError, match="does not say which model it holds; add --like FOLDER"):
+        export(root, tmp_path / "again")
+    with pytest.raises(PackedSFTError, match=r"give the checkpoint of that model|which a .* model has not"):
+        export(root, tmp_path / "again", like=models.home / "llama")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["back"]
+
+
+def test_megatron_lm_and_bridge_find_what_they_ask_for_first(models: Models) -> None:
+    from megatron.core import dist_checkpointing
+
+    release = models.home / f"{FOR_MEGATRON[0]}_megatron" / "release"
+    state = dist_checkpointing.load_common_state_dict(str(release))
+    assert (state["checkpoint_version"], state["args"].tensor_model_parallel_size) == (3.0, 1)
+    with installed("0.3.1"):
+        utilities = load("training.utils.checkpoint_utils")
+        assert utilities.get_checkpoint_name(str(release.parent), 0, release=True) == str(release)
+        config = utilities.read_run_config(utilities.get_checkpoint_run_config_filename(str(release)))
+    assert config["model"]["pipeline_model_parallel_size"] == 1
+    assert config["checkpoint"] == {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
 
 
 def tensors_of(folder: HuggingFaceFolder) -> dict[str, torch.Tensor]:

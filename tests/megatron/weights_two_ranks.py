@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron_packed_sft.megatron.backend import choose_backend, start_distribut
 from tests.megatron.pretrained_models import CASES, NUM_POSITIONS, SIZES, VOCAB_SIZE, build_from, tokens
 from tests.megatron.tiny_gpt import save
 
+FOR_MEGATRON = ("qwen2", "llama31")  # tied and untied
 LAYOUTS = {"tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}
 
 
@@ -38,6 +40,28 @@ def logits_of(model: torch.nn.Module, layout: str) -> torch.Tensor:
     return result
 
 
+def loaded_name(case: str, layout: str) -> str:
+    """Where a rank says how loading went."""
+    return f"{case}_{layout}_{torch.distributed.get_rank()}_loaded.pt"
+
+
+def compare_loaded(model: Any, checkpoint: Path) -> str:
+    """Load a checkpoint for Megatron into a model whose weights are spoiled, and compare them with those before."""
+    from megatron.core import dist_checkpointing
+
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+    model.load_state_dict(loaded["model"])
+    after = dict(model.named_parameters())
+    for name in {"embedding.word_embeddings.weight", "output_layer.weight"} & before.keys():
+        is_padding = before[name].eq(0).all(1)  # nothing is loaded there
+        before[name][is_padding] = after[name].detach()[is_padding]
+    different = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    return ", ".join(different) or "equal"
+
+
 def main() -> None:
     """All models in all layouts; a checkpoint of each, too."""
     warnings.simplefilter("ignore")  # Megatron's, about parts that are not installed
@@ -51,6 +75,9 @@ def main() -> None:
                 logits = logits_of(model, layout)
             if torch.distributed.get_rank() == 1:
                 torch.save(logits, folder / f"{case}_{layout}.pt")
+            if case in FOR_MEGATRON:
+                outcome = compare_loaded(model, folder / f"{case}_megatron" / "release")
+                torch.save(outcome, folder / loaded_name(case, layout))
             checkpoint = folder / f"{case}_{layout}_checkpoint"
             checkpoint.mkdir(exist_ok=True)
             save(model, checkpoint)

@@ -191,7 +191,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: in
 def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = runs.home / "tensor_2", tmp_path / "out"
     assert "does not exist; give a run's output directory" in failing(capsys, tmp_path / "none", target, code=2)
-    assert "is neither a run, a checkpoint nor" in failing(capsys, runs.data, target, code=2)
+    assert "is neither a run, a checkpoint nor a Hugging Face folder" in failing(capsys, runs.data, target, code=2)
     assert "--dtype is 'int8'; choose from bf16, fp16" in failing(capsys, run, target, "--dtype", "int8", code=2)
     message = failing(capsys, run, target, "--max-shard-size", "big", code=2)
     assert "--max-shard-size is 'big'; write a size such as 5GB" in message

@@ -31,7 +31,7 @@ def write_weights(
     *,
     dtype: torch.dtype,
     max_shard_bytes: int,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] | None = None,
 ) -> WrittenWeights:
     """Write all weights of a model into a directory, under the names that transformers expects.
 

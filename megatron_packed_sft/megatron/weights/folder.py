@@ -212,3 +212,34 @@ def _refuse_missing(folder: Path, expected: Mapping[str, TensorShape], files: Ma
             f"{folder} lacks the tensor {missing[0]}{more}, which config.json asks for; copy or download the folder "
             "again"
         )
+
+
+class FolderWeights:
+    """The weights of a Hugging Face folder as Megatron has them, read one at a time.
+
+    Args:
+        folder: an opened folder.
+    """
+
+    def __init__(self, folder: HuggingFaceFolder) -> None:
+        self.shape = folder.shape
+        self.dtype = folder.dtype
+        self._folder = folder
+        self._files = {name: file for file, names in folder.files.items() for name in names}
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield the weights of the model, from input to output."""
+        return self._folder.weights
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """Return a whole weight."""
+        result = torch.empty(weight.sizes, dtype=self.dtype)
+        for tensor in weight.tensors:
+            with open_safetensors(self._folder.path / self._files[tensor.name]) as opened:
+                value = opened.get_tensor(tensor.name)
+                for span in weight.spans:
+                    if span.tensor == tensor.name:
+                        size = span.stop - span.start
+                        part = value.narrow(weight.axis, span.start, size)
+                        result.narrow(weight.axis, span.at, size).copy_(part)
+        return result
