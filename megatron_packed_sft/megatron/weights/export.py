@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -103,8 +104,9 @@ def _files(weights: list[Weight], dtype: torch.dtype, limit: int) -> list[list[W
 
 def _refuse_lost(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
     """Refuse values that are not numbers, or are too large for the dtype."""
-    largest = value.abs().max().item() if value.numel() else 0.0
-    if not largest < float("inf"):
+    low, high = (bound.item() for bound in torch.aminmax(value)) if value.numel() else (0.0, 0.0)
+    largest = max(-low, high)
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise PackedSFTError(f"{name} has values that are not finite; export an earlier checkpoint")
     if largest > torch.finfo(dtype).max:
         raise InvalidInputError(
