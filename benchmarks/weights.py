@@ -2,7 +2,7 @@
 
 A Llama of random weights is written as a Hugging Face folder in several files, loaded into Megatron-Core's model, and
 exported again from a checkpoint, each in a process of its own. The bound is the model's own parameters and 1.3 times
-the tensors of the largest file; for an export, which holds no model, 1.3 times those tensors would do.
+the tensors of the largest file.
 """
 
 from __future__ import annotations

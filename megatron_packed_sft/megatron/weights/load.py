@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,10 @@ from megatron_packed_sft.megatron.weights.layout import EMBEDDING, LAYERS, OUTPU
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+_BLOCK_BYTES: Final = 1 << 24
+_LARGEST_ITEM: Final = 8
 
 
 class Place(NamedTuple):
@@ -28,7 +32,7 @@ def load_pretrained(
 ) -> None:
     """Copy this rank's part of the weights into a model, whatever its tensor- and pipeline-parallel sizes.
 
-    Memory: the model itself and one tensor at a time.
+    Memory: the model itself and 16 MB.
 
     Args:
         model: from `build_gpt_model` with the folder's `shape.model_arguments()`, or one of the same shape.
@@ -69,12 +73,23 @@ def _copy_file(
     with open_safetensors(folder.path / file) as opened:
         for name in names:
             tensor = opened.get_slice(name)
-            for parameter, axis, span in places.pop(name):
-                rows = slice(span.start, span.stop)
-                part = tensor[rows] if axis == 0 else tensor[:, rows]
-                parameter.narrow(axis, span.at, span.stop - span.start).copy_(part)
+            for place in places.pop(name):
+                _copy(tensor, place)
             if on_tensor is not None:
                 on_tensor(name)
+
+
+def _copy(tensor: Any, place: Place) -> None:
+    """Copy a range of a tensor in blocks of rows: an embedding as a whole can be larger than all layers of a rank."""
+    parameter, axis, span = place
+    part = parameter.narrow(axis, span.at, span.stop - span.start)
+    num_rows = part.shape[0]
+    step = max(1, _BLOCK_BYTES // max(1, part[:1].numel() * _LARGEST_ITEM))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        first = span.start if axis == 0 else 0
+        rows = slice(first + start, first + stop)
+        part[start:stop].copy_(tensor[rows] if axis == 0 else tensor[rows, span.start : span.stop])
 
 
 def _names_of_rank(
