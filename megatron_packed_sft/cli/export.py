@@ -34,9 +34,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("target", metavar="OUTPUT", help="the folder to publish")
     parser.add_argument(
         "--to",
-        choices=("huggingface", "megatron"),
+        choices=("huggingface", "megatron", "adapter"),
         default="huggingface",
-        help="megatron: a torch_dist checkpoint that Megatron-LM and Megatron-Bridge start from (default: huggingface)",
+        help="huggingface, with adapters merged in; megatron: a torch_dist checkpoint that Megatron-LM and "
+        "Megatron-Bridge start from; adapter: the adapters alone, for the library peft (default: huggingface)",
     )
     parser.add_argument(
         "--dtype",

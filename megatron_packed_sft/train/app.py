@@ -129,6 +129,7 @@ def _run(
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
+    from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
     from megatron_packed_sft.train.report import ConsoleReporter, Reporter
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
@@ -145,6 +146,7 @@ def _run(
         backend=backend,
         sequence_length=data.sequence_length,
         weights=weights,
+        lora=lora_settings(recorded_peft(config.peft), config.seed),
     )
     record = _record(weights, resumption, local_path(config.output))
     trainer = Trainer(config, data, schedule, trained, checkpoints, backend.device, record)
@@ -196,11 +198,13 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
 
 def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
-    from megatron_packed_sft.train.checkpoint import refuse_other_model
+    from megatron_packed_sft.train.checkpoint import refuse_other_adapters, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
+    from megatron_packed_sft.train.pretrained import recorded_peft
 
     checkpoint, state = resumption
     refuse_other_model(checkpoint, ModelShape.from_saved(state.model), shape)
+    refuse_other_adapters(checkpoint, state.peft, recorded_peft(config.peft))
     loader = training_loader(data, config)
     try:
         loader.load_state_dict(dict(state.data))

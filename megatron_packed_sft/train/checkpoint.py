@@ -47,6 +47,7 @@ class TrainingState:
         scheduler: the learning-rate scheduler's state.
         model: the model's shape, to recognise a different model before its tensors are read.
         pretrained: the weights that the run started from: path, checksum, family; empty for a run from scratch.
+        peft: the adapters that were trained: rank, alpha, target modules; empty if all weights were.
         files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
         checksums: name -> checksum of each of them, to notice one that was damaged.
     """
@@ -56,6 +57,7 @@ class TrainingState:
     scheduler: Mapping[str, Any]
     model: Mapping[str, Any]
     pretrained: Mapping[str, Any] = field(default_factory=dict)
+    peft: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class TrainingState:
                 f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
-        names = ("data", "scheduler", "model", "pretrained", "files", "checksums")
+        names = ("data", "scheduler", "model", "pretrained", "peft", "files", "checksums")
         mappings = {name: fields.optional_object(name) or {} for name in names}
         _refuse_missing(checkpoint, mappings["files"])
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
@@ -202,6 +204,30 @@ is 4 now; restore the old values, or choose another output
     if differing:
         raise InvalidInputError(
             f"{checkpoint} holds a different model: {', '.join(differing)}; restore the old values, or choose another "
+            "output"
+        )
+
+
+def refuse_other_adapters(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with other adapters, or with adapters where all weights are trained, naming the keys.
+
+    Example:
+        >>> refuse_other_adapters(Path("step_000020"), {"rank": 8}, {"rank": 16})
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: step_000020 holds other adapters: peft.rank was 8 and is 16 now; \
+restore the old values, or choose another output
+    """
+    methods = [adapters.get("method", "none") for adapters in (saved, current)]
+    names = [name for name in current if name not in ("method", "dropout")] if methods[0] == methods[1] else []
+    differing = [f"peft.method was {methods[0]} and is {methods[1]} now"] if methods[0] != methods[1] else []
+    differing += [
+        f"peft.{name} was {saved.get(name)} and is {current[name]} now"
+        for name in names
+        if saved.get(name) != current[name]
+    ]
+    if differing:
+        raise InvalidInputError(
+            f"{checkpoint} holds other adapters: {', '.join(differing)}; restore the old values, or choose another "
             "output"
         )
 

@@ -34,6 +34,10 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("lr", "max_lr"), "optimizer.learning_rate"),
+    **dict.fromkeys(("lora_rank", "lora_r"), "peft.rank"),
+    "lora_alpha": "peft.alpha",
+    "lora_dropout": "peft.dropout",
+    "lora_target_modules": "peft.target_modules",
     "min_lr": "optimizer.min_learning_rate",
     "warmup_ratio": "optimizer.warmup_share",
     "warmup_steps": "optimizer.warmup_share (a share of all steps)",
@@ -160,6 +164,25 @@ class ParallelConfig:
 
 
 @dataclass
+class PeftConfig:
+    """Which weights are trained: all of them, or adapters beside frozen ones.
+
+    Args:
+        method: none trains all weights; lora trains adapters of a low rank.
+        rank: of the adapters.
+        alpha: the adapters count alpha / rank.
+        dropout: share of the adapters' inputs that is dropped in training; a resumed run draws other ones.
+        target_modules: the layers that get adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2.
+    """
+
+    method: str = "none"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+
+
+@dataclass
 class StepConfig:
     """What a step is, and how many there are.
 
@@ -227,6 +250,7 @@ class TrainConfig:
         data: the data to train on.
         optimizer: optimizer and learning-rate schedule.
         parallel: how the ranks are divided.
+        peft: all weights, or adapters.
         train: batch size and length of the run.
         validation: when and on what to validate.
         checkpoint: when to save.
@@ -240,6 +264,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     train: StepConfig = field(default_factory=StepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,6 +8,7 @@ from typing import Final
 
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
@@ -15,10 +16,12 @@ from megatron_packed_sft.train.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PeftConfig,
     StepConfig,
     TrainConfig,
 )
 
+PEFT_METHODS: Final = ("none", "lora")
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant")
 BATCH_UNITS: Final = ("bins", "sequences")
@@ -45,6 +48,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
     yield from _step_problems(config.train)
+    yield from _peft_problems(config.peft)
     validation, checkpoint = config.validation, config.checkpoint
     yield from _below(1, {"validation.steps": validation.steps})
     yield from _below(0, {"validation.every": validation.every})
@@ -99,6 +103,23 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     for name in ("weight_decay", "eps", "clip_grad"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
+
+
+def _peft_problems(peft: PeftConfig) -> Iterator[str]:
+    if peft.method not in PEFT_METHODS:
+        yield f"peft.method is {peft.method!r}; choose from {', '.join(PEFT_METHODS)}"
+    yield from _below(1, {"peft.rank": peft.rank})
+    if not 0 < peft.alpha < math.inf:
+        yield f"peft.alpha is {peft.alpha}; it must be above 0"
+    if not 0 <= peft.dropout < 1:
+        yield f"peft.dropout is {peft.dropout}; it must be from 0 to below 1"
+    unknown = [name for name in peft.target_modules if name not in TARGETS]
+    if unknown or not peft.target_modules or len(set(peft.target_modules)) < len(peft.target_modules):
+        yield (
+            f"peft.target_modules is [{', '.join(peft.target_modules)}]; choose from {', '.join(TARGETS)}: the "
+            "fused layers, of which linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj "
+            "and up_proj, linear_fc2 down_proj"
+        )
 
 
 def _step_problems(train: StepConfig) -> Iterator[str]:

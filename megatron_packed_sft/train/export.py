@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import Staging, fsync_directory
 from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
+from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.export import WrittenWeights, total_bytes, write_weights
 from megatron_packed_sft.megatron.weights.folder import FolderWeights
@@ -30,7 +31,7 @@ from megatron_packed_sft.megatron.weights.torch_dist_writer import (
 )
 from megatron_packed_sft.train.checkpoint import make_durable, write_tensors
 from megatron_packed_sft.train.export_files import write_model_files
-from megatron_packed_sft.train.export_source import find_source
+from megatron_packed_sft.train.export_source import Source, find_source
 
 DTYPES: Final = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -38,7 +39,8 @@ DTYPES: Final = {
     **dict.fromkeys(("fp32", "float32"), torch.float32),
     **dict.fromkeys(("fp64", "float64"), torch.float64),
 }
-FORMATS: Final = ("huggingface", "megatron")
+FORMATS: Final = ("huggingface", "megatron", "adapter")
+Weights = CheckpointWeights | AdaptedWeights | FolderWeights
 DEFAULT_SHARD_SIZE: Final = "5GB"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -86,7 +88,8 @@ def export(
         source: a run (its newest checkpoint), a checkpoint, a torch_dist checkpoint of Megatron, or a Hugging Face
             folder.
         target: the folder to publish.
-        to: huggingface, or megatron for the torch_dist checkpoint that Megatron-LM and Megatron-Bridge start from.
+        to: huggingface, with adapters merged in; megatron for the torch_dist checkpoint that Megatron-LM and
+            Megatron-Bridge start from; adapter for the adapters alone, as `peft` loads them.
         dtype: bf16, fp16, fp32 or fp64; by default that of the weights the run started from, else as stored.
         max_shard_size: largest size of a safetensors file, such as 5GB.
         like: a Hugging Face folder of the same model, whose config.json and tokenizer are taken.
@@ -104,21 +107,14 @@ def export(
         stored = weights.dtype if wanted is None else wanted
         needed = total_bytes(weights.weights(), stored)
         _refuse_full_disk(staging.path, needed)
+        notes: list[str] = []
         with tqdm(total=needed, unit="B", unit_scale=True, disable=not progress, desc="weights") as bar:
             if to == "megatron":
-                notes: list[str] = []
                 written = _write_megatron(staging.path, staging.target, weights, stored, bar.update)
+            elif to == "adapter":
+                written = _write_adapter(staging.path, found, weights, stored, bar.update)
             else:
-                length = None if found.state is None else found.state.model.get("sequence_length")
-                notes = write_model_files(
-                    staging.path,
-                    found.shape,
-                    found.config,
-                    kept=found.model_files,
-                    tokenizer=tokenizer,
-                    dtype=stored,
-                    sequence_length=length,
-                )
+                notes = _write_small_files(staging.path, found, tokenizer, stored)
                 written = write_weights(
                     staging.path,
                     weights.weights(),
@@ -151,10 +147,35 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
 
 
+def _write_small_files(
+    directory: Path, source: Source, tokenizer: str | os.PathLike[str] | None, dtype: torch.dtype
+) -> list[str]:
+    return write_model_files(
+        directory,
+        source.shape,
+        source.config,
+        kept=source.model_files,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        sequence_length=None if source.state is None else source.state.model.get("sequence_length"),
+    )
+
+
+def _write_adapter(
+    directory: Path, source: Source, weights: Weights, dtype: torch.dtype, on_bytes: Callable[[int], object]
+) -> WrittenWeights:
+    if not isinstance(weights, AdaptedWeights):
+        raise InvalidInputError(
+            f"{source.path} has no adapters, because all weights were trained; leave out --to adapter"
+        )
+    base_model = None if source.state is None else source.state.pretrained.get("path")
+    return write_adapter(directory, weights, dtype=dtype, base_model=base_model, on_bytes=on_bytes)
+
+
 def _write_megatron(
     directory: Path,
     target: Path,
-    weights: CheckpointWeights | FolderWeights,
+    weights: Weights,
     dtype: torch.dtype,
     on_bytes: Callable[[int], object],
 ) -> WrittenWeights:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
+from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, HuggingFaceFolder, read_config
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -18,7 +19,7 @@ from megatron_packed_sft.megatron.weights.torch_dist import METADATA, TorchDistC
 from megatron_packed_sft.megatron.weights.torch_dist_writer import RELEASE, TRACKER
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, refuse_damaged
-from megatron_packed_sft.train.pretrained import MODEL_FILES
+from megatron_packed_sft.train.pretrained import MODEL_FILES, lora_settings
 
 _CHECKPOINTS: Final = "checkpoints"
 
@@ -44,7 +45,7 @@ class Source:
     folder: HuggingFaceFolder | None = None
 
     @contextmanager
-    def open(self) -> Iterator[CheckpointWeights | FolderWeights]:
+    def open(self) -> Iterator[CheckpointWeights | AdaptedWeights | FolderWeights]:
         """Open the weights, after a check of every byte that a checkpoint of ours has."""
         if self.folder is not None:
             yield FolderWeights(self.folder)
@@ -52,7 +53,9 @@ class Source:
         with TorchDistCheckpoint(self.path) as checkpoint:
             if self.state is not None:
                 refuse_damaged(self.path, self.state.checksums)
-            yield CheckpointWeights(checkpoint, self.shape)
+            weights = CheckpointWeights(checkpoint, self.shape)
+            settings = None if self.state is None else lora_settings(self.state.peft)
+            yield weights if settings is None else AdaptedWeights(weights, checkpoint, settings)
 
 
 def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Source:

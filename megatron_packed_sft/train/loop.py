@@ -24,6 +24,7 @@ from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import StepMeter, step_record
 from megatron_packed_sft.train.model_and_optimizer import ModelAndOptimizer
+from megatron_packed_sft.train.pretrained import recorded_peft
 from megatron_packed_sft.train.ranks import StopRequest
 from megatron_packed_sft.train.report import Reporter
 from megatron_packed_sft.train.step_schedule import StepSchedule
@@ -161,6 +162,7 @@ class Trainer:
             scheduler=self._trained.scheduler.state_dict(),
             model={**asdict(self._trained.shape), "sequence_length": self._data.sequence_length},
             pretrained=self._pretrained,
+            peft=recorded_peft(self._config.peft),
         )
         reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))
 

@@ -11,6 +11,8 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
+from megatron_packed_sft.megatron.lora import add_lora
+from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.model import build_gpt_model
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
 from megatron_packed_sft.megatron.weights.load import load_pretrained
@@ -65,6 +67,7 @@ def build_model_and_optimizer(
     backend: Backend,
     sequence_length: int,
     weights: HuggingFaceFolder | None = None,
+    lora: LoraSettings | None = None,
 ) -> ModelAndOptimizer:
     """Build model, optimizer and scheduler; call `start_distributed` first.
 
@@ -75,6 +78,7 @@ def build_model_and_optimizer(
         backend: what the run computes on.
         sequence_length: largest number of positions in a batch.
         weights: pretrained ones to start from; by default they are random.
+        lora: adapters to train instead of the weights.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -102,6 +106,8 @@ def build_model_and_optimizer(
     )
     if weights is not None:  # before the optimizer copies them
         load_pretrained(gpt, weights)
+    if lora is not None:
+        add_lora(gpt, lora)
     wrapped = DistributedDataParallel(
         config=gpt.config,
         # In float32 whatever the weights are: the gradients of many micro batches are summed here.

@@ -7,6 +7,7 @@ model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +16,11 @@ import torch
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.train.checkpoint import TrainingState
-from megatron_packed_sft.train.config import ModelConfig
+from megatron_packed_sft.train.config import ModelConfig, PeftConfig
 
 RECORD: Final = "pretrained.json"
 MODEL_FILES: Final = "model_files"
@@ -58,6 +60,29 @@ def model_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
     """
     sizes = {name: value for name, value in vars(model).items() if name != "path" and value is not None}
     return ModelShape.of_sizes(**{**sizes, "vocab_size": vocab_size})
+
+
+def recorded_peft(peft: PeftConfig) -> dict[str, Any]:
+    """Return what a checkpoint records of its adapters: nothing, if all weights are trained."""
+    return {} if peft.method == "none" else asdict(peft)
+
+
+def lora_settings(peft: Mapping[str, Any], seed: int = 0) -> LoraSettings | None:
+    """Return the adapters that a configuration or a checkpoint asks for; None if all weights are trained.
+
+    Args:
+        peft: the keys of the group `peft`; empty if there are no adapters.
+        seed: of their initial weights.
+    """
+    if peft.get("method", "none") == "none":
+        return None
+    return LoraSettings(
+        rank=peft["rank"],
+        alpha=peft["alpha"],
+        dropout=peft["dropout"],
+        target_modules=tuple(peft["target_modules"]),
+        seed=seed,
+    )
 
 
 def has_tokenizer(folder: Path) -> bool:

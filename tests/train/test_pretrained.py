@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from megatron_packed_sft.cli.main import main as command_line
 from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, joint_checksum
+from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.export import export
 from megatron_packed_sft.train.metrics import read_metrics
@@ -23,6 +25,7 @@ from tests.train.launch import run_in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, when it loads and generates
 NUM_STEPS = 4
+LORA = ("peft=lora", "peft.rank=8", "optimizer.learning_rate=1e-2")
 
 
 class Runs:
@@ -76,18 +79,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     moved = home / "folder_that_is_gone"
     resume = f"resume={home / 'tensor_2' / 'checkpoints' / 'step_000002'}"
+    lora_resume = f"resume={home / 'lora_tensor_2' / 'checkpoints' / 'step_000002'}"
     result.printed = run_in_turn(
         2,
         [
             arguments("tensor_2", "parallel=tensor_2"),
             arguments("resumed", "parallel=tensor_2", resume, folder=moved),
             arguments("pipeline_2", "parallel=pipeline_2", folder=result.other),
+            arguments("lora_tensor_2", "parallel=tensor_2", *LORA),
+            arguments("lora_resumed", "parallel=tensor_2", *LORA, lora_resume),
+            arguments("lora_pipeline_2", "parallel=pipeline_2", *LORA),
         ],
     )
     scratch = [f"data.path={result.data}", f"output={home / 'scratch'}", "train.steps=2", "train.global_batch_size=2"]
     scratch += [f"data.tokenizer={result.model}", "model=gpt_125m", "model.num_layers=1", "model.hidden_size=96"]
     result.printed += run_in_turn(
-        1, [arguments("one_rank", "train.steps=80"), arguments("other", folder=result.other), scratch]
+        1,
+        [
+            arguments("one_rank", "train.steps=80"),
+            arguments("other", folder=result.other),
+            scratch,
+            arguments("lora", *LORA),
+        ],
     )
     return result
 
@@ -121,7 +134,67 @@ def test_the_run_and_its_checkpoints_record_what_they_started_from(runs: Runs) -
     assert runs.state("scratch").pretrained == {}
 
 
-@pytest.mark.parametrize("name", ["tensor_2", "pipeline_2", "one_rank", "scratch"])
+def test_adapters_train_alike_on_one_rank_and_two_and_after_a_stop(runs: Runs) -> None:
+    losses = runs.losses("lora")
+    assert losses[-1] < losses[0] - 0.2
+    np.testing.assert_allclose(runs.losses("lora_tensor_2"), losses, rtol=1e-4)
+    np.testing.assert_allclose(runs.losses("lora_pipeline_2"), losses, rtol=1e-4)
+    assert runs.losses("lora_resumed") == runs.losses("lora_tensor_2")[2:]
+    assert runs.validations("lora")[0] == pytest.approx(transformers_loss(runs.model, runs.data), rel=1e-5)
+
+
+def test_the_model_beside_adapters_is_frozen_and_has_no_optimizer_state(runs: Runs) -> None:
+    [newest] = (runs.home / "lora_tensor_2" / "checkpoints").glob("step_000004")
+    with TorchDistCheckpoint(newest) as checkpoint:
+        of_optimizer = [name for name in checkpoint.tensors if name.startswith("optimizer.")]
+        assert of_optimizer
+        assert all("adapters.layers." in name for name in of_optimizer)
+        assert checkpoint.tensors["adapters.layers.linear_fc1.b.1"].sizes == (2, 96, 8)
+        weights = CheckpointWeights(checkpoint, HuggingFaceFolder.open(runs.model).shape)
+        [embedding] = [weight for weight in weights.weights() if "embedding" in weight.name]
+        before = load_file(runs.model / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(weights.read(embedding), before.float())
+
+
+@pytest.mark.parametrize("name", ["lora_tensor_2", "lora_pipeline_2"])
+def test_an_exported_adapter_gives_the_logits_of_the_merged_model(runs: Runs, name: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(runs.exported(name, dtype="fp32"))
+    target = runs.home / f"{name}_adapter"
+    export(runs.home / name, target, to="adapter", dtype="fp32")
+    base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
+    ids = torch.arange(200, 230)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, target)
+        assert adapted.peft_config["default"].base_model_name_or_path == str(runs.model)
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
+    assert (merged(ids).logits - before).abs().max() > 0.1
+
+
+def test_adapters_are_refused_where_they_do_not_fit(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_packed_sft.train.app import main
+
+    message = failing(capsys, runs.home / "tensor_2", tmp_path / "out", "--to", "adapter", code=2)
+    assert "has no adapters, because all weights were trained" in message
+    given = ["model=from_pretrained", f"model.path={runs.model}", f"data.path={runs.data}"]
+    output = shutil.copytree(runs.home / "lora", tmp_path / "lora")
+    for keys, expected in (
+        (["peft=lora", "peft.rank=4"], "holds other adapters: peft.rank was 8 and is 4 now"),
+        (["peft=none"], "holds other adapters: peft.method was lora and is none now; restore"),
+        (["peft=lora", "peft.target_modules=[q_proj]"], "linear_qkv is q_proj, k_proj and v_proj"),
+        (["peft.method=ia3"], "peft.method is 'ia3'; choose from none, lora"),
+        (["peft=lora", "peft.rank=0"], "peft.rank is 0; it must be at least 1"),
+    ):
+        assert main([*given, f"output={output}", *keys]) == 2
+        assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tensor_2", "pipeline_2", "one_rank", "scratch", "lora_tensor_2", "lora_pipeline_2"])
 def test_an_exported_model_has_the_loss_that_the_run_ended_with(runs: Runs, name: str) -> None:
     folder = runs.exported(name, dtype="fp32", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -160,8 +233,6 @@ def test_a_model_that_was_taught_a_name_says_it_after_export(runs: Runs) -> None
 
 
 def test_an_export_survives_that_the_run_removes_the_checkpoint_meanwhile(runs: Runs, tmp_path: Path) -> None:
-    from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
-
     checkpoint = shutil.copytree(runs.home / "tensor_2" / "checkpoints" / "step_000004", tmp_path / "step_000004")
     with TorchDistCheckpoint(checkpoint) as opened:
         shutil.rmtree(checkpoint)
