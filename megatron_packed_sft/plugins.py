@@ -1,10 +1,10 @@
-"""Registries that other packages extend: storages, strategies and schemas by name.
+"""Registries that other packages extend: storages, strategies, schemas and model families by name.
 
 A name comes from one of three places, asked in this order:
 
     built in        one line in the room's own table, imported when it is first used
     registered      `register(...)` at run time
-    entry points    `megatron_packed_sft.storages`, `.strategies` and `.schemas` of any installed package
+    entry points    `megatron_packed_sft.storages`, `.strategies`, `.schemas` and `.families` of installed packages
 
 An installed package therefore extends the command line, the recipes and the factory without an import by the user:
 
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
-GROUPS = ("storages", "strategies", "schemas")
+GROUPS = ("storages", "strategies", "schemas", "families")
 
 Value = TypeVar("Value")
 

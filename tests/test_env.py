@@ -34,7 +34,7 @@ def test_env_as_json_has_the_same_and_the_kernel_cache(capsys: pytest.CaptureFix
     assert report["versions"]["megatron-core"] == metadata.version("megatron-core")
     assert report["machine"]["kernel cache"] == cache_directory()
     assert {"name": "legacy", "origin": "built in", "error": None} in report["registered"]["storages"]
-    assert list(report["registered"]) == ["storages", "strategies", "schemas"]
+    assert list(report["registered"]) == ["storages", "strategies", "schemas", "families"]
 
 
 def test_env_says_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

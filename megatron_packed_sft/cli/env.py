@@ -29,6 +29,7 @@ _PACKAGES = (
     "numba",
     "hydra-core",
     "omegaconf",
+    "safetensors",
     "pyarrow",
     "datasets",
     "orjson",
@@ -43,8 +44,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "env",
         help="versions, machine and plugins, for a bug report",
-        description="Print what a bug report should contain: versions, the machine, and every storage, strategy and "
-        "schema with the package it comes from. Exit code 1 if a plugin cannot be loaded.",
+        description="Print what a bug report should contain: versions, the machine, and every storage, strategy, "
+        "schema and model family with the package it comes from. Exit code 1 if a plugin cannot be loaded.",
         epilog="example:\n  packed-sft env --json > env.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -141,12 +142,13 @@ def _gpus() -> list[str]:
 
 def _registered() -> dict[str, list[dict[str, str | None]]]:
     """Return each group's names with where they come from; plugins are imported here, so that broken ones are named."""
+    from megatron_packed_sft.megatron.weights.families import FAMILIES
     from megatron_packed_sft.packing.strategies.registry import STRATEGIES
     from megatron_packed_sft.records.schemas.registry import SCHEMAS
     from megatron_packed_sft.storage.registry import STORAGES
 
     found: dict[str, list[dict[str, str | None]]] = {}
-    registries: tuple[Registry[Any], ...] = (STORAGES, STRATEGIES, SCHEMAS)
+    registries: tuple[Registry[Any], ...] = (STORAGES, STRATEGIES, SCHEMAS, FAMILIES)
     for registry in registries:
         broken = registry.broken()
         found[registry.group] = [

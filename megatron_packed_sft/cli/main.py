@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.cli import convert, env, sample_data, validate
+from megatron_packed_sft.cli import convert, env, export, sample_data, validate
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 _EPILOG = """examples:
@@ -24,6 +24,7 @@ _EPILOG = """examples:
   packed-sft convert training_4096.npy shards/shard_000000
   packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
   packed-sft convert my_dataset legacy_files --to legacy
+  packed-sft export runs/sft my_model --dtype bf16
   packed-sft env
 """
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("prepare", help="chat files to packed, checksummed shards (packed-sft prepare --help)")
     commands.add_parser("train", help="train on packed data with Megatron-Core (packed-sft train --help)")
 
-    for verb in (sample_data, validate, convert, env):
+    for verb in (sample_data, validate, convert, export, env):
         verb.add_parser(commands)
     return parser
 

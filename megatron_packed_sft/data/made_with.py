@@ -140,13 +140,16 @@ def _check_bare(bare: Sequence[MadeWith], recorded: Sequence[MadeWith], toleranc
     )
 
 
-def refuse_other_tokenizer(tokenizer: Any, parts: Sequence[MadeWith], tolerance: Tolerance) -> None:
+def refuse_other_tokenizer(
+    tokenizer: Any, parts: Sequence[MadeWith], tolerance: Tolerance, *, name: str = "this one"
+) -> None:
     """Refuse a tokenizer whose fingerprint differs from the data's, or else one that does not know all of its ids.
 
     Args:
         tokenizer: of any library; an integer (an EOS id) or None cannot be compared.
         parts: the data.
         tolerance: accepts any tokenizer if it says so.
+        name: of the tokenizer, for messages.
     """
     if tolerance.tokenizer or tokenizer is None or isinstance(tokenizer, int):
         return
@@ -156,7 +159,7 @@ def refuse_other_tokenizer(tokenizer: Any, parts: Sequence[MadeWith], tolerance:
         if isinstance(own, str) and isinstance(made_with, str):
             if own != made_with:
                 raise InvalidInputError(
-                    f"{part.where} was made with tokenizer {_shown(part)}, not with this one ({own}); use that "
+                    f"{part.where} was made with tokenizer {_shown(part)}, not with {name} ({own}); use that "
                     f"tokenizer, or set {tolerance.switch('tokenizer')} if you know that they agree"
                 )
             continue

@@ -31,6 +31,7 @@ def build_gpt_model(
     tie_embeddings: bool = False,
     rotary_base: int = 10000,
     rotary_percent: float = 1.0,
+    rotary_scaling_factor: float | None = None,
     dtype: torch.dtype | None = None,
     pre_process: bool | None = None,
     post_process: bool | None = None,
@@ -55,10 +56,12 @@ def build_gpt_model(
         add_bias_linear: whether linear layers have biases.
         tie_embeddings: share the input and output embeddings.
         rotary_base, rotary_percent: of the rotary positions.
+        rotary_scaling_factor: Llama 3.1's scaling of the rotary positions; by default there is none.
         dtype: of the weights; by default the backend's.
         pre_process, post_process: whether this part has the embedding and the output layer; by default the first and
             the last pipeline stage have.
-        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the tensor-parallel size.
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the tensor-parallel size;
+            what was added never gets a probability.
         calculate_per_token_loss: average gradients over the trained tokens of the global batch, not over bins.
         transformer_config: further fields of Megatron-Core's `TransformerConfig`, such as `hidden_dropout`; a pipeline
             whose batches differ in length needs `variable_seq_lengths=True`.
@@ -106,10 +109,11 @@ def build_gpt_model(
         config = TransformerConfig(**{**fields, **transformer_config})
     except (AssertionError, TypeError, ValueError) as error:
         raise InvalidInputError(f"Megatron-Core refuses this model: {error}; change the model's arguments") from None
+    padded_size = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tensor_parallel)
     model = GPTModel(
         config=config,
         transformer_layer_spec=backend.layer_spec(config, normalization=normalization, qk_layernorm=qk_layernorm),
-        vocab_size=padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tensor_parallel),
+        vocab_size=padded_size,
         max_sequence_length=max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,
         post_process=parallel_state.is_pipeline_last_stage() if post_process is None else post_process,
@@ -117,8 +121,33 @@ def build_gpt_model(
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
+        rope_scaling=rotary_scaling_factor is not None,
+        rope_scaling_factor=rotary_scaling_factor or 1.0,
     )
+    if model.post_process:
+        own = padded_size // tensor_parallel
+        _hide_padding(model, vocab_size - own * parallel_state.get_tensor_model_parallel_rank(), own)
     return model.to(backend.device, dtype)  # torch's norms ignore params_dtype
+
+
+def _hide_padding(model: GPTModel, num_real: int, num_logits: int) -> None:
+    """Give the padding of the vocabulary no probability: else the loss would differ with the tensor-parallel size.
+
+    Args:
+        model: with an output layer.
+        num_real: ids of the vocabulary from the first one of this rank on.
+        num_logits: ids of this rank, padding included.
+    """
+    first = max(num_real, 0)
+    if first >= num_logits:
+        return
+
+    def hide(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        logits = output[0]
+        # In place, because logits are the largest tensor of a step.
+        logits[..., first - num_logits :] = torch.finfo(logits.dtype).min
+
+    model.output_layer.register_forward_hook(hide)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel: int = 1) -> int:

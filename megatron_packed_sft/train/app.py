@@ -9,22 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, run_application
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
-from megatron_packed_sft.train.config_checks import check_config
+from megatron_packed_sft.train.config_checks import check_config, check_parallel
 from megatron_packed_sft.train.ranks import lost_ranks_explained, num_ranks, one_rank_reports, own_rank
 from megatron_packed_sft.train.step_schedule import StepSchedule, data_parallel_size, schedule_steps
 
 if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
+    from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
     from megatron_packed_sft.train.data import TrainingData
 
@@ -36,6 +38,7 @@ Run the same command again to resume from the newest checkpoint."""
 _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
+  packed-sft train model=from_pretrained model.path=Qwen3-0.6B optimizer=adam_fine_tune data.path=my_dataset
   packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
 
 _LOSSES = {
@@ -79,22 +82,28 @@ def _train(config: TrainConfig) -> None:
     # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint, refuse_damaged
     from megatron_packed_sft.train.data import open_data
+    from megatron_packed_sft.train.pretrained import keep_model_files, model_shape, pretrained_shape
 
     check_config(config)
-    data = open_data(config)
     output = local_path(config.output, "output")
     checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
-    resumption = None
     checkpoint = find_checkpoint(config.resume, checkpoints)
-    if checkpoint is not None:
-        resumption = Resumption(checkpoint, TrainingState.load(checkpoint))
-        _refuse_other_run(resumption, config, data)
-        refuse_damaged(checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
+    resumption = None if checkpoint is None else Resumption(checkpoint, TrainingState.load(checkpoint))
+    pretrained = pretrained_shape(config.model, None if resumption is None else resumption.state)
+    data = open_data(config, pretrained)
+    shape = pretrained or model_shape(config.model, data.vocab_size)
+    check_parallel(shape, config.parallel)
+    if resumption is not None:
+        _refuse_other_run(resumption, config, data, shape)
+        refuse_damaged(resumption.checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
     _schedule(config, data, resumption)  # for its errors; rank 0's choice of a checkpoint decides the real one
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
         replace_file(output / "config.yaml", as_yaml(config).encode())
+        if resumption is None:
+            folder, tokenizer = (path and local_path(path) for path in (config.model.path, config.data.tokenizer))
+            keep_model_files(folder or None, tokenizer or None, output)
 
     _silence_known_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism
@@ -108,49 +117,77 @@ def _train(config: TrainConfig) -> None:
             pipeline_parallel=config.parallel.pipeline,
             seed=config.seed,
         )
-        _run(config, data, checkpoints, resumption, backend)
+        _run(config, data, shape, checkpoints, resumption, backend)
         stop_distributed()
 
 
 def _run(
     config: TrainConfig,
     data: TrainingData,
+    shape: ModelShape,
     checkpoints: CheckpointDirectory,
     resumption: Resumption | None,
     backend: Backend,
 ) -> None:
     import torch
 
+    from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
+    from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
     from megatron_packed_sft.train.report import ConsoleReporter, Reporter
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
     schedule = _schedule(config, data, resumption)
+    weights = None
+    if resumption is None and config.model.path is not None:
+        weights = HuggingFaceFolder.open(config.model.path)
     trained = build_model_and_optimizer(
-        config.model,
+        shape,
         config.optimizer,
         schedule,
         backend=backend,
-        vocab_size=data.vocab_size,
         sequence_length=data.sequence_length,
+        weights=weights,
+        lora=lora_settings(recorded_peft(config.peft), config.seed),
     )
-    trainer = Trainer(config, data, schedule, trained, checkpoints, backend.device)
+    record = _record(weights, resumption, local_path(config.output))
+    trainer = Trainer(config, data, schedule, trained, checkpoints, backend.device, record)
     if resumption is not None:
         trainer.resume(resumption.checkpoint, resumption.state)
     reporter = Reporter()
     if own_rank() == 0:
         metrics = MetricsFile(local_path(config.output), first_step=trainer.step)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps)
-    for line in _opening_lines(data, schedule, backend, resumption):
+    for line in [*_opening_lines(data, schedule, backend, resumption), *_weights_lines(config, record, resumption)]:
         reporter.say(line)
     try:
         reporter.summarize(trainer.run(reporter))
     finally:
         reporter.close()
+
+
+def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, output: Path) -> Mapping[str, Any]:
+    """Return what the run started from, written down by rank 0; a collective call for a run that starts now."""
+    from megatron_packed_sft.train.pretrained import record_of, write_record
+
+    if resumption is not None:
+        return resumption.state.pretrained
+    record = {} if weights is None else record_of(weights)
+    if record and own_rank() == 0:
+        write_record(record, output)
+    return record
+
+
+def _weights_lines(config: TrainConfig, record: Mapping[str, Any], resumption: Resumption | None) -> Iterator[str]:
+    if record:
+        started = "weights" if resumption is None else "this run started from"
+        yield f"{started}: {record['path']} ({record['family']}, {record['dtype']}, checksum {record['checksum']})"
+    if resumption is not None and config.model.path is not None:
+        yield f"model.path={config.model.path} is not read, because the run resumes from a checkpoint"
 
 
 def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | None) -> StepSchedule:
@@ -165,13 +202,15 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
     )
 
 
-def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData) -> None:
+def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
-    from megatron_packed_sft.train.checkpoint import model_shape, refuse_other_model
+    from megatron_packed_sft.train.checkpoint import refuse_other_adapters, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
+    from megatron_packed_sft.train.pretrained import recorded_peft
 
     checkpoint, state = resumption
-    refuse_other_model(checkpoint, state.model, model_shape(config.model, data.vocab_size))
+    refuse_other_model(checkpoint, ModelShape.from_saved(state.model), shape)
+    refuse_other_adapters(checkpoint, state.peft, recorded_peft(config.peft))
     loader = training_loader(data, config)
     try:
         loader.load_state_dict(dict(state.data))

@@ -25,8 +25,8 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.train.config import ModelConfig
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -46,6 +46,8 @@ class TrainingState:
         data: the loader's state: consumed samples, fingerprint, seed.
         scheduler: the learning-rate scheduler's state.
         model: the model's shape, to recognise a different model before its tensors are read.
+        pretrained: the weights that the run started from: path, checksum, family; empty for a run from scratch.
+        peft: the adapters that were trained: rank, alpha, target modules; empty if all weights were.
         files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
         checksums: name -> checksum of each of them, to notice one that was damaged.
     """
@@ -54,6 +56,8 @@ class TrainingState:
     data: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     model: Mapping[str, Any]
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
+    peft: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,7 +83,7 @@ class TrainingState:
                 f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
-        names = ("data", "scheduler", "model", "files", "checksums")
+        names = ("data", "scheduler", "model", "pretrained", "peft", "files", "checksums")
         mappings = {name: fields.optional_object(name) or {} for name in names}
         _refuse_missing(checkpoint, mappings["files"])
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
@@ -108,9 +112,6 @@ class CheckpointDirectory:
             tensors: the sharded state dict of model and optimizer.
             state: everything else; rank 0's is written.
         """
-        from megatron.core import dist_checkpointing
-
-        _gather_results_in_process()
         target = self.path / f"step_{state.step:06d}"
         num_ranks = torch.distributed.get_world_size()
         is_first = torch.distributed.get_rank() == 0
@@ -118,13 +119,10 @@ class CheckpointDirectory:
         folder = [str(staging.path) if staging is not None else ""]
         torch.distributed.broadcast_object_list(folder, src=0)
         try:
-            with _write_errors(target):
-                dist_checkpointing.save(tensors, folder[0])
+            write_tensors(tensors, Path(folder[0]), target)
             torch.distributed.barrier()
             sizes = _file_sizes(Path(folder[0]))
-            checksums = _gathered(
-                _make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks])
-            )
+            checksums = _gathered(make_durable(Path(folder[0]), list(sizes)[torch.distributed.get_rank() :: num_ranks]))
             if staging is not None:
                 complete = replace(state, files=sizes, checksums=checksums)
                 write_file(staging.path / STATE, complete.to_bytes())
@@ -185,30 +183,68 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
     return None
 
 
-def model_shape(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return what must not change for a checkpoint's tensors to fit the model."""
-    return {**asdict(model), "vocab_size": vocab_size}
-
-
-def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def refuse_other_model(checkpoint: Path, saved: ModelShape, current: ModelShape) -> None:
     """Refuse a checkpoint of a model with a different shape, naming the keys.
 
     Example:
-        >>> refuse_other_model(Path("step_000020"), {"num_layers": 2}, {"num_layers": 4})
+        >>> saved = ModelShape.of_sizes(
+        ...     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256
+        ... )
+        >>> refuse_other_model(Path("step_000020"), saved, replace(saved, num_layers=4))
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
+    before = asdict(saved)
     differing = [
-        f"model.{name} was {saved.get(name)} and is {value} now"
-        for name, value in current.items()
-        if saved.get(name) != value
+        f"model.{name} was {before[name]} and is {value} now"
+        for name, value in asdict(current).items()
+        if before[name] != value
     ]
     if differing:
         raise InvalidInputError(
             f"{checkpoint} holds a different model: {', '.join(differing)}; restore the old values, or choose another "
             "output"
         )
+
+
+def refuse_other_adapters(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with other adapters, or with adapters where all weights are trained, naming the keys.
+
+    Example:
+        >>> refuse_other_adapters(Path("step_000020"), {"rank": 8}, {"rank": 16})
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: step_000020 holds other adapters: peft.rank was 8 and is 16 now; \
+restore the old values, or choose another output
+    """
+    methods = [adapters.get("method", "none") for adapters in (saved, current)]
+    names = [name for name in current if name not in ("method", "dropout")] if methods[0] == methods[1] else []
+    differing = [f"peft.method was {methods[0]} and is {methods[1]} now"] if methods[0] != methods[1] else []
+    differing += [
+        f"peft.{name} was {saved.get(name)} and is {current[name]} now"
+        for name in names
+        if saved.get(name) != current[name]
+    ]
+    if differing:
+        raise InvalidInputError(
+            f"{checkpoint} holds other adapters: {', '.join(differing)}; restore the old values, or choose another "
+            "output"
+        )
+
+
+def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> None:
+    """Write a sharded state dict with Megatron-Core; a collective call.
+
+    Args:
+        tensors: the sharded state dict.
+        folder: an existing one, where to.
+        target: what the folder will be called, for messages.
+    """
+    from megatron.core import dist_checkpointing
+
+    _gather_results_in_process()
+    with _write_errors(target):
+        dist_checkpointing.save(tensors, str(folder))
 
 
 def _gather_results_in_process() -> None:
@@ -272,7 +308,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
         return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
-def _make_durable(directory: Path, names: Iterable[str]) -> dict[str, str]:
+def make_durable(directory: Path, names: Iterable[str]) -> dict[str, str]:
     """Flush these files to disk and return name -> checksum."""
     checksums = {}
     for name in names:

@@ -34,12 +34,19 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("lr", "max_lr"), "optimizer.learning_rate"),
+    **dict.fromkeys(("lora_rank", "lora_r"), "peft.rank"),
+    "lora_alpha": "peft.alpha",
+    "lora_dropout": "peft.dropout",
+    "lora_target_modules": "peft.target_modules",
     "min_lr": "optimizer.min_learning_rate",
     "warmup_ratio": "optimizer.warmup_share",
     "warmup_steps": "optimizer.warmup_share (a share of all steps)",
     **dict.fromkeys(("data_path", "train_path"), "data.path"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(
+        ("model_name_or_path", "pretrained_model_name_or_path", "pretrained_checkpoint", "hf_path"), "model.path"
+    ),
     **dict.fromkeys(("save_interval", "save_steps"), "checkpoint.every"),
     **dict.fromkeys(("eval_interval", "eval_steps"), "validation.every"),
     **dict.fromkeys(("log_interval", "logging_steps"), "train.log_every"),
@@ -54,27 +61,29 @@ LOOK_ALIKES: Final = {
 
 @dataclass
 class ModelConfig:
-    """A Llama-like GPT: RMSNorm, SwiGLU, rotary positions, no biases.
+    """A Llama-like GPT (RMSNorm, SwiGLU, rotary positions, no biases), or the model of a Hugging Face folder.
 
     Args:
+        path: Hugging Face folder with the weights to start from (model=from_pretrained); all sizes come from it.
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads.
         num_query_groups: key/value heads; null means one per query head.
         ffn_hidden_size: inner width of the MLP.
         vocab_size: vocabulary size; null takes the one recorded with the data.
-        tie_embeddings: share the input and output embeddings.
-        rotary_base: base of the rotary positions.
+        tie_embeddings: share the input and output embeddings; null means false.
+        rotary_base: base of the rotary positions; null means 10000.
     """
 
-    num_layers: int = MISSING  # type: ignore[assignment]
-    hidden_size: int = MISSING  # type: ignore[assignment]
-    num_attention_heads: int = MISSING  # type: ignore[assignment]
+    path: str | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_attention_heads: int | None = None
     num_query_groups: int | None = None
-    ffn_hidden_size: int = MISSING  # type: ignore[assignment]
+    ffn_hidden_size: int | None = None
     vocab_size: int | None = None
-    tie_embeddings: bool = False
-    rotary_base: int = 10_000
+    tie_embeddings: bool | None = None
+    rotary_base: int | None = None
 
 
 @dataclass
@@ -88,8 +97,8 @@ class DataConfig:
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
-        allow_tokenizer_mismatch: accept a tokenizer whose fingerprint differs from the data's, and paths made with
-            different tokenizers.
+        allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
+            made with different tokenizers.
         allow_template_mismatch: accept paths made with different chat templates.
         eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
@@ -155,6 +164,25 @@ class ParallelConfig:
 
     tensor: int = 1
     pipeline: int = 1
+
+
+@dataclass
+class PeftConfig:
+    """Which weights are trained: all of them, or adapters beside frozen ones.
+
+    Args:
+        method: none trains all weights; lora trains adapters of a low rank.
+        rank: of the adapters.
+        alpha: the adapters count alpha / rank.
+        dropout: share of the adapters' inputs that is dropped in training; a resumed run draws other ones.
+        target_modules: the layers that get adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2.
+    """
+
+    method: str = "none"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 
 
 @dataclass
@@ -227,6 +255,7 @@ class TrainConfig:
         data: the data to train on.
         optimizer: optimizer and learning-rate schedule.
         parallel: how the ranks are divided.
+        peft: all weights, or adapters.
         train: batch size and length of the run.
         validation: when and on what to validate.
         checkpoint: when to save.
@@ -240,6 +269,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     train: StepConfig = field(default_factory=StepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

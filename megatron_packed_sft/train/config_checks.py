@@ -8,16 +8,20 @@ from typing import Final
 
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.lora_settings import TARGETS
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PeftConfig,
     StepConfig,
     TrainConfig,
 )
 
+PEFT_METHODS: Final = ("none", "lora")
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant")
 BATCH_UNITS: Final = ("bins", "sequences")
@@ -45,6 +49,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
     yield from _step_problems(config.train)
+    yield from _peft_problems(config.peft)
     validation, checkpoint = config.validation, config.checkpoint
     yield from _below(1, {"validation.steps": validation.steps})
     yield from _below(0, {"validation.every": validation.every})
@@ -60,6 +65,8 @@ def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "data.path", path
     for path in config.validation.paths:
         yield "validation.paths", path
+    if config.model.path is not None:
+        yield "model.path", config.model.path
     for name in ("plan", "tokenizer"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
@@ -99,6 +106,23 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
 
 
+def _peft_problems(peft: PeftConfig) -> Iterator[str]:
+    if peft.method not in PEFT_METHODS:
+        yield f"peft.method is {peft.method!r}; choose from {', '.join(PEFT_METHODS)}"
+    yield from _below(1, {"peft.rank": peft.rank})
+    if not 0 < peft.alpha < math.inf:
+        yield f"peft.alpha is {peft.alpha}; it must be above 0"
+    if not 0 <= peft.dropout < 1:
+        yield f"peft.dropout is {peft.dropout}; it must be from 0 to below 1"
+    unknown = [name for name in peft.target_modules if name not in TARGETS]
+    if unknown or not peft.target_modules or len(set(peft.target_modules)) < len(peft.target_modules):
+        yield (
+            f"peft.target_modules is [{', '.join(peft.target_modules)}]; choose from {', '.join(TARGETS)}: the "
+            "fused layers, of which linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj "
+            "and up_proj, linear_fc2 down_proj"
+        )
+
+
 def _step_problems(train: StepConfig) -> Iterator[str]:
     names = ("global_batch_size", "gradient_accumulation", "micro_batch_size", "log_every")
     yield from _below(1, {f"train.{name}": getattr(train, name) for name in names})
@@ -118,13 +142,21 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
 
 
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    sizes = {name: value for name, value in vars(model).items() if not isinstance(value, bool)}
+    sizes = {name: value for name, value in vars(model).items() if name not in ("path", "tie_embeddings")}
     yield from _below(1, {f"model.{name}": value for name, value in sizes.items()})
     yield from _below(1, {f"parallel.{name}": value for name, value in vars(parallel).items()})
-    num_heads, num_groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
-    if model.hidden_size % (2 * num_heads):
+    if model.path is not None:
+        if not model.path:
+            yield "model.path is empty; give a Hugging Face folder, or choose a shape such as model=tiny"
+        return  # the folder gives the sizes
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
+        if getattr(model, name) is None:
+            yield f"model.{name} has no value; add model.{name}=..., or choose a model such as model=tiny"
+    num_heads, hidden_size = model.num_attention_heads or 1, model.hidden_size or 0
+    num_groups = model.num_query_groups or num_heads
+    if hidden_size % (2 * num_heads):
         yield (
-            f"model.hidden_size {model.hidden_size} is not a multiple of 2 x model.num_attention_heads {num_heads}; "
+            f"model.hidden_size {hidden_size} is not a multiple of 2 x model.num_attention_heads {num_heads}; "
             "every head needs the same, even width for rotary positions"
         )
     if num_heads % num_groups:
@@ -132,13 +164,30 @@ def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
             f"model.num_attention_heads {num_heads} is not a multiple of model.num_query_groups {num_groups}; change "
             "one of them"
         )
-    for key, value, name in (
-        ("model.num_layers", model.num_layers, "pipeline"),
-        ("model.num_attention_heads", num_heads, "tensor"),
-        ("model.ffn_hidden_size", model.ffn_hidden_size, "tensor"),
-    ):
-        if value % getattr(parallel, name):
-            yield f"{key} {value} is not a multiple of parallel.{name} {getattr(parallel, name)}; change one of them"
+    yield from _parallel_problems(model, parallel)
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Refuse a division of the ranks that a model does not allow, naming the keys.
+
+    Example:
+        >>> shape = ModelShape.of_sizes(
+        ...     num_layers=2, hidden_size=96, num_attention_heads=3, ffn_hidden_size=96, vocab_size=256
+        ... )
+        >>> check_parallel(shape, ParallelConfig(tensor=2))
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: model.num_attention_heads 3 is not a multiple of \
+parallel.tensor 2; change one of them
+    """
+    for problem in _parallel_problems(shape, parallel):
+        raise InvalidInputError(problem)
+
+
+def _parallel_problems(model: ModelConfig | ModelShape, parallel: ParallelConfig) -> Iterator[str]:
+    for name, way in (("num_layers", "pipeline"), ("num_attention_heads", "tensor"), ("ffn_hidden_size", "tensor")):
+        value, num_ranks = getattr(model, name), getattr(parallel, way)
+        if value % num_ranks:
+            yield f"model.{name} {value} is not a multiple of parallel.{way} {num_ranks}; change one of them"
 
 
 def _below(least: int, values: dict[str, int | None]) -> Iterator[str]:

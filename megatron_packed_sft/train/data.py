@@ -16,8 +16,10 @@ from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 from megatron_packed_sft.train.config import DataConfig, TrainConfig
+from megatron_packed_sft.train.pretrained import has_tokenizer
 
 _LENGTH_MULTIPLE = 16  # batches are padded to a multiple of this
 _OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
@@ -46,10 +48,16 @@ class TrainingData:
         return "weighted_per_token" if options.weighted and options.loss == "per_token" else options.loss
 
 
-def open_data(config: TrainConfig) -> TrainingData:
-    """Open all data of a run, and refuse what cannot be trained on."""
+def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> TrainingData:
+    """Open all data of a run, and refuse what cannot be trained on.
+
+    Args:
+        config: the run's configuration.
+        pretrained: the shape of the model in `model.path`, if that is set.
+    """
     data = config.data
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    tokenizers = _tokenizers(config)
+    tokenizer = next(iter(tokenizers.values()), None)
     eos_id = data.eos_id if tokenizer is None else tokenizer.eos_id
     tolerance = Tolerance(
         tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
@@ -72,11 +80,16 @@ def open_data(config: TrainConfig) -> TrainingData:
     for opened in held_out.values():  # a loss over ids of another tokenizer says nothing
         refuse_mixed([*trained.source.made_with()[:1], *opened.source.made_with()], tolerance)
     for source in sources:
-        refuse_other_tokenizer(tokenizer, source.made_with(), tolerance)
+        for key, one in tokenizers.items():
+            refuse_other_tokenizer(one, source.made_with(), tolerance, name=f"that of {key}")
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
     length = _sequence_length(data, sources)
-    vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
+    if pretrained is None:
+        vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
+    else:
+        vocab_size = pretrained.vocab_size
+        _refuse_larger_vocabulary(config, vocab_size, tokenizers, sources)
     if eos_id >= vocab_size:
         raise InvalidInputError(f"data.eos_id is {eos_id}, but the vocabulary ends at {vocab_size - 1}")
 
@@ -195,6 +208,32 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
         **{path: path for path in config.validation.paths},
         **{name: path for name, path in own.items() if split in splits.get(path, ())},
     }
+
+
+def _tokenizers(config: TrainConfig) -> dict[str, Tokenizer]:
+    """Return the tokenizers that must agree with the data, by the setting that names each."""
+    found = {}
+    if config.data.tokenizer is not None:
+        found[f"data.tokenizer={config.data.tokenizer}"] = load_tokenizer(config.data.tokenizer)
+    folder = config.model.path
+    if folder is not None and has_tokenizer(Path(folder)):
+        found[f"model.path={folder}"] = load_tokenizer(folder)
+    return found
+
+
+def _refuse_larger_vocabulary(
+    config: TrainConfig, vocab_size: int, tokenizers: Mapping[str, Tokenizer], sources: list[BinReader]
+) -> None:
+    """Refuse data or a tokenizer with ids that pretrained weights do not have."""
+    sizes = {source.description: source.vocab_size for source in sources}
+    sizes |= {key: tokenizer.vocab_size for key, tokenizer in tokenizers.items()}
+    for name, size in sizes.items():
+        if size is not None and size > vocab_size and not config.data.allow_tokenizer_mismatch:
+            raise InvalidInputError(
+                f"{name} has a vocabulary of {size:,}, but the weights of model.path={config.model.path} have "
+                f"{vocab_size:,}; prepare the data with the model's own tokenizer, or set "
+                "data.allow_tokenizer_mismatch=true if no larger id occurs"
+            )
 
 
 def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import torch
 
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, model_shape
+from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import StepMeter, step_record
 from megatron_packed_sft.train.model_and_optimizer import ModelAndOptimizer
+from megatron_packed_sft.train.pretrained import recorded_peft
 from megatron_packed_sft.train.ranks import StopRequest
 from megatron_packed_sft.train.report import Reporter
 from megatron_packed_sft.train.step_schedule import StepSchedule
@@ -39,6 +42,7 @@ class Trainer:
         trained: model, optimizer and scheduler.
         checkpoints: where checkpoints go.
         device: where this rank computes.
+        pretrained: what checkpoints record of the weights that the run started from.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Trainer:
         trained: ModelAndOptimizer,
         checkpoints: CheckpointDirectory,
         device: torch.device,
+        pretrained: Mapping[str, Any] | None = None,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -59,6 +64,7 @@ class Trainer:
         self._trained = trained
         self._checkpoints = checkpoints
         self._device = device
+        self._pretrained = pretrained or {}
         # Only the last stage has losses, and its tensor-parallel ranks have the same ones: count one of them.
         is_last_stage = parallel_state.is_pipeline_last_stage()
         self._is_counted = is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -155,7 +161,9 @@ class Trainer:
             step=self.step,
             data=self._loader.state_dict(),
             scheduler=self._trained.scheduler.state_dict(),
-            model=model_shape(self._config.model, self._data.vocab_size),
+            model={**asdict(self._trained.shape), "sequence_length": self._data.sequence_length},
+            pretrained=self._pretrained,
+            peft=recorded_peft(self._config.peft),
         )
         reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))
 

@@ -12,8 +12,13 @@ import torch
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
 from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from megatron_packed_sft.megatron.lora import add_lora
+from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.model import build_gpt_model
-from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig
+from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
+from megatron_packed_sft.megatron.weights.load import load_pretrained
+from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.train.config import OptimizerConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
 from megatron_packed_sft.train.step_schedule import StepSchedule
 
@@ -32,11 +37,13 @@ class ModelAndOptimizer:
         model: the GPT model inside Megatron-Core's DistributedDataParallel.
         optimizer: Megatron-Core's.
         scheduler: of learning rate and weight decay; it counts bins.
+        shape: the model's.
     """
 
     model: Any  # Megatron-Core has no types
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    shape: ModelShape
 
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Return the tensors of this rank, each with its place in the checkpoint."""
@@ -54,23 +61,25 @@ class ModelAndOptimizer:
 
 
 def build_model_and_optimizer(
-    model: ModelConfig,
+    shape: ModelShape,
     optimizer: OptimizerConfig,
     schedule: StepSchedule,
     *,
     backend: Backend,
-    vocab_size: int,
     sequence_length: int,
+    weights: HuggingFaceFolder | None = None,
+    lora: LoraSettings | None = None,
 ) -> ModelAndOptimizer:
     """Build model, optimizer and scheduler; call `start_distributed` first.
 
     Args:
-        model: the model's shape.
+        shape: the model's shape.
         optimizer: the optimizer's settings.
         schedule: gives the number of bins over which the learning rate decays.
         backend: what the run computes on.
-        vocab_size: of the data.
         sequence_length: largest number of positions in a batch.
+        weights: pretrained ones to start from; by default they are random.
+        lora: adapters to train instead of the weights.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -90,18 +99,15 @@ def build_model_and_optimizer(
             "optimizer.precision=auto"
         )
     gpt = build_gpt_model(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=vocab_size,
+        **shape.model_arguments(),
         max_sequence_length=sequence_length,
-        tie_embeddings=model.tie_embeddings,
-        rotary_base=model.rotary_base,
         dtype=_DTYPES[optimizer.precision],
         backend=backend,
     )
+    if weights is not None:  # before the optimizer copies them
+        load_pretrained(gpt, weights)
+    if lora is not None:
+        add_lora(gpt, lora)
     wrapped = DistributedDataParallel(
         config=gpt.config,
         # In float32 whatever the weights are: the gradients of many micro batches are summed here.
@@ -134,6 +140,7 @@ def build_model_and_optimizer(
         model=wrapped,
         optimizer=megatron_optimizer,
         scheduler=_scheduler(megatron_optimizer, optimizer, schedule),
+        shape=shape,
     )
 
 

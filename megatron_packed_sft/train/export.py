@@ -1,0 +1,216 @@
+"""`packed-sft export`: a trained model out of a checkpoint, for transformers or for Megatron.
+
+run ─▶ its newest checkpoint ─▶ weights, one at a time ─▶ *.safetensors, or a torch_dist checkpoint
+  └─▶ model_files ────────────▶ config.json, generation_config.json, tokenizer and chat template
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from tqdm import tqdm
+
+from megatron_packed_sft.disk.atomic import Staging, fsync_directory
+from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
+from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
+from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
+from megatron_packed_sft.megatron.weights.export import WrittenWeights, total_bytes, write_weights
+from megatron_packed_sft.megatron.weights.folder import FolderWeights
+from megatron_packed_sft.megatron.weights.torch_dist_writer import (
+    RELEASE,
+    common_state,
+    sharded_weights,
+    write_descriptions,
+)
+from megatron_packed_sft.train.checkpoint import make_durable, write_tensors
+from megatron_packed_sft.train.export_files import write_model_files
+from megatron_packed_sft.train.export_source import Source, find_source
+
+DTYPES: Final = {
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("fp64", "float64"), torch.float64),
+}
+FORMATS: Final = ("huggingface", "megatron", "adapter")
+Weights = CheckpointWeights | AdaptedWeights | FolderWeights
+DEFAULT_SHARD_SIZE: Final = "5GB"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_ROOM: Final = 1 << 26  # for the small files
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What was exported.
+
+    Args:
+        source: the checkpoint.
+        target: the folder.
+        family: of the model.
+        dtype: of the weights.
+        num_parameters, num_bytes, num_files: of the weights.
+        notes: what the user should know.
+    """
+
+    source: str
+    target: str
+    family: str
+    dtype: str
+    num_parameters: int
+    num_bytes: int
+    num_files: int
+    notes: list[str]
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str = "huggingface",
+    dtype: str | None = None,
+    max_shard_size: str = DEFAULT_SHARD_SIZE,
+    like: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> ExportReport:
+    """Write a model as a Hugging Face folder or a Megatron checkpoint, which appears when it is complete.
+
+    Args:
+        source: a run (its newest checkpoint), a checkpoint, a torch_dist checkpoint of Megatron, or a Hugging Face
+            folder.
+        target: the folder to publish.
+        to: huggingface, with adapters merged in; megatron for the torch_dist checkpoint that Megatron-LM and
+            Megatron-Bridge start from; adapter for the adapters alone, as `peft` loads them.
+        dtype: bf16, fp16, fp32 or fp64; by default that of the weights the run started from, else as stored.
+        max_shard_size: largest size of a safetensors file, such as 5GB.
+        like: a Hugging Face folder of the same model, whose config.json and tokenizer are taken.
+        tokenizer: a tokenizer's folder or file, instead of the one that the run kept.
+        overwrite: replace the target if it exists.
+        progress: show a progress bar.
+    """
+    if to not in FORMATS:
+        raise InvalidInputError(f"--to is {to!r}; choose from {', '.join(FORMATS)}")
+    found = find_source(source, like)
+    limit = parse_size(max_shard_size)
+    recorded = {} if found.state is None else found.state.pretrained
+    wanted = _dtype(recorded.get("dtype") if dtype is None else dtype)
+    with Staging(target, overwrite=overwrite) as staging, found.open() as weights:
+        stored = weights.dtype if wanted is None else wanted
+        needed = total_bytes(weights.weights(), stored)
+        _refuse_full_disk(staging.path, needed)
+        notes: list[str] = []
+        with tqdm(total=needed, unit="B", unit_scale=True, disable=not progress, desc="weights") as bar:
+            if to == "megatron":
+                written = _write_megatron(staging.path, staging.target, weights, stored, bar.update)
+            elif to == "adapter":
+                written = _write_adapter(staging.path, found, weights, stored, bar.update)
+            else:
+                notes = _write_small_files(staging.path, found, tokenizer, stored)
+                written = write_weights(
+                    staging.path,
+                    weights.weights(),
+                    weights.read,
+                    dtype=stored,
+                    max_shard_bytes=limit,
+                    on_bytes=bar.update,
+                )
+        staging.publish()
+    return ExportReport(
+        source=str(found.path),
+        target=str(staging.target),
+        family=found.shape.family,
+        dtype=str(stored).removeprefix("torch."),
+        notes=notes,
+        **written._asdict(),
+    )
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes.
+
+    Example:
+        >>> parse_size("5GB"), parse_size("512MiB"), parse_size("1000")
+        (5000000000, 536870912, 1000)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise InvalidInputError(f"--max-shard-size is {text!r}; write a size such as 5GB or 500MB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
+
+
+def _write_small_files(
+    directory: Path, source: Source, tokenizer: str | os.PathLike[str] | None, dtype: torch.dtype
+) -> list[str]:
+    return write_model_files(
+        directory,
+        source.shape,
+        source.config,
+        kept=source.model_files,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        sequence_length=None if source.state is None else source.state.model.get("sequence_length"),
+    )
+
+
+def _write_adapter(
+    directory: Path, source: Source, weights: Weights, dtype: torch.dtype, on_bytes: Callable[[int], object]
+) -> WrittenWeights:
+    if not isinstance(weights, AdaptedWeights):
+        raise InvalidInputError(
+            f"{source.path} has no adapters, because all weights were trained; leave out --to adapter"
+        )
+    base_model = None if source.state is None else source.state.pretrained.get("path")
+    return write_adapter(directory, weights, dtype=dtype, base_model=base_model, on_bytes=on_bytes)
+
+
+def _write_megatron(
+    directory: Path,
+    target: Path,
+    weights: Weights,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], object],
+) -> WrittenWeights:
+    """Write a torch_dist checkpoint with Megatron-Core, which needs all weights in memory."""
+    from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
+
+    release = directory / RELEASE
+    release.mkdir()
+    num_layers = weights.shape.num_layers
+    start_distributed(choose_backend())
+    try:
+        tensors = sharded_weights(
+            weights.weights(), weights.read, num_layers=num_layers, dtype=dtype, on_bytes=on_bytes
+        )
+        write_tensors({"model": tensors, **common_state(weights.shape)}, release, target)
+    finally:
+        stop_distributed()
+    names = [path.name for path in release.iterdir()]
+    make_durable(release, names)
+    write_descriptions(directory, release, weights.shape)
+    fsync_directory(release)
+    num_bytes = total_bytes(weights.weights(), dtype)
+    return WrittenWeights(num_bytes // dtype.itemsize, num_bytes, sum(name.endswith(".distcp") for name in names))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise InvalidInputError(f"--dtype is {name!r}; choose from bf16, fp16, fp32, fp64")
+    return None if name is None else DTYPES[name]
+
+
+def _refuse_full_disk(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed + _ROOM:
+        raise NoSpaceError(
+            f"{directory.parent} has {free:,} bytes free, and the model needs {needed + _ROOM:,}; free some space or "
+            "choose another disk"
+        )

@@ -1,0 +1,156 @@
+"""Which model a run trains: of the sizes in its configuration, of a checkpoint, or of pretrained weights.
+
+model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron/weights), when the model is built
+                                 └─▶ output/model_files: what `packed-sft export` writes besides the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.lora_settings import LoraSettings
+from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
+from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.train.checkpoint import TrainingState
+from megatron_packed_sft.train.config import ModelConfig, PeftConfig
+
+RECORD: Final = "pretrained.json"
+MODEL_FILES: Final = "model_files"
+_TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_TEMPLATES: Final = "additional_chat_templates"
+_KEPT: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_NOT_KEPT: Final = ("*.index.json",)
+
+
+def pretrained_shape(model: ModelConfig, state: TrainingState | None) -> ModelShape | None:
+    """Return the shape of the model of `model.path`, whose files are checked; None without that key.
+
+    Args:
+        model: the configuration.
+        state: of the checkpoint to resume from, which wins over the folder: that may be gone by now.
+    """
+    if model.path is None:
+        return None
+    if state is not None:
+        return ModelShape.from_saved(state.model)
+    folder = HuggingFaceFolder.open(model.path)
+    for name, value in vars(model).items():
+        if name != "path" and value is not None and value != getattr(folder.shape, name):
+            raise InvalidInputError(
+                f"model.{name} is {value}, but {folder.path} has {getattr(folder.shape, name)}; choose "
+                "model=from_pretrained, and leave the key out"
+            )
+    return folder.shape
+
+
+def model_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
+    """Return the shape of a model that is trained from scratch.
+
+    Args:
+        model: the configuration, without `path`.
+        vocab_size: of the data.
+    """
+    sizes = {name: value for name, value in vars(model).items() if name != "path" and value is not None}
+    return ModelShape.of_sizes(**{**sizes, "vocab_size": vocab_size})
+
+
+def recorded_peft(peft: PeftConfig) -> dict[str, Any]:
+    """Return what a checkpoint records of its adapters: nothing, if all weights are trained."""
+    return {} if peft.method == "none" else asdict(peft)
+
+
+def lora_settings(peft: Mapping[str, Any], seed: int = 0) -> LoraSettings | None:
+    """Return the adapters that a configuration or a checkpoint asks for; None if all weights are trained.
+
+    Args:
+        peft: the keys of the group `peft`; empty if there are no adapters.
+        seed: of their initial weights.
+    """
+    if peft.get("method", "none") == "none":
+        return None
+    return LoraSettings(
+        rank=peft["rank"],
+        alpha=peft["alpha"],
+        dropout=peft["dropout"],
+        target_modules=tuple(peft["target_modules"]),
+        seed=seed,
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder also holds its tokenizer.
+
+    Example:
+        >>> has_tokenizer(Path("/no/such/folder"))
+        False
+    """
+    return any((folder / name).is_file() for name in _TOKENIZER) or any(folder.glob("*.model"))
+
+
+def record_of(folder: HuggingFaceFolder) -> dict[str, Any]:
+    """Return what a run remembers of the weights that it starts from; a collective call, in which ranks share the work.
+
+    Args:
+        folder: the opened folder.
+    """
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    parts: list[Any] = [None] * num_ranks
+    torch.distributed.all_gather_object(parts, folder.file_checksums(rank, num_ranks))
+    checksums = {name: value for part in parts for name, value in part.items()}
+    return {
+        "path": str(folder.path),
+        "family": folder.family.name,
+        "dtype": str(folder.dtype).removeprefix("torch."),
+        "checksum": joint_checksum(checksums),
+        "files": checksums,
+    }
+
+
+def write_record(record: Mapping[str, Any], output: Path) -> None:
+    """Write it into the run's directory."""
+    replace_file(output / RECORD, json_document.render(record))
+
+
+def keep_model_files(model: Path | None, tokenizer: Path | None, output: Path) -> None:
+    """Copy the small files of a model and its tokenizer into the run's directory, for `packed-sft export`.
+
+    Args:
+        model: the folder of `model.path`.
+        tokenizer: that of `data.tokenizer`, or its file; used for what the model's folder has not.
+        output: the run's directory.
+    """
+    found: dict[str, Path] = {}
+    for source in (one for one in (model, tokenizer) if one is not None):
+        for name, file in small_files(source):
+            if source == model or name != CONFIG:  # a tokenizer's folder may be that of another model
+                found.setdefault(name, file)
+    if not found and not (output / MODEL_FILES).exists():
+        return
+    with Staging(output / MODEL_FILES, overwrite=True) as staging:
+        for name, file in found.items():
+            with os_errors("copy", file):
+                (staging.path / name).parent.mkdir(exist_ok=True)
+                write_file(staging.path / name, file.read_bytes())
+                fsync_directory((staging.path / name).parent)
+        staging.publish()
+
+
+def small_files(source: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files of a model's or tokenizer's folder that are not weights."""
+    if source.is_file():
+        yield ("tokenizer.model" if source.suffix == ".model" else source.name), source
+        return
+    for pattern in _KEPT:
+        for file in sorted(source.glob(pattern)):
+            if not any(file.match(other) for other in _NOT_KEPT):
+                yield file.name, file
+    for file in sorted((source / _TEMPLATES).glob("*.jinja")):
+        yield f"{_TEMPLATES}/{file.name}", file
