@@ -42,6 +42,15 @@ class TurnEnds:
         prefix_own: Sequence[Span] | None,
         bare: TracedText | None,
     ) -> int:
+        """Return where the turn of message i ends.
+
+        Args:
+            i: the message's number.
+            last: where its last text ends.
+            prefix: the chat up to it.
+            prefix_own: its own text there.
+            bare: the chat before it, without a generation prompt.
+        """
         text = self._chat.text
         limit = next((span.start for span in self._chat.spans if span.start >= last), len(text))
         left = left_iteration(self._chat, i, last)

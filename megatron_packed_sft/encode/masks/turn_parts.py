@@ -164,10 +164,12 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def untraceable(detail: str) -> RecordRefusedError:
+    """Return a refusal: the renders give no consistent answer."""
     return RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, detail)
 
 
 def role_of(message: dict[str, Any]) -> Any:
+    """Return who speaks."""
     return message.get("role")
 
 
@@ -215,6 +217,7 @@ def left_iteration(render: TracedText, i: int, last: int) -> int | None:
 
 
 def scaffold_of(prompt: TracedText, bare: TracedText | None) -> Scaffold:
+    """Return what a prompt ends with; `bare` is the same render without a generation prompt."""
     last = prompt.spans[-1] if prompt.spans else None
     end, after = (last.end, last.author) if last else (0, None)
     text = prompt.text[end:]
