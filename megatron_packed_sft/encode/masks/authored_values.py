@@ -352,7 +352,7 @@ class _JsonWriter:
                 self._write_inner(value, author, level)
                 return
         if isinstance(value, AuthoredText):
-            self._write_text(value)
+            self._write_text(value, author)
         elif isinstance(value, dict):
             self._write_items(list(dict.items(value)), "{}", author, level)
         elif isinstance(value, list | tuple):
@@ -403,11 +403,12 @@ class _JsonWriter:
             self.write(item[1] if is_dict else item, author, level + 1)
         self._add(("" if self._indent is None else "\n" + self._indent * level) + brackets[1], author)
 
-    def _write_text(self, value: AuthoredText) -> None:
+    def _write_text(self, value: AuthoredText, author_of_all: Author | None) -> None:
         self.recorder = self.recorder or value.recorder
         position, text = 0, plain_text(value)
         runs = [run for run in value.authors if run[0]]
-        whose = next((author for _, author in runs if isinstance(author, Author)), None)
+        # Quotes around nothing are written by whoever wrote the value that they are in.
+        whose = next((author for _, author in runs if isinstance(author, Author)), author_of_all)
         self.first_author = self.first_author or whose
         self._add('"', whose)
         # Empty texts are parts too: another record may have more to say.

@@ -154,7 +154,7 @@ class RecipeBook:
         learnt: dict[int, Recipe],
     ) -> None:
         """Keep recipes of a chat's messages, by their numbers, and of its head, which has some messages."""
-        keys = dict(zip(range(len(kinds)), _keys(kinds, tools, wanted), strict=True))
+        keys = dict(enumerate(_keys(head_size, kinds, tools, wanted)))
         keys[HEAD] = _head_key(head_size, kinds, tools, wanted)
         if head_size not in self._head_sizes:
             self._head_sizes.append(head_size)
@@ -174,7 +174,7 @@ class RecipeBook:
         for size in self._head_sizes:
             if size < len(kinds):
                 steps = [(HEAD, _head_key(size, kinds, tools, wanted))]
-                steps += list(enumerate(_keys(kinds, tools, wanted)))[size:]
+                steps += list(enumerate(_keys(size, kinds, tools, wanted)))[size:]
                 read = self._read(text, messages, tools, steps)
                 if read.numbers:
                     return read
@@ -239,14 +239,18 @@ def _head_key(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[boo
     return (size, bool(tools), *wanted[:size], *[kind.number for kind in kinds[: size + 1]])
 
 
-def _keys(kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
-    """Return what decides on recipes beside answers, of each message: kind, neighbours' kinds, place."""
-    has_tools = bool(tools)
+def _keys(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Return what decides on recipes beside answers, of each message: kind, neighbours' kinds, place, the head's kinds.
+
+    A head counts because templates write it again elsewhere: Mistral's write the system prompt before the question that
+    comes last, and in every prompt another question is the last one.
+    """
+    head = (bool(tools), *[kind.number for kind in kinds[:size]])
     keys: list[Any] = []
     before = None
     after = [kind[1] for kind in kinds[1:]]
     after.append(None)
     for (kind, _, seen), is_wanted, following in zip(kinds, wanted, after, strict=True):
-        keys.append((kind, is_wanted, before, following, has_tools))
+        keys.append((kind, is_wanted, before, following, head))
         before = seen
     return keys

@@ -58,7 +58,7 @@ def _encoder(settings: JsonSettings) -> Callable[[Any], str]:
         return encoder.encode
     # `encode` makes this anew for every value, which takes three times as long as small values do.
     escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
-    pieces = make(
+    parts = make(
         None, encoder.default, escape, None, encoder.key_separator, encoder.item_separator, sort_keys, False, True
     )
-    return lambda value: "".join(pieces(value, 0))
+    return lambda value: "".join(parts(value, 0))
