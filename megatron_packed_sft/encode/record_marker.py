@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from megatron_packed_sft.encode.masks.lost_text import Loss
-from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
+from megatron_packed_sft.encode.masks.marker import ChatMarker
+from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.masks.turn_parts import joined
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.shorter_conversations import up_to_turn

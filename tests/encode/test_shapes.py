@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.masks.marker import ChatMarker, MarkedChat
+from megatron_packed_sft.encode.masks.marker import ChatMarker
+from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
