@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from megatron_packed_sft import PackedLoader, create_sft_dataset, require_separate_sequences
+from megatron_packed_sft import PackedLoader, create_sft_dataset, require_separate_sequences, weighted_loss
 
 
 def small_model(vocab_size: int) -> PreTrainedModel:
@@ -26,7 +26,8 @@ def train(model: PreTrainedModel, loader: Iterable[dict[str, Any]], learning_rat
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for batch in loader:
         on_device = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-        loss = model(**on_device).loss
+        output = model(**on_device)
+        loss = output.loss if "labels" in batch else weighted_loss(output.logits, on_device)  # data with weights
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -32,6 +32,27 @@ def said(source: str, messages: list[dict[str, Any]], tools: Any = None) -> list
 
 
 @pytest.mark.parametrize(
+    ("joined", "expected"),
+    [
+        ("'<a>' + m.content + (m.name | safe) + '<b>'", "1 &lt; 2 &amp; &#39;x&#39;<i>"),
+        ("m.content ~ (m.name | safe) ~ '<b>'", "1 < 2 & 'x'<i>"),
+    ],
+)
+def test_texts_marked_as_safe_keep_their_authors_and_escape_what_is_added(joined: str, expected: str) -> None:
+    chat = [{"role": "assistant", "content": "1 < 2 & 'x'", "name": "<i>"}]
+    assert said(LOOP % f"{{{{ {joined} }}}}", chat) == [(0, expected)]
+
+
+def test_a_call_whose_arguments_are_marked_as_safe_is_the_messages() -> None:
+    source = LOOP % (
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}{% set a = f.arguments | tojson | safe %}"
+        "{{ '[CALL]' + f.name + '[ARGS]' + a }}{% endif %}"
+    )
+    found = said(source, [assistant("", tool_calls=call("add", a=1))])
+    assert "".join(text for _, text in found) == 'add{"a": 1}'
+
+
+@pytest.mark.parametrize(
     ("expression", "expected"),
     [
         ("m.content", "  Some words. "),

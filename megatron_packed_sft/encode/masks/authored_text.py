@@ -156,10 +156,10 @@ class AuthoredText(str):
     # Building.
 
     def __add__(self, other: str) -> Any:
-        return self._join_markup(other, before=True) if hasattr(other, "__html__") else _concatenated(self, other)
+        return _concatenated(self, other)
 
     def __radd__(self, other: str) -> Any:
-        return self._join_markup(other, before=False) if hasattr(other, "__html__") else _concatenated(other, self)
+        return _concatenated(other, self)
 
     def __mul__(self, times: Any) -> str:
         if isinstance(times, int) and 0 <= times <= 8:
@@ -419,10 +419,6 @@ class AuthoredText(str):
             return _make(result, self.authors, _constant_parts(result), None)
         name = self.recorder.variable(f"{source_of(self)}.{method}()")
         return _make(result, self.authors, ((result, name),), self.recorder)
-
-    def _join_markup(self, other: Any, *, before: bool) -> Any:
-        self._give_up("markup")
-        return type(other).escape(plain_text(self)) + other if before else other + plain_text(self)
 
 
 def _asking(method: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from megatron_packed_sft.encode.masks.authored_markup import marked_as_safe
 from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     AuthoredText,
@@ -268,11 +269,6 @@ def _join(eval_ctx: nodes.EvalContext, value: Any, d: str = "", attribute: Any =
     return constant(d).join([item if isinstance(item, str) else str(item) for item in value])
 
 
-def _safe(value: Any) -> Any:
-    _give_up(value, "safe")
-    return filters.do_mark_safe(plain_text(value) if isinstance(value, AuthoredText) else value)
-
-
 def _number(function: Callable[..., Any]) -> Callable[..., Any]:
     def numeric(value: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(value, AuthoredText):
@@ -355,7 +351,7 @@ def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _FILTERS: dict[str, Callable[..., Any]] = {
     "tojson": to_json,
     "join": pass_eval_context(_join),
-    "safe": _safe,
+    "safe": marked_as_safe,
     "length": length_of,
     "count": length_of,
     "int": _number(filters.do_int),

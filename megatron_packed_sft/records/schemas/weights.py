@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_packed_sft.records.record import RecordError
@@ -13,6 +12,7 @@ from megatron_packed_sft.records.record import RecordError
 Weights = list[float | None] | None
 WEIGHT_KEYS = ("train", "weight", "loss_weight")
 _NUMBERS = ("weight", "loss_weight")
+_LEAST, _MOST = 1e-6, 1e6  # products of two still fit a float32
 
 
 def train_weight(message: dict[str, Any], place: str) -> float | None:
@@ -52,7 +52,8 @@ def _number(value: dict[str, Any], prefix: str) -> float | None:
             continue
         if not _is_weight(number):
             raise RecordError(
-                f"{prefix}{name}", f"is {number!r:.40}; give 0 to leave it untrained, 1, or another number from 0 up"
+                f"{prefix}{name}",
+                f"is {number!r:.40}; give 0 to leave it untrained, or a number from {_LEAST:g} to {_MOST:g}",
             )
         if found is not None and found != number:
             raise RecordError(f"{prefix}{name}", f"is {number}, but weight is {found:g}; keep one of them")
@@ -61,7 +62,4 @@ def _number(value: dict[str, Any], prefix: str) -> float | None:
 
 
 def _is_weight(number: Any) -> bool:
-    try:
-        return isinstance(number, int | float) and number >= 0 and math.isfinite(number)
-    except OverflowError:  # an integer beyond all floats
-        return False
+    return isinstance(number, int | float) and (number == 0 or _LEAST <= number <= _MOST)
