@@ -160,6 +160,14 @@ def test_a_call_without_a_header_is_refused_and_one_with_words_is_not() -> None:
     assert trained(NO_HEADER_BEFORE_CALLS, chat) == ['Wait.<call>{"city": "Oslo"}look</call><end>']
 
 
+def test_what_closes_a_call_is_trained_also_where_ends_of_turns_are_not() -> None:
+    chat = [user("?"), calling(OSLO)]
+    call = '<call>{"city": "Oslo"}look</call>'
+    source = MERGED.replace("{% if ends %}<end>\n{% endif %}", "{% if not m.tool_calls %}<end>\n{% endif %}")
+    assert trained(source, chat) == trained(source, chat, train_on_eot=False) == [call]
+    assert "</call>" not in encoder_for(source).marker().ends
+
+
 @pytest.mark.parametrize("on_lost", [None, "drop", "error"])
 def test_a_message_that_is_left_out_is_lost_even_if_nothing_shows_its_place(on_lost: str | None) -> None:
     source = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -11,7 +11,7 @@ from megatron_packed_sft.encode.masks.authored_text import Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_parts import is_own
+from megatron_packed_sft.encode.masks.turn_parts import block_name, is_own
 from megatron_packed_sft.encode.templates.message_forms import with_content_in_parts
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.errors import InvalidInputError
@@ -127,11 +127,19 @@ class _Chats:
                 **self._settings,
             )
             own = finder.own_spans(number, None)
-            tail = finder.chat.text[own[-1].end : finder.turn(number)[1]].strip() if own else ""
+            start, end = finder.turn(number)
         except RecordRefusedError:
             return []
-        last = [match for match in tokens.finditer(tail) if match.end() == len(tail)]
-        return [last[-1][0]] if last else [tail] if tail else []
+        turn = finder.chat.text[start:end]
+        tail = finder.chat.text[own[-1].end : end].strip() if own else ""
+        last = [match[0] for match in tokens.finditer(tail) if match.end() == len(tail)]
+        if not last:
+            return [tail] if tail else []
+        name = block_name(last[-1])
+        others = tokens.findall(turn.removesuffix(last[-1]))
+        # What closes a block that the turn opens, as </tool_call> does, ends no turn.
+        is_closing = name and last[-1] not in self._settings["stops"] and name in map(block_name, others)
+        return [] if is_closing else [last[-1]]
 
 
 def _structure(render: TracedText, chat: _Chats, question: Sequence[dict[str, Any]], tools: Any) -> str:

@@ -112,8 +112,8 @@ class Tokens:
         if not rest.strip():
             return parting
         opened = list(self.pattern.finditer(prompt, num_bare, parting))
-        name = _block_name(opened[-1][0]) if len(opened) > 1 else ""
-        is_closed = name and any(_block_name(match[0]) == name for match in self.pattern.finditer(rest))
+        name = block_name(opened[-1][0]) if len(opened) > 1 else ""
+        is_closed = name and any(block_name(match[0]) == name for match in self.pattern.finditer(rest))
         return opened[-1].start() if is_closed else parting
 
     def num_essential(self, header: str, *, with_role: bool = False) -> int:
@@ -247,6 +247,6 @@ def _is_word(character: str) -> bool:
     return character.isascii() and (character.isalnum() or character == "_")
 
 
-def _block_name(token: str) -> str:
+def block_name(token: str) -> str:
     """`<think>` and `</think>`, `<|START_TEXT|>` and `<|END_TEXT|>` have one name."""
     return re.sub(r"START|END|begin|end|[^A-Za-z]", "", token)
