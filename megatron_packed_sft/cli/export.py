@@ -62,9 +62,9 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.support.wording import byte_count, counted
-    from megatron_packed_sft.train.export import export
+    from megatron_packed_sft.train.export import export_model
 
-    report = export(
+    report = export_model(
         arguments.source,
         arguments.target,
         to=arguments.to,
