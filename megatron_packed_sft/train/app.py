@@ -240,5 +240,6 @@ def _opening_lines(
         f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
     yield from schedule.notes
+    yield from data.notes
     if resumption is not None:
         yield f"resumed from {resumption.checkpoint}"

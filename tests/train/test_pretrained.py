@@ -18,6 +18,8 @@ from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWe
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
 from megatron_packed_sft.train.checkpoint import TrainingState
+from megatron_packed_sft.train.config import DataConfig, ModelConfig, TrainConfig
+from megatron_packed_sft.train.data import open_data
 from megatron_packed_sft.train.export import export_model
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.chat_models import NAME, answer, prepare_chats, save_chat_model, transformers_loss
@@ -199,6 +201,17 @@ def test_an_exported_model_has_the_loss_that_the_run_ended_with(runs: Runs, name
     folder = runs.exported(name, dtype="fp32", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert transformers_loss(folder, runs.data) == pytest.approx(runs.validations(name)[-1], rel=1e-5)
+
+
+def test_data_of_another_chat_template_is_announced(runs: Runs, tmp_path: Path) -> None:
+    assert "another chat template" not in runs.printed
+    folder = shutil.copytree(runs.model, tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("<|im_start|>{{", "<|im_start|> {{"))
+    config = TrainConfig(model=ModelConfig(path=str(folder)), data=DataConfig(path=str(runs.data)))
+    notes = open_data(config, HuggingFaceFolder.open(folder).shape).notes
+    assert len(notes) == 2  # training and validation
+    assert f"was written with another chat template than that of model.path={folder}" in notes[0]
 
 
 def test_an_exported_folder_has_what_the_model_came_with(runs: Runs) -> None:
