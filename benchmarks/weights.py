@@ -72,11 +72,11 @@ def load_folder(folder: str, checkpoint: str) -> dict[str, float]:
 
 def export_checkpoint(checkpoint: str, target: str, like: str) -> dict[str, float]:
     """Export the checkpoint."""
-    from megatron_packed_sft.train.export import export
+    from megatron_packed_sft.train.export import export_model
 
     before = resident_megabytes()
     with PeakOfOwnMemory() as peak:
-        seconds = timed(lambda: export(checkpoint, target, like=like, max_shard_size=str(SHARD_SIZE)))
+        seconds = timed(lambda: export_model(checkpoint, target, like=like, max_shard_size=str(SHARD_SIZE)))
     return {"peak": (peak.megabytes - before) * 1.048576, "seconds": seconds}
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
     from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
     from megatron_packed_sft.errors import PackedSFTError
+    from megatron_packed_sft.megatron.weights.families import Family, register_family
     from megatron_packed_sft.packing.effective_batch import effective_batch
     from megatron_packed_sft.packing.options import PackOptions, Steps
     from megatron_packed_sft.packing.packer import pack
@@ -80,6 +81,7 @@ _HOMES = {
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
+    "Family": "megatron.weights.families",
     "Finding": "storage.validation_report",
     "GPTSFTPackedDataset": "data.datasets",
     "GPTSFTPackedMemmapDataset": "data.datasets",
@@ -134,6 +136,7 @@ _HOMES = {
     "open_token_store": "tokens.store",
     "pack": "packing.packer",
     "publish_store": "tokens.store",
+    "register_family": "megatron.weights.families",
     "register_schema": "records.schemas.registry",
     "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
@@ -158,6 +161,7 @@ __all__ = [
     "DatasetDirectory",
     "DatasetWriter",
     "EncodeOptions",
+    "Family",
     "Finding",
     "GPTSFTPackedDataset",
     "GPTSFTPackedMemmapDataset",
@@ -213,6 +217,7 @@ __all__ = [
     "open_token_store",
     "pack",
     "publish_store",
+    "register_family",
     "register_schema",
     "register_storage",
     "register_strategy",

@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
         "export",
         help="a trained model as a Hugging Face folder",
         description="Write a checkpoint as a Hugging Face folder that transformers loads: weights as safetensors, "
-        "config.json, tokenizer and chat template. Works for every parallel layout, without a GPU, in the memory of "
-        "one weight, and while the run goes on. The folder appears when it is complete.",
+        "config.json, tokenizer and chat template. Works for every parallel layout, without a GPU, one weight at a "
+        "time, and while the run goes on. The folder appears when it is complete.",
         epilog="examples:\n  packed-sft export runs/first my_model\n"
         "  packed-sft export runs/first/checkpoints/step_000100 my_model --dtype bf16\n"
         "  packed-sft export runs/first my_model --tokenizer my_tokenizer --max-shard-size 2GB\n"
@@ -62,9 +62,9 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.support.wording import byte_count, counted
-    from megatron_packed_sft.train.export import export
+    from megatron_packed_sft.train.export import export_model
 
-    report = export(
+    report = export_model(
         arguments.source,
         arguments.target,
         to=arguments.to,

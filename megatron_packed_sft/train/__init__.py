@@ -1,4 +1,5 @@
-"""The training recipe. Its public names: `main`, the application behind `packed-sft train`, and `read_metrics`.
+"""The training recipe. Its public names: `main`, the application behind `packed-sft train`, `export_model` and
+`read_metrics`.
 
 app ─▶ config, config_checks ─▶ data ─▶ step_schedule ─▶ model_and_optimizer ─▶ loop ─▶ checkpoint, metrics, report
 """
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_packed_sft.train.app import main
+    from megatron_packed_sft.train.export import export_model
     from megatron_packed_sft.train.metrics import read_metrics
 
-_HOMES = {"main": "app", "read_metrics": "metrics"}
+_HOMES = {"export_model": "export", "main": "app", "read_metrics": "metrics"}
 
-__all__ = ["main", "read_metrics"]
+__all__ = ["export_model", "main", "read_metrics"]
 
 
 def __getattr__(name: str) -> Any:

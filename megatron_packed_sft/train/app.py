@@ -247,5 +247,6 @@ def _opening_lines(
     )
     yield f"loss: {_LOSSES[data.loss_kind]}"
     yield from schedule.notes
+    yield from data.notes
     if resumption is not None:
         yield f"resumed from {resumption.checkpoint}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
@@ -34,12 +35,14 @@ class TrainingData:
         validation: name -> what to validate on.
         sequence_length: largest number of positions in a batch.
         vocab_size: all ids are below it.
+        notes: what the user should know.
     """
 
     dataset: PackedDataset
     validation: Mapping[str, PackedDataset]
     sequence_length: int
     vocab_size: int
+    notes: Sequence[str] = ()
 
     @property
     def loss_kind(self) -> str:
@@ -110,6 +113,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
+        notes=[*_template_notes(tokenizers, sources)],
     )
 
 
@@ -219,6 +223,19 @@ def _tokenizers(config: TrainConfig) -> dict[str, Tokenizer]:
     if folder is not None and has_tokenizer(Path(folder)):
         found[f"model.path={folder}"] = load_tokenizer(folder)
     return found
+
+
+def _template_notes(tokenizers: Mapping[str, Tokenizer], sources: list[BinReader]) -> Iterator[str]:
+    """Yield a warning for data whose chat template is not the one that an exported model would carry."""
+    for key, tokenizer in tokenizers.items():
+        template = load_template_if_any(None, tokenizer)
+        for source in sources:
+            recorded = source.figures.chat_template_fingerprint
+            if recorded is not None and (template is None or template.fingerprint != recorded):
+                yield (
+                    f"warning: {source.description} was written with another chat template than that of {key}, which "
+                    "an exported model would carry; put the template of the data into the exported folder"
+                )
 
 
 def _refuse_larger_vocabulary(

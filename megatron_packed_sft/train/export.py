@@ -70,7 +70,7 @@ class ExportReport:
     notes: list[str]
 
 
-def export(
+def export_model(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,

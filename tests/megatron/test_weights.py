@@ -18,7 +18,7 @@ from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWe
 from megatron_packed_sft.megatron.weights.export import write_weights
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
-from megatron_packed_sft.train.export import export
+from megatron_packed_sft.train.export import export_model
 from tests.megatron import tiny_gpt
 from tests.megatron.bridge_releases import installed, load
 from tests.megatron.pretrained_models import CASES, NUM_POSITIONS, VOCAB_SIZE, build_from, save_model, tokens
@@ -37,7 +37,7 @@ class Models:
         # Several shards, so that a weight's tensors lie in different files.
         self.theirs = {case: save_model(case, home / case, max_shard_size="100KB") for case in CASES}
         for case in FOR_MEGATRON:
-            export(home / case, home / f"{case}_megatron", to="megatron")
+            export_model(home / case, home / f"{case}_megatron", to="megatron")
 
     def logits(self, case: str) -> torch.Tensor:
         with torch.no_grad():
@@ -114,15 +114,15 @@ def test_megatron_loads_an_exported_checkpoint_in_every_layout(two_ranks_done: P
 @pytest.mark.parametrize("case", FOR_MEGATRON)
 def test_a_checkpoint_for_megatron_comes_back_with_the_same_bytes(models: Models, tmp_path: Path, case: str) -> None:
     folder, root = models.home / case, models.home / f"{case}_megatron"
-    report = export(root, tmp_path / "back", like=folder)
+    report = export_model(root, tmp_path / "back", like=folder)
     assert report.source == str(root / "release")
     before, after = tensors_of(HuggingFaceFolder.open(folder)), tensors_of(HuggingFaceFolder.open(tmp_path / "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     with pytest.raises(InvalidInputError, match="does not say which model it holds; add --like FOLDER"):
-        export(root, tmp_path / "again")
+        export_model(root, tmp_path / "again")
     with pytest.raises(PackedSFTError, match=r"give the checkpoint of that model|which a .* model has not"):
-        export(root, tmp_path / "again", like=models.home / "llama")
+        export_model(root, tmp_path / "again", like=models.home / "llama")
     assert [entry.name for entry in tmp_path.iterdir()] == ["back"]
 
 

@@ -18,7 +18,9 @@ from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWe
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
 from megatron_packed_sft.train.checkpoint import TrainingState
-from megatron_packed_sft.train.export import export
+from megatron_packed_sft.train.config import DataConfig, ModelConfig, TrainConfig
+from megatron_packed_sft.train.data import open_data
+from megatron_packed_sft.train.export import export_model
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.chat_models import NAME, answer, prepare_chats, save_chat_model, transformers_loss
 from tests.train.launch import run_in_turn
@@ -49,7 +51,7 @@ class Runs:
 
     def exported(self, name: str, **options: Any) -> Path:
         target = self.home / f"{name}_exported"
-        export(self.home / name, target, overwrite=True, **options)
+        export_model(self.home / name, target, overwrite=True, **options)
         return target
 
 
@@ -163,7 +165,7 @@ def test_an_exported_adapter_gives_the_logits_of_the_merged_model(runs: Runs, na
 
     merged = AutoModelForCausalLM.from_pretrained(runs.exported(name, dtype="fp32"))
     target = runs.home / f"{name}_adapter"
-    export(runs.home / name, target, to="adapter", dtype="fp32")
+    export_model(runs.home / name, target, to="adapter", dtype="fp32")
     base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
     ids = torch.arange(200, 230)[None]
     with torch.no_grad():
@@ -199,6 +201,17 @@ def test_an_exported_model_has_the_loss_that_the_run_ended_with(runs: Runs, name
     folder = runs.exported(name, dtype="fp32", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert transformers_loss(folder, runs.data) == pytest.approx(runs.validations(name)[-1], rel=1e-5)
+
+
+def test_data_of_another_chat_template_is_announced(runs: Runs, tmp_path: Path) -> None:
+    assert "another chat template" not in runs.printed
+    folder = shutil.copytree(runs.model, tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("<|im_start|>{{", "<|im_start|> {{"))
+    config = TrainConfig(model=ModelConfig(path=str(folder)), data=DataConfig(path=str(runs.data)))
+    notes = open_data(config, HuggingFaceFolder.open(folder).shape).notes
+    assert len(notes) == 2  # training and validation
+    assert f"was written with another chat template than that of model.path={folder}" in notes[0]
 
 
 def test_an_exported_folder_has_what_the_model_came_with(runs: Runs) -> None:
@@ -242,7 +255,7 @@ def test_an_export_survives_that_the_run_removes_the_checkpoint_meanwhile(runs: 
 def test_the_newest_whole_checkpoint_of_a_run_is_exported(runs: Runs, tmp_path: Path) -> None:
     run = shutil.copytree(runs.home / "tensor_2", tmp_path / "run")
     (run / "checkpoints" / ".step_000006.staging-host-1-ab").mkdir()  # as a run has it while it saves
-    report = export(run, tmp_path / "exported")
+    report = export_model(run, tmp_path / "exported")
     assert report.source.endswith("step_000004")
     assert report.num_files == 1
 
@@ -333,4 +346,4 @@ def test_folders_that_do_not_fit_are_refused(
 
 def test_errors_of_export_are_ours(tmp_path: Path) -> None:
     with pytest.raises(PackedSFTError):
-        export(tmp_path, tmp_path / "out")
+        export_model(tmp_path, tmp_path / "out")

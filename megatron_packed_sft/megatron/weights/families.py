@@ -174,10 +174,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """Return the family of a config.json; an architecture that is not one of them is refused by name.
 
     Example:
-        >>> family_of({"model_type": "gpt2"}, "config.json")
+        >>> family_of({"model_type": "gpt2"}, "config.json")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         megatron_packed_sft.errors.UnsupportedFormatError: config.json: model_type 'gpt2' is not a known family; known \
-are llama, mistral, qwen2, qwen3
+are llama, mistral, qwen2, qwen3...
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:

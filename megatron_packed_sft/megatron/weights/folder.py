@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ class HuggingFaceFolder:
         family: the family that it says.
         shape: the model's shape.
         files: safetensors file -> the names of its tensors that the model has.
-        dtype: of the weights; the first one's, if they differ.
+        dtype: of the weights; if they differ, one that holds them all.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class HuggingFaceFolder:
                 for one in files[file]:
                     dtypes.append(_checked_dtype(opened.get_slice(one), one, expected, folder / file, shape))
         _refuse_missing(folder, expected, files)
-        return cls(folder, config, family, shape, files, dtypes[0])
+        return cls(folder, config, family, shape, files, reduce(torch.promote_types, dtypes))
 
     @property
     def weights(self) -> Iterator[Weight]:
