@@ -160,18 +160,18 @@ class ChatMarker(RenderingMarker):
             kinds = self._book.kinds_of(messages)
         read = self._book.read(plain, messages, kinds, tools, known.wanted)
         compiles = known.is_due(len(messages))
-        if compiles or not read.is_whole(plain, messages):
-            if self._num_unlearnt[bool(tools)] >= _MAX_UNLEARNT:
-                return None
+        can_learn = self._num_unlearnt[bool(tools)] < _MAX_UNLEARNT
+        if can_learn and (compiles or not read.is_whole(plain, messages)):
             try:
                 read = self._learn(messages, plain, tools, known, kinds, compiles=compiles)
                 known.is_direct = is_direct
                 self._num_unlearnt[bool(tools)] = 0
             except NotCompilable:
                 self._num_unlearnt[bool(tools)] += 1
-                return None
             except RecordRefusedError:
                 return None  # the search in full will refuse it in its own words
+        if not read.is_whole(plain, messages):
+            return None
         literal: Sequence[Range] = ()
         if self._count_marks(plain) != read.num_marks:
             literal = self._literal_between(plain, read.slots(messages, tools))

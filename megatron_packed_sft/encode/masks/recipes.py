@@ -136,8 +136,6 @@ class RecipeBook:
         except KeyError:
             if len(known) > _MAX_KINDS:
                 known.clear()
-                self._recipes.clear()
-                self._in_order.clear()
             for message in messages:
                 role = message.get("role")
                 seen = (role, "tool_calls" in message)
@@ -154,6 +152,9 @@ class RecipeBook:
         learnt: dict[int, Recipe],
     ) -> None:
         """Keep recipes of a chat's messages, by their numbers, and of its head, which has some messages."""
+        if len(self._recipes) > _MAX_KINDS:  # there may be as many as there are tools
+            self._recipes.clear()
+            self._in_order.clear()
         keys = dict(enumerate(_keys(head_size, kinds, tools, wanted)))
         keys[HEAD] = _head_key(head_size, kinds, tools, wanted)
         if head_size not in self._head_sizes:

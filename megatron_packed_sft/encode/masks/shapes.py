@@ -92,13 +92,10 @@ def compile_shape(
     for number, message in enumerate(messages):
         lines += type_guard(f"{MESSAGES_NAME}[{number}]", message)
     lines += [*_program(recorder), *_linked(recipes, recorder)]
-    names: dict[int, str] = {}
-    before, const_before, num_before = "0", 0, 0
-    for number, (edge, (const, slots, offset)) in enumerate(places.items()):
-        terms = [before, *(f"len({name})" for name in slots[num_before:]), str(const - const_before)]
-        lines.append(f" b{number}={'+'.join(terms)}")
-        before, const_before, num_before = f"b{number}", const, len(slots)
-        names[edge] = f"b{number}+{offset}" if offset else f"b{number}"
+    names = {}
+    for line, edge, name in _edge_lines(places):
+        lines.append(line)
+        names[edge] = name
     texts = ",".join(name or ascii(text) for text, name in parts)
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
@@ -189,6 +186,15 @@ def _places(
     for edge in waiting:
         places[edge] = (const, list(slots), 0)
     return places
+
+
+def _edge_lines(places: dict[int, tuple[int, list[str], int]]) -> Iterator[tuple[str, int, str]]:
+    """Yield a line that computes each edge from the one before it, the edge, and its expression."""
+    before, const_before, num_before = "0", 0, 0
+    for number, (edge, (const, slots, offset)) in enumerate(places.items()):
+        terms = [before, *(f"len({name})" for name in slots[num_before:]), str(const - const_before)]
+        before, const_before, num_before = f"b{number}", const, len(slots)
+        yield f" {before}={'+'.join(terms)}", edge, f"{before}+{offset}" if offset else before
 
 
 def _program(recorder: Recorder) -> list[str]:
