@@ -246,20 +246,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = arguments.tokenizer or str(tokenizer_folder("qwen2_5"))
         jsonl, tenfold = home / "chats.jsonl", home / "tenfold.jsonl"
         size = gather(data, jsonl, arguments.times)
-        gather(data, tenfold, 10 * arguments.times)
+        tenfold_size = gather(data, tenfold, 10 * arguments.times)
         _end_to_end(tokenizer, str(jsonl), home, size)
+        _end_to_end(tokenizer, str(tenfold), home, tenfold_size, only_one_process=True)
         _encode_stage(tokenizer, str(jsonl))
         _encode_parts(arguments.tokenizer or str(tokenizer_folder("qwen3")), data)
         _growth(tokenizer, str(jsonl), str(tenfold), home)
 
 
-def _end_to_end(tokenizer: str, jsonl: str, home: Path, size: int) -> None:
-    cases = {
-        "datasets.map, TRL-style (no packing)": in_own_process(peer_case, tokenizer, jsonl, str(home / "hf")),
-        "packed-sft prepare, Hugging Face path": in_own_process(ours_case, tokenizer, jsonl, str(home / "a"), 1, False),
-        "packed-sft prepare": in_own_process(ours_case, tokenizer, jsonl, str(home / "b"), 1, True),
-        "packed-sft prepare, 2 processes": in_own_process(ours_case, tokenizer, jsonl, str(home / "c"), 2, True),
+def _end_to_end(tokenizer: str, jsonl: str, home: Path, size: int, *, only_one_process: bool = False) -> None:
+    arguments = {
+        "packed-sft prepare, Hugging Face path": (1, False),
+        "packed-sft prepare": (1, True),
+        "packed-sft prepare, 2 processes": (2, True),
     }
+    if only_one_process:
+        arguments = {"packed-sft prepare": (1, True)}
+    cases = {"datasets.map, TRL-style (no packing)": in_own_process(peer_case, tokenizer, jsonl, str(home / "hf"))}
+    for name, (num_workers, fast) in arguments.items():
+        cases[name] = in_own_process(ours_case, tokenizer, jsonl, str(home / "ours"), num_workers, fast)
     peer = next(iter(cases.values()))
     assert len({case["tokens"] for case in cases.values()}) == 1, "the two sides made different tokens"
     print_table(

@@ -163,8 +163,9 @@ def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(
     qwen_like: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, slow = HuggingFaceTokenizer(qwen_like), HuggingFaceTokenizer(qwen_like, fast=False)
-    # Not composed; a character that Unicode has not assigned; the text of a control token.
-    left_out = [MarkedText("cafe\u0301 e\u0301"), MarkedText("a\U0003ffff1"), MarkedText("<think>", literal=[(0, 7)])]
+    # Composed across an edge, or with a control token; a character without a meaning; a control token's text.
+    left_out = [MarkedText("cafe\u0301", [(0, 4)]), MarkedText("e\u0301 <think>\u0338"), MarkedText("a\U0003ffff1")]
+    left_out.append(MarkedText("<think>", literal=[(0, 7)]))
     texts = [MarkedText("the fox"), *left_out, MarkedText("over <think>"), MarkedText("jumps", [(0, 3)])]
     one, other = fast.encode_many(texts), slow.encode_many(texts)
     assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
@@ -173,6 +174,13 @@ def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(
     monkeypatch.setattr(fast._gigatoken, "encode", lambda given: (seen.extend(given), encode(given))[1])
     fast.encode_many(texts)
     assert seen == ["the fox", "over <think>", "jumps"]
+
+
+def test_texts_are_composed_before_the_fast_path_sees_them(qwen_like: Path) -> None:
+    fast, slow = HuggingFaceTokenizer(qwen_like), HuggingFaceTokenizer(qwen_like, fast=False)
+    texts = [MarkedText("cafe\u0301 <think>e\u0301 fox", [(6, 15), (17, 19)]), MarkedText("fox", [(1, 2)])]
+    one, other = fast.encode_many(texts), slow.encode_many(texts)
+    assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 def test_what_gigatoken_remembers_is_dropped_after_a_while(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -188,6 +189,9 @@ class HuggingFaceTokenizer:
         path = self._gigatoken
         if path is None:
             return self._encode_slowly(texts, num_bytes)
+        if self._lengths is not None and self._lengths.composes and not all(text.text.isascii() for text in texts):
+            texts = [self._composed(text) for text in texts]
+            num_bytes = utf8_lengths(texts)
         accepted = [
             path.accepts(text) and not (literal and self._has_lookalike(text, literal)) for text, _, literal, _ in texts
         ]
@@ -257,6 +261,16 @@ class HuggingFaceTokenizer:
         if not np.array_equal(found, expected):
             return None
         return with_train_mask(ids, num_tokens, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
+
+    def _composed(self, text: MarkedText) -> MarkedText:
+        """Compose a text's characters (NFC) as the normalizer will, if that leaves its control tokens alone."""
+        if text.text.isascii() or unicodedata.is_normalized("NFC", text.text):
+            return text
+        composed = text.composed()
+        if composed is None:
+            return text
+        before, after = (self._controls.split(one.text, one.literal).parts[1::2] for one in (text, composed))
+        return composed if before == after else text
 
     def _has_lookalike(self, text: str, literal: Sequence[tuple[int, int]]) -> bool:
         return self._controls.split(text, literal).has_lookalike

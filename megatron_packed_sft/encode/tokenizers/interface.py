@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed_sft.encode.sequences import Sequences
@@ -39,6 +41,27 @@ class MarkedText(NamedTuple):
     trained: Sequence[tuple[int, int]] = ()
     literal: Sequence[tuple[int, int]] = ()
     segments: Sequence[Segment] = ()
+
+    def composed(self) -> MarkedText | None:
+        r"""Return it with its characters composed (NFC), or None if some would be composed across an edge of a range.
+
+        Example:
+            >>> MarkedText("e\u0301 e\u0301", [(2, 5)]).composed()
+            MarkedText(text='é é', trained=[(1, 3)], literal=[], segments=[])
+        """
+        ranges = [*self.trained, *self.literal, *(segment[:2] for segment in self.segments)]
+        edges = sorted({0, len(self.text), *(edge for both in ranges for edge in both)})
+        parts = [unicodedata.normalize("NFC", self.text[start:end]) for start, end in pairwise(edges)]
+        text = "".join(parts)
+        if text != unicodedata.normalize("NFC", self.text):
+            return None
+        at = dict(zip(edges, accumulate(map(len, parts), initial=0), strict=True))
+        return MarkedText(
+            text,
+            [(at[start], at[end]) for start, end in self.trained],
+            [(at[start], at[end]) for start, end in self.literal],
+            [segment._replace(start=at[segment.start], end=at[segment.end]) for segment in self.segments],
+        )
 
 
 class Tokenizer(Protocol):
