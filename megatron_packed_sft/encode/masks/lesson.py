@@ -66,12 +66,16 @@ class Lesson:
         beginnings = _beginnings(chat, len(messages))
         self.head_size = len(messages) - len(beginnings)  # messages that have no iteration of their own
         self._head = frozenset(range(HEAD, self.head_size))
+        # What all messages depend on: prompts write the head again, and a system prompt may say how to think.
+        is_system = messages[0].get("role") in ("system", "developer")
+        self._shared = frozenset(range(max(self.head_size, is_system)))
         self._edges = [0, *beginnings, len(chat.text)]
         self._regions = _regions(chat, self._edges)
         self._num_sorted = 0
         self._about: dict[str, frozenset[int]] = {}  # variables
         self._lines: dict[frozenset[int], list[_Line]] = {}  # by what they are about
         self._sort_lines()
+        self._num_in_chat = self._num_sorted  # what comes later is asked by prompts only
         self.is_for_these_tools = self.num_about_tools > _MAX_QUESTIONS * (1 + len(tools or ()))
 
     @property
@@ -119,7 +123,7 @@ class Lesson:
 
     def _is_known_to(self, about: frozenset[int], number: int) -> bool:
         """Whether a recipe may use a value; the head also writes strings of the loop's first message."""
-        return about <= self._head | {self.head_size if number == HEAD else number}
+        return about <= self._head | self._shared | {self.head_size if number == HEAD else number}
 
     def _lines_of(self, number: int) -> Iterator[str]:
         """Yield assignments that a recipe may need, and the guards that are its own."""
@@ -127,10 +131,11 @@ class Lesson:
         for about, lines in self._lines.items():
             if not self._is_known_to(about, number):
                 continue
-            is_own = about <= self._head if number == HEAD else number in about
+            is_own = about <= self._head if number == HEAD else number in about or _ANYBODY < about <= self._shared
             if about == _TOOLS and self.is_for_these_tools:
                 is_own = False
-            found += [line for line in lines if line[1] or is_own]
+            first = self._num_in_chat if number != HEAD and about <= self._head else len(self._recorder.lines)
+            found += [line for line in lines if line[1] or is_own or line[0] >= first]
         own = f"{MESSAGES_NAME}[{number}]"
         for _, _, text in sorted(found):
             yield text if number == HEAD else text.replace(own, MESSAGE_NAME)
@@ -155,7 +160,7 @@ class Lesson:
             )
             if is_assignment:
                 self._about[left] = about
-            elif len(about - self._head) > 1:
+            elif len(about - self._head - self._shared) > 1:
                 if right is False and _IS_OTHER.fullmatch(left):
                     continue  # whether a message is, say, the last question: seen in what is written
                 raise NotCompilable("a question about several messages")
