@@ -93,13 +93,16 @@ def _train(config: TrainConfig) -> None:
     _silence_known_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism
     from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
+    from megatron_packed_sft.train.model_and_optimizer import refuse_without_gpu
 
     backend = choose_backend()
+    refuse_without_gpu(config, backend)
     with lost_ranks_explained():
         start_distributed(
             backend,
             tensor_parallel=config.parallel.tensor,
             pipeline_parallel=config.parallel.pipeline,
+            context_parallel=config.parallel.context,
             seed=config.seed,
         )
         _run(config, data, checkpoints, resumption, backend)
@@ -125,8 +128,7 @@ def _run(
     [resumption] = chosen
     schedule = _schedule(config, data, resumption)
     trained = build_model_and_optimizer(
-        config.model,
-        config.optimizer,
+        config,
         schedule,
         backend=backend,
         vocab_size=data.vocab_size,
@@ -161,11 +163,11 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
 
 def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
-    from megatron_packed_sft.train.checkpoint import model_shape, refuse_other_model
+    from megatron_packed_sft.train.checkpoint import recorded_model, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
 
     checkpoint, state = resumption
-    refuse_other_model(checkpoint, state.model, model_shape(config.model, data.vocab_size))
+    refuse_other_model(checkpoint, state.model, recorded_model(config, data.vocab_size))
     loader = training_loader(data, config)
     try:
         loader.load_state_dict(dict(state.data))

@@ -26,7 +26,7 @@ from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, wr
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.train.config import ModelConfig
+from megatron_packed_sft.train.config import ModelConfig, TrainConfig
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -34,6 +34,9 @@ FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 _FULL_DISK_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 1 << 22
+_NOT_SHAPE: Final = ("hidden_dropout", "attention_dropout")
+# Checkpoints from before these were recorded have the only values there were.
+_BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -187,7 +190,14 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
 
 def model_shape(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Return what must not change for a checkpoint's tensors to fit the model."""
-    return {**asdict(model), "vocab_size": vocab_size}
+    shape = {name: value for name, value in asdict(model).items() if name not in _NOT_SHAPE}
+    return {**shape, "vocab_size": vocab_size}
+
+
+def recorded_model(config: TrainConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the model's shape and what decides how the optimizer groups its parameters."""
+    groups = {"optimizer.no_weight_decay": sorted(config.optimizer.no_weight_decay)}
+    return {**model_shape(config.model, vocab_size), **groups}
 
 
 def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -199,8 +209,9 @@ def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapp
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
+    saved = {**_BEFORE_RECORDED, **saved}
     differing = [
-        f"model.{name} was {saved.get(name)} and is {value} now"
+        f"{name if '.' in name else f'model.{name}'} was {saved.get(name)} and is {value} now"
         for name, value in current.items()
         if saved.get(name) != value
     ]

@@ -17,7 +17,7 @@ import torch
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, model_shape
+from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, recorded_model
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import StepMeter, step_record
@@ -154,7 +154,7 @@ class Trainer:
             step=self.step,
             data=self._loader.state_dict(),
             scheduler=self._trained.scheduler.state_dict(),
-            model=model_shape(self._config.model, self._data.vocab_size),
+            model=recorded_model(self._config, self._data.vocab_size),
         )
         reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))
 

@@ -12,7 +12,8 @@ import torch
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.backend import Backend
 from megatron_packed_sft.megatron.model import build_gpt_model
-from megatron_packed_sft.train.config import ModelConfig, OptimizerConfig
+from megatron_packed_sft.megatron.parameters import freeze, without_weight_decay
+from megatron_packed_sft.train.config import OptimizerConfig, TrainConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
 from megatron_packed_sft.train.step_schedule import StepSchedule
 
@@ -53,8 +54,7 @@ class ModelAndOptimizer:
 
 
 def build_model_and_optimizer(
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
+    config: TrainConfig,
     schedule: StepSchedule,
     *,
     backend: Backend,
@@ -64,8 +64,7 @@ def build_model_and_optimizer(
     """Build model, optimizer and scheduler; call `start_distributed` first.
 
     Args:
-        model: the model's shape.
-        optimizer: the optimizer's settings.
+        config: the model's shape, what of it is trained, and how.
         schedule: gives the number of bins over which the learning rate decays.
         backend: what the run computes on.
         vocab_size: of the data.
@@ -79,16 +78,8 @@ def build_model_and_optimizer(
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    if optimizer.distributed and not backend.uses_transformer_engine:
-        raise InvalidInputError(
-            "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
-            "Adam's step count; set optimizer.distributed=false"
-        )
-    if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
-        raise InvalidInputError(
-            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; set "
-            "optimizer.precision=auto"
-        )
+    model, optimizer = config.model, config.optimizer
+    refuse_without_gpu(config, backend)
     gpt = build_gpt_model(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -101,12 +92,15 @@ def build_model_and_optimizer(
         rotary_base=model.rotary_base,
         dtype=_DTYPES[optimizer.precision],
         backend=backend,
+        **transformer_fields(config),
     )
+    if model.freeze:
+        freeze(gpt, model.freeze)
     wrapped = DistributedDataParallel(
         config=gpt.config,
-        # In float32 whatever the weights are: the gradients of many micro batches are summed here.
+        # By default in float32 whatever the weights are: the gradients of many micro batches are summed here.
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
+            grad_reduce_in_fp32=optimizer.gradient_dtype == "float32", use_distributed_optimizer=optimizer.distributed
         ),
         module=gpt,
     )
@@ -126,6 +120,7 @@ def build_model_and_optimizer(
             use_distributed_optimizer=optimizer.distributed,
         ),
         [wrapped],
+        config_overrides=without_weight_decay(gpt, optimizer.no_weight_decay),
     )
     gpt.config.finalize_model_grads_func = finalize_model_grads
     gpt.config.no_sync_func = wrapped.no_sync
@@ -137,13 +132,70 @@ def build_model_and_optimizer(
     )
 
 
+def transformer_fields(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's `TransformerConfig` that the run's options set.
+
+    Example:
+        >>> config = TrainConfig()
+        >>> config.train.recompute = "selective"
+        >>> transformer_fields(config)["recompute_granularity"]
+        'selective'
+    """
+    fields: dict[str, Any] = {
+        "hidden_dropout": config.model.hidden_dropout,
+        "attention_dropout": config.model.attention_dropout,
+        "sequence_parallel": config.parallel.sequence_parallel,
+    }
+    if config.train.recompute != "none":
+        fields["recompute_granularity"] = config.train.recompute
+    if config.train.recompute == "full":  # each layer on its own: the least memory
+        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.optimizer.fp8 is not None:
+        # As Megatron-Bridge's recipes: gradients in e5m2 with one scale per tensor, all in e4m3 with scales per block.
+        per_tensor = config.optimizer.fp8 in ("delayed", "tensorwise")
+        fields |= {"fp8": "hybrid" if per_tensor else "e4m3", "fp8_recipe": config.optimizer.fp8}
+    return fields
+
+
+def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
+    """Refuse what needs CUDA or Transformer Engine where they are absent, naming the key."""
+    optimizer, parallel = config.optimizer, config.parallel
+    needs_engine = {
+        f"optimizer.fp8={optimizer.fp8}": optimizer.fp8 is not None,
+        f"parallel.context={parallel.context}": parallel.context > 1,
+        "parallel.sequence_parallel=true": parallel.sequence_parallel,
+    }
+    for key, is_wanted in needs_engine.items():
+        if is_wanted and not backend.uses_transformer_engine:
+            raise InvalidInputError(f"{key} needs CUDA and Transformer Engine, which this machine lacks; leave it out")
+    if optimizer.distributed and not backend.uses_transformer_engine:
+        raise InvalidInputError(
+            "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
+            "Adam's step count; set optimizer.distributed=false"
+        )
+    for key, value in {"precision": optimizer.precision, "gradient_dtype": optimizer.gradient_dtype}.items():
+        if value == "bfloat16" and backend.device_type == "cpu":
+            raise InvalidInputError(
+                f"optimizer.{key}=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
+                f"optimizer.{key} out"
+            )
+
+
 def _scheduler(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, schedule: StepSchedule
 ) -> OptimizerParamScheduler:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     # It counts bins, so that a run resumed with another batch size continues where the schedule was.
-    num_warmup_steps = int(settings.warmup_share * (schedule.num_bins // schedule.bins_per_step))
+    num_steps = schedule.num_bins // schedule.bins_per_step
+    num_warmup_steps = int(settings.warmup_share * num_steps)
+    if settings.warmup_steps is not None:
+        if settings.warmup_steps >= num_steps > 0:
+            raise InvalidInputError(
+                f"optimizer.warmup_steps is {settings.warmup_steps}, but the run has {num_steps} steps; lower it, or "
+                "train longer"
+            )
+        num_warmup_steps = settings.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
         # Steps at 1/(n+1), 2/(n+1), ... of the rate: at 0, the first step would change nothing.
@@ -152,7 +204,9 @@ def _scheduler(
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=num_warmup_steps * schedule.bins_per_step,
         lr_decay_steps=schedule.num_bins,
-        lr_decay_style=settings.decay_style,
+        lr_decay_style="WSD" if settings.decay_style == "wsd" else settings.decay_style,
+        wsd_decay_steps=max(round(settings.wsd_share * schedule.num_bins), 1),
+        lr_wsd_decay_style=settings.wsd_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=schedule.num_bins,
