@@ -3,8 +3,8 @@
     norms, biases, embeddings, output, first_4_layers     words that every model understands
     decoder.layers.0.mlp.*                                patterns of Megatron-Core's names
 
-Each pipeline stage counts its own layers from 0. Names here count over the whole model, so that a setting means the same
-for any layout of the ranks.
+Each pipeline stage counts its own layers from 0. Names here count over the whole model, so that a setting means the
+same for any layout of the ranks.
 """
 
 from __future__ import annotations

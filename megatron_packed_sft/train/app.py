@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,6 +119,7 @@ def _run(
 ) -> None:
     import torch
 
+    from megatron_packed_sft.train.loggers import open_trackers
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
@@ -138,10 +140,13 @@ def _run(
     if resumption is not None:
         trainer.resume(resumption.checkpoint, resumption.state)
     reporter = Reporter()
+    notes: list[str] = []
     if own_rank() == 0:
-        metrics = MetricsFile(local_path(config.output), first_step=trainer.step)
+        output = local_path(config.output)
+        trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
+        metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps)
-    for line in _opening_lines(data, schedule, backend, resumption):
+    for line in [*_opening_lines(data, schedule, backend, resumption), *notes]:
         reporter.say(line)
     try:
         reporter.summarize(trainer.run(reporter))

@@ -94,8 +94,8 @@ class ModelConfig:
         rotary_base: base of the rotary positions.
         hidden_dropout: share of the residual stream's additions that training drops.
         attention_dropout: share of the attention weights that training drops.
-        freeze: what is not trained: embeddings, output, norms, first_N_layers, or patterns of Megatron-Core's names such
-            as decoder.layers.0.mlp.*, with layers counted over the whole model.
+        freeze: what is not trained: embeddings, output, norms, first_N_layers, or patterns of Megatron-Core's names
+            such as decoder.layers.0.mlp.*, with layers counted over the whole model.
     """
 
     num_layers: int = MISSING  # type: ignore[assignment]
@@ -168,7 +168,8 @@ class OptimizerConfig:
         precision: float32, bfloat16 (CUDA only, with float32 main parameters), or auto: the best for the device.
         fp8: compute matrix products in fp8: delayed, tensorwise, blockwise or mxfp8; needs CUDA, Transformer Engine and
             precision bfloat16.
-        gradient_dtype: in what the gradients of micro batches and ranks are summed: float32, or bfloat16 to save memory.
+        gradient_dtype: in what the gradients of micro batches and ranks are summed: float32, or bfloat16 to save
+            memory.
         distributed: spread the optimizer state over the data-parallel ranks; needs CUDA and Transformer Engine.
     """
 
@@ -258,7 +259,7 @@ class ValidationConfig:
     at_start: bool = True
     steps: int | None = None
     split: str = "validation"
-    paths: Any = field(default_factory=list)
+    paths: Any = None
     patience: int | None = None
     min_delta: float = 0.0
     watch: str | None = None

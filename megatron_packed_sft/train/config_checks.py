@@ -78,7 +78,7 @@ def named_paths(paths: Any) -> dict[str, str]:
         >>> named_paths(["data/maths"]), named_paths({"maths": "data/maths"})
         ({'data/maths': 'data/maths'}, {'maths': 'data/maths'})
     """
-    return dict(paths) if isinstance(paths, dict) else {path: path for path in paths}
+    return dict(paths) if isinstance(paths, dict) else {path: path for path in paths or ()}
 
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
@@ -111,12 +111,12 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     yield from _below(0, {"optimizer.warmup_steps": optimizer.warmup_steps})
     if not 0 < optimizer.wsd_share <= 1:
         yield f"optimizer.wsd_share is {optimizer.wsd_share}; it is a share of all steps, above 0 and at most 1"
-    if optimizer.decay_style == "wsd" and optimizer.warmup_steps is None:
-        if optimizer.warmup_share + optimizer.wsd_share > 1:
-            yield (
-                f"optimizer.warmup_share {optimizer.warmup_share} and optimizer.wsd_share {optimizer.wsd_share} are "
-                "more than all steps; lower one of them"
-            )
+    warmup_share = optimizer.warmup_share if optimizer.warmup_steps is None else 0.0
+    if optimizer.decay_style == "wsd" and warmup_share + optimizer.wsd_share > 1:
+        yield (
+            f"optimizer.warmup_share {warmup_share} and optimizer.wsd_share {optimizer.wsd_share} are more than all "
+            "steps; lower one of them"
+        )
     if not 0 <= optimizer.warmup_share < 1:
         yield f"optimizer.warmup_share is {optimizer.warmup_share}; it is a share of all steps, from 0 to below 1"
     if not 0 < optimizer.learning_rate < math.inf:
@@ -154,7 +154,7 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
 
 def _validation_problems(validation: ValidationConfig, parallel: ParallelConfig) -> Iterator[str]:
     paths = validation.paths
-    listed = list(paths.values()) if isinstance(paths, dict) else paths
+    listed = list(paths.values()) if isinstance(paths, dict) else paths or []
     if not isinstance(listed, list) or not all(isinstance(path, str) and path for path in listed):
         yield f"validation.paths is {paths!r}; give a list of paths, or names such as {{maths: PATH}}"
     yield from _below(1, {"validation.steps": validation.steps, "validation.patience": validation.patience})
@@ -176,7 +176,7 @@ def _logger_problems(logger: LoggerConfig) -> Iterator[str]:
         if name not in LOGGERS:
             yield f"logger.names has {name!r}; choose from {', '.join(LOGGERS)}, or [] for none"
     if logger.wandb_mode not in ("offline", "online"):
-        yield f"logger.wandb_mode is {logger.wandb_mode!r}; choose offline or online, or leave wandb out of logger.names"
+        yield f"logger.wandb_mode is {logger.wandb_mode!r}; choose offline or online, or leave wandb out"
 
 
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

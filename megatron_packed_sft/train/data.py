@@ -19,7 +19,7 @@ from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
-from megatron_packed_sft.train.config import DataConfig, TrainConfig
+from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import named_paths
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
@@ -35,12 +35,17 @@ class TrainingData:
         validation: name -> what to validate on.
         sequence_length: largest number of positions in a batch.
         vocab_size: all ids are below it.
+        tokenizer: of data.tokenizer, if it was given.
+        watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
+            None when nobody asks.
     """
 
     dataset: PackedDataset
     validation: Mapping[str, PackedDataset]
     sequence_length: int
     vocab_size: int
+    tokenizer: Tokenizer | None = None
+    watched: str | None = None
 
 
 def open_data(config: TrainConfig) -> TrainingData:
@@ -96,6 +101,8 @@ def open_data(config: TrainConfig) -> TrainingData:
         validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        watched=_watched(config.validation, list(held_out)),
     )
 
 
@@ -205,6 +212,24 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
         **named_paths(config.validation.paths),
         **{name: path for name, path in own.items() if split in splits.get(path, ())},
     }
+
+
+def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
+    """Return the name of the validation data that early stopping and samples look at."""
+    if settings.patience is None and not settings.num_samples and settings.watch is None:
+        return None
+    key = "patience" if settings.patience is not None else "num_samples"
+    if not names:
+        raise InvalidInputError(
+            f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
+        )
+    if settings.watch is None:
+        if _OWN_SPLIT in names or len(names) == 1:
+            return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
+        raise InvalidInputError(f"validation.{key} needs validation.watch; choose from {', '.join(names)}")
+    if settings.watch not in names:
+        raise InvalidInputError(f"validation.watch is {settings.watch!r}; choose from {', '.join(names)}")
+    return settings.watch
 
 
 def _sequence_length(data: DataConfig, sources: list[BinReader], multiple: int) -> int:

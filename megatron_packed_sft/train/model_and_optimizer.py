@@ -146,6 +146,8 @@ def transformer_fields(config: TrainConfig) -> dict[str, Any]:
         "attention_dropout": config.model.attention_dropout,
         "sequence_parallel": config.parallel.sequence_parallel,
     }
+    if config.model.freeze:  # else a checkpoint has one tensor for all layers, and a frozen one has no optimizer state
+        fields["hetereogenous_dist_checkpoint"] = True  # spelled like this there
     if config.train.recompute != "none":
         fields["recompute_granularity"] = config.train.recompute
     if config.train.recompute == "full":  # each layer on its own: the least memory

@@ -42,7 +42,8 @@ def data_parallel_size(num_ranks: int, parallel: ParallelConfig) -> int:
         context = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
         raise InvalidInputError(
             f"{num_ranks} processes cannot be divided into parallel.tensor {parallel.tensor} x parallel.pipeline "
-            f"{parallel.pipeline}{context}; start a multiple of {ranks_per_bin} (torchrun --nproc-per-node), or lower these"
+            f"{parallel.pipeline}{context}; start a multiple of {ranks_per_bin} (torchrun "
+            "--nproc-per-node), or lower these"
         )
     return num_ranks // ranks_per_bin
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import sys
@@ -20,9 +21,9 @@ from megatron_packed_sft.train.checkpoint import (
     find_checkpoint,
     refuse_damaged,
 )
+from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker
 from megatron_packed_sft.train.metrics import (
     METRICS,
-    TENSORBOARD,
     MetricsFile,
     StepRecord,
     Totals,
@@ -111,7 +112,7 @@ def test_metrics_of_a_resumed_run_continue_after_its_checkpoint(tmp_path: Path) 
         write_steps(metrics, range(21, 24))
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == list(range(1, 24))
     assert read_metrics(tmp_path / METRICS, "validation") == [
-        {"event": "validation", "step": 20, "name": "validation", "loss": 2.5, "num_trained": 100}
+        {"event": "validation", "step": 20, "name": "validation", "loss": 2.5, "perplexity": math.exp(2.5), "num_trained": 100}
     ]
 
 
@@ -167,7 +168,7 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
     shown = os.read(controller, 1 << 16).decode()
     assert "| 1/4 [" in shown
     assert "validating on validation:   0%" in shown
-    assert "step 0: loss 2.5000 on validation (100 trained tokens)\r\n" in shown
+    assert "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18\r\n" in shown
     finished = shown.rpartition("finished at step")[2]
     assert "speed: " in finished
     assert "| 1/4 [" not in finished  # the summary stands below the bar, which is not drawn again
@@ -180,7 +181,8 @@ def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsFile(tmp_path, first_step=0) as metrics:
+    tracker = TensorBoardTracker(tmp_path / TENSORBOARD, first_step=0)
+    with MetricsFile(tmp_path, first_step=0, trackers=[tracker]) as metrics:
         write_steps(metrics, range(1, 4))
         metrics.write_validation("validation", 3, 2.5, 100)
     written = EventAccumulator(str(tmp_path / TENSORBOARD))

@@ -48,7 +48,12 @@ def _one_rank() -> Iterator[None]:
 
 def config_of(**groups: Any) -> TrainConfig:
     model = ModelConfig(**{**TINY, **groups.pop("model", {})})  # type: ignore[arg-type]
-    kinds = {"optimizer": OptimizerConfig, "train": StepConfig, "parallel": ParallelConfig, "validation": ValidationConfig}
+    kinds = {
+        "optimizer": OptimizerConfig,
+        "train": StepConfig,
+        "parallel": ParallelConfig,
+        "validation": ValidationConfig,
+    }
     config = TrainConfig(model=model, **{name: kinds[name](**values) for name, values in groups.items()})
     config.data.path = "somewhere"
     return config
@@ -59,9 +64,7 @@ def build(num_steps: int = 10, **groups: Any) -> ModelAndOptimizer:
     schedule = StepSchedule(num_steps=num_steps, num_microbatches=1, bins_per_step=4, num_bins=4 * num_steps)
     config = config_of(**groups)
     check_config(config)
-    return build_model_and_optimizer(
-        config, schedule, backend=choose_backend(), vocab_size=256, sequence_length=128
-    )
+    return build_model_and_optimizer(config, schedule, backend=choose_backend(), vocab_size=256, sequence_length=128)
 
 
 def step(trained: ModelAndOptimizer) -> tuple[float, dict[str, torch.Tensor]]:
@@ -80,9 +83,7 @@ def step(trained: ModelAndOptimizer) -> tuple[float, dict[str, torch.Tensor]]:
         forward_only=False,
     )
     gradients = {
-        name: one.main_grad.clone()
-        for name, one in named_parameters(trained.model.module).items()
-        if one.requires_grad
+        name: one.main_grad.clone() for name, one in named_parameters(trained.model.module).items() if one.requires_grad
     }
     trained.optimizer.step()
     return report["lm loss"][0].item(), gradients
@@ -231,7 +232,10 @@ def test_warm_up_is_a_share_of_the_steps_or_a_number_of_them() -> None:
         ({"optimizer": {"fp8": "delayed"}}, {"fp8": "hybrid", "fp8_recipe": "delayed"}),
         ({"optimizer": {"fp8": "mxfp8"}}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}),
         ({"parallel": {"tensor": 2, "sequence_parallel": True}}, {"sequence_parallel": True}),
-        ({"train": {"recompute": "selective"}}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+        (
+            {"train": {"recompute": "selective"}},
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        ),
     ],
 )
 def test_megatron_core_accepts_the_fields_of_what_cannot_run_here(groups: Any, expected: dict[str, Any]) -> None:
