@@ -41,7 +41,9 @@ class ModelAndOptimizer:
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Return the tensors of this rank, each with its place in the checkpoint."""
         model = self.model.module.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading)
+        _share_step_count(optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
         """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
@@ -51,6 +53,19 @@ class ModelAndOptimizer:
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.scheduler.load_state_dict(dict(scheduler))
+
+
+def _share_step_count(optimizer: Mapping[str, Any]) -> None:
+    """Give Adam's step count to ranks that have none; a collective call.
+
+    A checkpoint takes it from the first rank, whose part of the model may be frozen as a whole.
+    """
+    state = optimizer.get("optimizer", optimizer).get("state", {})
+    counts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, state.get("common_step"))
+    known = [count for count in counts if count is not None]
+    if known and isinstance(state, dict):
+        state.setdefault("common_step", known[0])
 
 
 def build_model_and_optimizer(
