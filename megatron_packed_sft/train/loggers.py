@@ -111,7 +111,7 @@ class WandbTracker:
 
     def close(self) -> None:
         """Write what is left."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class MlflowTracker:

@@ -112,7 +112,14 @@ def test_metrics_of_a_resumed_run_continue_after_its_checkpoint(tmp_path: Path) 
         write_steps(metrics, range(21, 24))
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == list(range(1, 24))
     assert read_metrics(tmp_path / METRICS, "validation") == [
-        {"event": "validation", "step": 20, "name": "validation", "loss": 2.5, "perplexity": math.exp(2.5), "num_trained": 100}
+        {
+            "event": "validation",
+            "step": 20,
+            "name": "validation",
+            "loss": 2.5,
+            "perplexity": math.exp(2.5),
+            "num_trained": 100,
+        }
     ]
 
 
