@@ -149,7 +149,7 @@ class PackedSFTSettings:
                 "dataset.dataset_kwargs.return_cu_seqlen is false, and Megatron-Bridge's mask, which comes instead of "
                 "boundaries, lets the sequences of a bin see each other; leave the key out"
             )
-        # Megatron-Bridge turns the field on where it needs it; a recipe's arguments must not turn it off again.
+        # Megatron-Bridge turns fields on where it needs them; a recipe's arguments must not turn them off again.
         arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
         arguments["pad_cu_seqlens"] = self._pads_boundaries() or arguments.get("pad_cu_seqlens", False)
         layout = _layout(context)
@@ -220,7 +220,8 @@ class _SettingsSince06(PackedSFTSettings):
         self, context: BuildContext
     ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
         """As in `PackedSFTSettings`."""
-        self._refuse_contradicting_specs()
+        if "_specs" in vars(self):  # somebody looked at them
+            self._refuse_contradicting_specs()
         if self.dataloader_type == "batch":
             logger.warning(
                 "dataset.dataloader_type=batch of this Megatron-Bridge shuffles the samples of all epochs together, "
@@ -231,8 +232,6 @@ class _SettingsSince06(PackedSFTSettings):
 
     def _refuse_contradicting_specs(self) -> None:
         """Refuse what was written into the specs and cannot be followed, because the data is packed already."""
-        if "_specs" not in vars(self):
-            return
         specs = self.offline_packing_specs
         if self.seq_length and specs.packed_sequence_size != self.seq_length:
             raise InvalidInputError(
@@ -248,15 +247,9 @@ class _SettingsSince06(PackedSFTSettings):
 
 
 def iterations_of(path: str | list[str], num_epochs: float, global_batch_size: int, split: str = "train") -> int:
-    """Return the `train.train_iters` that are this many passes over the bins of packed data, rounded up.
+    """Return the `train.train_iters` of so many passes over packed data (a `path` as the provider's), rounded up.
 
     Megatron-Bridge's `train.num_epochs` is for its own datasets only, and refuses every other one.
-
-    Args:
-        path: as the provider's `path`.
-        num_epochs: passes over the data.
-        global_batch_size: bins to a step.
-        split: of dataset directories.
     """
     if num_epochs <= 0 or global_batch_size < 1:
         raise InvalidInputError(
@@ -333,8 +326,7 @@ def _layout(context: BuildContext) -> ParallelLayout:
     has_begun = state is not None and state.model_parallel_is_initialized()
     sizes = {}
     for name, group, size_of in (("context", "cp", "context"), ("tensor", "tp", "tensor_model")):
-        found = getattr(groups, group, None)
-        if found is not None:
+        if (found := getattr(groups, group, None)) is not None:
             sizes[name] = int(found.size())
         else:
             sizes[name] = getattr(state, f"get_{size_of}_parallel_world_size")() if has_begun else 1

@@ -53,8 +53,8 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("log_interval", "logging_steps"), "train.log_every"),
     **dict.fromkeys(("tp", "tensor_model_parallel_size", "tensor_parallel"), "parallel.tensor"),
     **dict.fromkeys(("pp", "pipeline_model_parallel_size", "pipeline_parallel"), "parallel.pipeline"),
-    **dict.fromkeys(("cp", "context_parallel_size", "context_parallel"), "parallel.context"),
-    **dict.fromkeys(("sp",), "parallel.sequence_parallel"),
+    **dict.fromkeys(("cp", "context", "context_parallel_size", "context_parallel"), "parallel.context"),
+    "sp": "parallel.sequence_parallel",
     **{
         f"{group}{key}": "a dense model, because this recipe does not train mixtures of experts (MoE)"
         for group in ("", "model.", "parallel.")

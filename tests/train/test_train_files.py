@@ -19,8 +19,11 @@ from megatron_packed_sft.train.checkpoint import (
     CheckpointDirectory,
     TrainingState,
     find_checkpoint,
+    recorded_model,
     refuse_damaged,
+    refuse_other_model,
 )
+from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker
 from megatron_packed_sft.train.metrics import (
     METRICS,
@@ -88,6 +91,21 @@ def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_
     refuse_damaged(tmp_path, checksums, rank=0, num_ranks=2)
     with pytest.raises(ShardFileError, match=r"b\.distcp is damaged: its checksum differs; restore it, or remove"):
         refuse_damaged(tmp_path, checksums, rank=1, num_ranks=2)
+
+
+def test_a_checkpoint_from_before_freezing_was_recorded_had_nothing_frozen() -> None:
+    config = TrainConfig()
+    current = recorded_model(config, 256)
+    before = {name: value for name, value in current.items() if name not in ("freeze", "optimizer.no_weight_decay")}
+    refuse_other_model(Path("step_000020"), before, current)
+    config.model.hidden_dropout = 0.1  # may change: it is no part of the shape
+    refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+    config.model.freeze = ["embeddings"]
+    config.optimizer.no_weight_decay = ["norms"]
+    with pytest.raises(InvalidInputError) as caught:
+        refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+    assert "model.freeze was [] and is ['embeddings'] now" in str(caught.value)
+    assert "optimizer.no_weight_decay was ['biases', 'norms'] and is ['norms'] now" in str(caught.value)
 
 
 def make_record(step: int) -> tuple[StepRecord, Totals]:
