@@ -25,9 +25,9 @@ def train(model: PreTrainedModel, loader: Iterable[dict[str, Any]], learning_rat
     """Train on every batch and yield each step's loss per trained token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for batch in loader:
-        on_device = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-        output = model(**on_device)
-        loss = output.loss if "labels" in batch else weighted_loss(output.logits, on_device)  # data with weights
+        own = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        output = model(**own)
+        loss = output.loss if "labels" in own else weighted_loss(output.logits, own)  # data with weights
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -41,12 +41,13 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or name on the Hugging Face Hub; by default a small untrained Llama")
     parser.add_argument("--vocab-size", type=int, help="of the small Llama; by default the one recorded with the data")
     parser.add_argument("--eos-id", type=int, help="padding id; by default the one recorded with the data")
+    parser.add_argument("--output", help="a folder to save the trained model in; by default it is not saved")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--bins-per-step", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     given = parser.parse_args()
-    num_samples = given.steps * given.bins_per_step
-    dataset = create_sft_dataset(given.dataset, given.eos_id, contract="hf", max_num_samples=num_samples)
+    length = given.steps * given.bins_per_step
+    dataset = create_sft_dataset(given.dataset, given.eos_id, contract="hf", max_num_samples=length)
     vocab_size = given.vocab_size or dataset.source.vocab_size
     if not given.model and vocab_size is None:
         parser.error(f"{given.dataset} does not record its vocabulary size; add --vocab-size or --model")
@@ -55,6 +56,8 @@ def main() -> None:
     loader = PackedLoader(dataset, micro_batch_size=given.bins_per_step)
     for step, loss in enumerate(train(model.train(), loader, given.learning_rate), start=1):
         print(f"step {step:>4}  loss {loss:.4f}", flush=True)
+    if given.output:
+        model.save_pretrained(given.output)
 
 
 if __name__ == "__main__":

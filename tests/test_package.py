@@ -61,6 +61,8 @@ ONLY_IN = {
     "sentencepiece": {"encode"},
     "jinja2": {"encode"},
     "datasets": {"records"},
+    "wandb": {"train"},
+    "mlflow": {"train"},
     "ray": {"prepare"},
     "hydra": {"config"},
     "omegaconf": {"config"},

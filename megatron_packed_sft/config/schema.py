@@ -120,7 +120,8 @@ def key_hint(schema: type, path: str, look_alikes: Mapping[str, str]) -> str:
 
 
 def _fields(schema: Any) -> list[Key]:
-    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    hints = typing.get_type_hints(schema)
+    meanings = {name: text for base in reversed(schema.__mro__) for name, text in _meanings(base).items()}
     result = []
     for field in dataclasses.fields(schema):
         if not field.init:
@@ -138,7 +139,7 @@ def _fields_at(schema: Any, path: str) -> list[Key]:
         if typing.get_origin(schema) in _MAPPINGS:
             schema = typing.get_args(schema)[1]
             continue
-        schema = next((key.kind for key in _fields(schema) if key.path == name), None)
+        schema = next((_without_none(key.kind) for key in _fields(schema) if key.path == name), None)
         if not dataclasses.is_dataclass(schema) and typing.get_origin(schema) not in _MAPPINGS:
             return []
     return _fields(schema) if dataclasses.is_dataclass(schema) else []

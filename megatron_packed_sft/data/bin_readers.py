@@ -238,7 +238,8 @@ class ShardBinReader:
 def _made_with(
     where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
 ) -> MadeWith:
-    return MadeWith(where, figures.tokenizer, figures.chat_template_fingerprint, vocab_size, figures.num_bins, bin_at)
+    template, multiple = figures.chat_template_fingerprint, figures.pad_seq_to_mult
+    return MadeWith(where, figures.tokenizer, template, vocab_size, figures.num_bins, bin_at, multiple)
 
 
 def _identity(storage: Storage, path: Path, shard: Any) -> str:

@@ -34,6 +34,7 @@ class MadeWith(NamedTuple):
     vocab_size: Callable[[], int | None]  # all ids are below it; a model's may be larger than the tokenizer's
     num_bins: int
     bin_at: Callable[[int], PackedBin]
+    pad_seq_to_mult: int | None = None  # what its sequences are padded to a multiple of
 
     @property
     def tokenizer_identity(self) -> str | None:

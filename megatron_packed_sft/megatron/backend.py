@@ -123,7 +123,6 @@ def start_distributed(
     _import_megatron_core()
     adapt_to_cpu()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if backend.device_type == "cuda":
         torch.cuda.set_device(backend.device)
@@ -137,7 +136,17 @@ def start_distributed(
         pipeline_model_parallel_size=pipeline_parallel,
         context_parallel_size=context_parallel,
     )
-    # Each stage draws its own weights, as in Megatron-LM. Tensor-parallel ranks share a seed; their trackers differ.
+    seed_random_numbers(seed)
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed what this rank draws for weights and dropout.
+
+    Each stage draws its own numbers, as in Megatron-LM. Tensor-parallel ranks share a seed; their trackers differ.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)

@@ -23,7 +23,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +34,13 @@ from typing import Any, Protocol
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 
 logger = logging.getLogger(__name__)
 
 PROVIDER = "PackedSFTDatasetProvider"
+_LENGTH_MULTIPLE = 16  # what Megatron-Bridge pads batches to
 
 
 class BuildContext(Protocol):
@@ -101,6 +105,13 @@ class PackedSFTSettings:
             raise InvalidInputError("dataset.path is not set; set it to the packed data to train on")
         if not self.seq_length:
             raise InvalidInputError("dataset.seq_length is not set; set it to the model's sequence length")
+        if not context.train_samples and not context.valid_samples and not context.test_samples:
+            # How Megatron-Bridge asks for a dataset's own length. Ours are as long as a run asks for.
+            raise InvalidInputError(
+                "Megatron-Bridge asks for no samples at all, as it does for train.num_epochs; set train.train_iters "
+                "instead, to what megatron_packed_sft.megatron.bridge.iterations_of(path, num_epochs, "
+                "global_batch_size) returns"
+            )
         num_samples = self.max_train_samples or context.train_samples
         if self.dataloader_type == "single" and num_samples < context.train_samples:
             raise InvalidInputError(
@@ -138,10 +149,14 @@ class PackedSFTSettings:
                 "dataset.dataset_kwargs.return_cu_seqlen is false, and Megatron-Bridge's mask, which comes instead of "
                 "boundaries, lets the sequences of a bin see each other; leave the key out"
             )
-        # Megatron-Bridge turns the field on where it needs it; a recipe's arguments must not turn it off again.
+        # Megatron-Bridge turns fields on where it needs them; a recipe's arguments must not turn them off again.
         arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
-        arguments["pad_cu_seqlens"] = self.pad_cu_seqlens or arguments.get("pad_cu_seqlens", False)
-        return create_sft_dataset(
+        arguments["pad_cu_seqlens"] = self._pads_boundaries() or arguments.get("pad_cu_seqlens", False)
+        layout = _layout(context)
+        # Sequence parallelism shares whole bins; whether it is on is not known here, and a longer padding does no harm.
+        multiple = math.lcm(arguments.get("pad_seq_length_to_mult", _LENGTH_MULTIPLE), layout.bin_multiple)
+        arguments["pad_seq_length_to_mult"] = multiple
+        dataset = create_sft_dataset(
             paths if len(paths) > 1 else paths[0],
             context.tokenizer,
             self.seq_length,
@@ -153,6 +168,12 @@ class PackedSFTSettings:
             contract=contract_of(installed_version()) if self.contract == "auto" else self.contract,
             **arguments,
         )
+        needed = ParallelLayout(context=layout.context)
+        needed.refuse_unpadded((part.where, part.pad_seq_to_mult) for part in dataset.source.made_with())
+        return dataset
+
+    def _pads_boundaries(self) -> bool:
+        return self.pad_cu_seqlens
 
     def _packing_specs(self, module: str) -> Any:
         """Return Megatron-Bridge's own description of packed data, which its checks read; its paths are not used."""
@@ -168,6 +189,9 @@ class _SettingsBefore06(PackedSFTSettings):
     def __post_init__(self) -> None:
         self.packed_sequence_specs = self._packing_specs("megatron.bridge.data.datasets.packed_sequence")
 
+    def _pads_boundaries(self) -> bool:
+        return self.pad_cu_seqlens or bool(self.packed_sequence_specs.pad_cu_seqlens)
+
 
 @dataclass(kw_only=True)
 class _SettingsSince06(PackedSFTSettings):
@@ -178,13 +202,26 @@ class _SettingsSince06(PackedSFTSettings):
 
     @property
     def offline_packing_specs(self) -> Any:
-        """Megatron-Bridge's own description of packed data."""
-        return self._packing_specs("megatron.bridge.data.packing.config")
+        """Megatron-Bridge's own description of packed data: one object, because its recipes write into it."""
+        specs: Any = vars(self).get("_specs")
+        if specs is None:
+            specs = vars(self)["_specs"] = self._packing_specs("megatron.bridge.data.packing.config")
+            vars(self)["_asked"] = (specs.packed_sequence_size, specs.pad_cu_seqlens)
+        # A field that was set since is news, too: what was changed last wins.
+        asked = (self.seq_length or -1, self.pad_cu_seqlens)
+        if asked != vars(self)["_asked"]:
+            specs.packed_sequence_size, specs.pad_cu_seqlens = vars(self)["_asked"] = asked
+        return specs
+
+    def _pads_boundaries(self) -> bool:
+        return bool(self.offline_packing_specs.pad_cu_seqlens) if "_specs" in vars(self) else self.pad_cu_seqlens
 
     def build_datasets(
         self, context: BuildContext
     ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
         """As in `PackedSFTSettings`."""
+        if "_specs" in vars(self):  # somebody looked at them
+            self._refuse_contradicting_specs()
         if self.dataloader_type == "batch":
             logger.warning(
                 "dataset.dataloader_type=batch of this Megatron-Bridge shuffles the samples of all epochs together, "
@@ -192,6 +229,35 @@ class _SettingsSince06(PackedSFTSettings):
                 "epochs apart"
             )
         return super().build_datasets(context)
+
+    def _refuse_contradicting_specs(self) -> None:
+        """Refuse what was written into the specs and cannot be followed, because the data is packed already."""
+        specs = self.offline_packing_specs
+        if self.seq_length and specs.packed_sequence_size != self.seq_length:
+            raise InvalidInputError(
+                f"dataset.offline_packing_specs.packed_sequence_size is {specs.packed_sequence_size}, and "
+                f"dataset.seq_length is {self.seq_length}; set seq_length alone"
+            )
+        for name in ("packed_train_data_path", "packed_val_data_path"):
+            if getattr(specs, name, None) is not None:
+                raise InvalidInputError(
+                    f"dataset.offline_packing_specs.{name} is {getattr(specs, name)}, which is not read; set "
+                    "dataset.path and dataset.validation_path"
+                )
+
+
+def iterations_of(path: str | list[str], num_epochs: float, global_batch_size: int, split: str = "train") -> int:
+    """Return the `train.train_iters` of so many passes over packed data (a `path` as the provider's), rounded up.
+
+    Megatron-Bridge's `train.num_epochs` is for its own datasets only, and refuses every other one.
+    """
+    if num_epochs <= 0 or global_batch_size < 1:
+        raise InvalidInputError(
+            f"num_epochs {num_epochs} must be above 0, and global_batch_size {global_batch_size} at least 1"
+        )
+    paths = _listed(path)
+    source = create_sft_dataset(paths if len(paths) > 1 else paths[0], 0, split=split).source
+    return math.ceil(num_epochs * len(source) / global_batch_size)
 
 
 def installed_version() -> str:
@@ -251,6 +317,20 @@ def _make_provider() -> type:
     # Bridge writes the class's name into checkpoints and looks it up by that.
     names = {"__module__": __name__, "__doc__": PackedSFTSettings.__doc__}
     return dataclass(kw_only=True)(type(PROVIDER, bases, names))
+
+
+def _layout(context: BuildContext) -> ParallelLayout:
+    """Return how the ranks of this run share a bin, as far as it has begun; sequence parallelism is assumed."""
+    groups = getattr(context, "pg_collection", None)
+    state = sys.modules.get("megatron.core.parallel_state")  # a run that has begun has imported it
+    has_begun = state is not None and state.model_parallel_is_initialized()
+    sizes = {}
+    for name, group, size_of in (("context", "cp", "context"), ("tensor", "tp", "tensor_model")):
+        if (found := getattr(groups, group, None)) is not None:
+            sizes[name] = int(found.size())
+        else:
+            sizes[name] = getattr(state, f"get_{size_of}_parallel_world_size")() if has_begun else 1
+    return ParallelLayout(context=sizes["context"], tensor=sizes["tensor"], sequence_parallel=True)
 
 
 def _import(name: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,7 @@ def build_gpt_model(
             f"num_attention_heads {num_attention_heads} is not a multiple of num_query_groups {num_query_groups}; "
             "change one of them"
         )
+    _refuse_other_models(transformer_config)
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     fields = {
         "num_layers": num_layers,
@@ -148,6 +150,17 @@ def _hide_padding(model: GPTModel, num_real: int, num_logits: int) -> None:
         logits[..., first - num_logits :] = torch.finfo(logits.dtype).min
 
     model.output_layer.register_forward_hook(hide)
+
+
+def _refuse_other_models(transformer_config: Mapping[str, Any]) -> None:
+    """Refuse what the layer spec here does not build: the model would silently be a plain one."""
+    for name, kind in {
+        "num_moe_experts": "a mixture of experts (MoE)",
+        "mtp_num_layers": "multi-token prediction (MTP)",
+        "multi_latent_attention": "multi-latent attention",
+    }.items():
+        if transformer_config.get(name):
+            raise InvalidInputError(f"{name}={transformer_config[name]} asks for {kind}, which is not built here")
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel: int = 1) -> int:

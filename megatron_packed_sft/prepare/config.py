@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import PackOptions
+from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.prepare.sources import SplitRule
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
@@ -47,6 +49,36 @@ class TokenizerConfig:
     path: str = REQUIRED
     kind: str = "auto"
     fast: bool = True
+
+
+@dataclass(kw_only=True)
+class PackingConfig(PackOptions):
+    """How sequences are packed: the options of `pack`, and one that computes another.
+
+    Args:
+        for_parallel: how the ranks that will train share a bin, such as {tensor: 2, context: 2, sequence_parallel:
+            true}, also fp8; sets packing.pad_seq_to_mult to what they need.
+    """
+
+    for_parallel: ParallelLayout | None = None
+
+    def options(self) -> PackOptions:
+        """Return the options of `pack`, with `for_parallel` turned into the multiple that it asks for.
+
+        Example:
+            >>> PackingConfig(for_parallel=ParallelLayout(context=4)).options().pad_seq_to_mult
+            8
+        """
+        given = {option.name: getattr(self, option.name) for option in fields(PackOptions)}
+        if self.for_parallel is not None:
+            needed = self.for_parallel.sequence_multiple
+            if self.pad_seq_to_mult != 1 and self.pad_seq_to_mult % needed:
+                raise InvalidInputError(
+                    f"packing.pad_seq_to_mult is {self.pad_seq_to_mult}, but packing.for_parallel needs a multiple of "
+                    f"{needed}; leave packing.pad_seq_to_mult out"
+                )
+            given["pad_seq_to_mult"] = max(needed, self.pad_seq_to_mult)
+        return PackOptions(**given)
 
 
 @dataclass
@@ -97,7 +129,7 @@ class PrepareConfig:
     encode: EncodeOptions = field(default_factory=EncodeOptions)
     split: SplitRule = field(default_factory=SplitRule)
     # Long sequences are dropped and counted, within max_drop_share; `pack` itself refuses them.
-    packing: PackOptions = field(default_factory=lambda: PackOptions(overflow="drop", shuffle_output=True))
+    packing: PackingConfig = field(default_factory=lambda: PackingConfig(overflow="drop", shuffle_output=True))
     packed_storage: str = "memmap_v1"
     shard_megabytes: int = 256
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)

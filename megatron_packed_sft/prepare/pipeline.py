@@ -79,7 +79,8 @@ class Pipeline:
         self.packed_storage = storage_named(config.packed_storage).name
         self._sources = _sources(config)
         self._executor = create_executor(config.executor.kind, config.executor.num_workers)
-        check_packing(config.packing)
+        self._packing = config.packing.options()
+        check_packing(self._packing)
         if not config.dry_run:
             refuse_other_files(self.output)
             if self.rejects is not None:
@@ -96,11 +97,11 @@ class Pipeline:
             if self.config.force:
                 work.forget()
             encoded = self._encode(sources, settings, work)
-            planned = plan_splits(_in_order(encoded.stores), self.config.packing, work)
+            planned = plan_splits(_in_order(encoded.stores), self._packing, work)
             plans = {split: one.plan for split, one in planned.items()}
             report = self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
             if self.rejects is not None:
-                write_rejects(self.rejects, sources, encoded, plans, self.config.packing, work)
+                write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
             report.refuse_large_loss(self.config.max_drop_share)
             publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
@@ -120,7 +121,7 @@ class Pipeline:
         names = [one.source.name for one in sources]
         with self._progress("dry run", sum(one.num_bytes for one in sources), "B") as progress:
             found = estimate(sources, self._encode_settings(tokenizer, None), self._executor, progress)
-        options = self.config.packing
+        options = self._packing
         splits = _in_order(found.splits)
         plans = {split: pack_split(split, options, one.lengths, one.trained) for split, one in splits.items()}
         packed = {}
@@ -186,7 +187,7 @@ class Pipeline:
             store = encoded.stores[split]
             trained, sources = trained_of_items(plan, store), encoded.sources_of(split)
             lengths = store.lengths
-            packed[split] = packed_by_source(plan, lengths, self.config.packing, sources, list(encoded.counts), trained)
+            packed[split] = packed_by_source(plan, lengths, self._packing, sources, list(encoded.counts), trained)
         return packed
 
     def _report(
@@ -228,7 +229,7 @@ class Pipeline:
             "settings": {
                 "encode": description["encode"],
                 "split": description["split"],
-                "packing": asdict(self.config.packing),
+                "packing": asdict(self._packing),
                 "deduplicate": self.config.deduplicate,
                 "limit": self.config.limit,
                 "on_error": self.config.on_error,

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,13 +109,16 @@ def _train(config: TrainConfig) -> None:
     _silence_known_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism
     from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
+    from megatron_packed_sft.train.model_and_optimizer import refuse_without_gpu
 
     backend = choose_backend()
+    refuse_without_gpu(config, backend)
     with lost_ranks_explained():
         start_distributed(
             backend,
             tensor_parallel=config.parallel.tensor,
             pipeline_parallel=config.parallel.pipeline,
+            context_parallel=config.parallel.context,
             seed=config.seed,
         )
         _run(config, data, shape, checkpoints, resumption, backend)
@@ -132,6 +136,7 @@ def _run(
     import torch
 
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
+    from megatron_packed_sft.train.loggers import open_trackers
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
@@ -147,7 +152,7 @@ def _run(
         weights = HuggingFaceFolder.open(config.model.path)
     trained = build_model_and_optimizer(
         shape,
-        config.optimizer,
+        config,
         schedule,
         backend=backend,
         sequence_length=data.sequence_length,
@@ -159,10 +164,14 @@ def _run(
     if resumption is not None:
         trainer.resume(resumption.checkpoint, resumption.state)
     reporter = Reporter()
+    notes: list[str] = []
     if own_rank() == 0:
-        metrics = MetricsFile(local_path(config.output), first_step=trainer.step)
+        output = local_path(config.output)
+        trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
+        metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps)
-    for line in [*_opening_lines(data, schedule, backend, resumption), *_weights_lines(config, record, resumption)]:
+    opening = _opening_lines(data, schedule, backend, resumption)
+    for line in [*opening, *_weights_lines(config, record, resumption), *notes]:
         reporter.say(line)
     try:
         reporter.summarize(trainer.run(reporter))
@@ -204,12 +213,12 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
 
 def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
-    from megatron_packed_sft.train.checkpoint import refuse_other_adapters, refuse_other_model
+    from megatron_packed_sft.train.checkpoint import recorded_model, refuse_other_adapters, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
     from megatron_packed_sft.train.pretrained import recorded_peft
 
     checkpoint, state = resumption
-    refuse_other_model(checkpoint, ModelShape.from_saved(state.model), shape)
+    refuse_other_model(checkpoint, state.model, recorded_model(shape, config))
     refuse_other_adapters(checkpoint, state.peft, recorded_peft(config.peft))
     loader = training_loader(data, config)
     try:

@@ -27,6 +27,7 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.train.config import TrainConfig
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -34,6 +35,8 @@ FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 _FULL_DISK_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 1 << 22
+# Checkpoints from before these were recorded have the only values there were.
+_BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -183,23 +186,28 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
     return None
 
 
-def refuse_other_model(checkpoint: Path, saved: ModelShape, current: ModelShape) -> None:
+def recorded_model(shape: ModelShape, config: TrainConfig) -> dict[str, Any]:
+    """Return what must not change for a checkpoint to fit: the model's shape, and how its parameters are grouped."""
+    groups = {"optimizer.no_weight_decay": sorted(config.optimizer.no_weight_decay)}
+    return {**asdict(shape), "freeze": list(config.model.freeze), **groups}
+
+
+def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of a model with a different shape, naming the keys.
 
     Example:
-        >>> saved = ModelShape.of_sizes(
-        ...     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256
-        ... )
-        >>> refuse_other_model(Path("step_000020"), saved, replace(saved, num_layers=4))
+        >>> saved = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96,
+        ...          "vocab_size": 256}
+        >>> refuse_other_model(Path("step_000020"), saved, {**saved, "num_layers": 4})
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
-    before = asdict(saved)
+    before = {**_BEFORE_RECORDED, **saved, **asdict(ModelShape.from_saved(saved))}
     differing = [
-        f"model.{name} was {before[name]} and is {value} now"
-        for name, value in asdict(current).items()
-        if before[name] != value
+        f"{name if '.' in name else f'model.{name}'} was {before.get(name)} and is {value} now"
+        for name, value in current.items()
+        if before.get(name) != value
     ]
     if differing:
         raise InvalidInputError(

@@ -40,7 +40,15 @@ LOOK_ALIKES: Final = {
     "lora_target_modules": "peft.target_modules",
     "min_lr": "optimizer.min_learning_rate",
     "warmup_ratio": "optimizer.warmup_share",
-    "warmup_steps": "optimizer.warmup_share (a share of all steps)",
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "lr_warmup_iters"), "optimizer.warmup_steps"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_decay_style", "schedule", "scheduler"), "optimizer.decay_style"),
+    **dict.fromkeys(("gradient_checkpointing", "recompute_granularity", "activation_checkpointing"), "train.recompute"),
+    **dict.fromkeys(("early_stopping_patience", "early_stopping"), "validation.patience"),
+    **dict.fromkeys(("use_distributed_optimizer", "distributed_optimizer"), "optimizer.distributed"),
+    **dict.fromkeys(("bf16", "fp16", "dtype"), "optimizer.precision"),
+    **dict.fromkeys(("dropout", "resid_pdrop"), "model.hidden_dropout"),
+    **dict.fromkeys(("frozen", "freeze_layers", "freeze_embeddings"), "model.freeze"),
+    **dict.fromkeys(("report_to", "loggers"), "logger.names"),
     **dict.fromkeys(("data_path", "train_path"), "data.path"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
@@ -52,10 +60,29 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("log_interval", "logging_steps"), "train.log_every"),
     **dict.fromkeys(("tp", "tensor_model_parallel_size", "tensor_parallel"), "parallel.tensor"),
     **dict.fromkeys(("pp", "pipeline_model_parallel_size", "pipeline_parallel"), "parallel.pipeline"),
-    **dict.fromkeys(
-        ("cp", "context", "context_parallel_size", "context_parallel"),
-        "parallel.tensor or parallel.pipeline (this recipe does not split bins over ranks)",
-    ),
+    **dict.fromkeys(("cp", "context", "context_parallel_size", "context_parallel"), "parallel.context"),
+    "sp": "parallel.sequence_parallel",
+    **{
+        f"{group}{key}": "a dense model, because this recipe does not train mixtures of experts (MoE)"
+        for group in ("", "model.", "parallel.")
+        for key in (
+            "num_moe_experts",
+            "num_experts",
+            "num_local_experts",
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_grouped_gemm",
+            "expert",
+            "ep",
+            "expert_parallel",
+            "expert_model_parallel_size",
+        )
+    },
+    **{
+        f"{group}{key}": "next-token prediction alone, because this recipe does not train several tokens ahead (MTP)"
+        for group in ("", "model.")
+        for key in ("mtp_num_layers", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "mtp")
+    },
 }
 
 
@@ -73,6 +100,10 @@ class ModelConfig:
         vocab_size: vocabulary size; null takes the one recorded with the data.
         tie_embeddings: share the input and output embeddings; null means false.
         rotary_base: base of the rotary positions; null means 10000.
+        hidden_dropout: share of the residual stream's additions that training drops.
+        attention_dropout: share of the attention weights that training drops.
+        freeze: what is not trained: embeddings, output, norms, first_N_layers, or patterns of Megatron-Core's names
+            such as decoder.layers.0.mlp.*, with layers counted over the whole model.
     """
 
     path: str | None = None
@@ -84,6 +115,9 @@ class ModelConfig:
     vocab_size: int | None = None
     tie_embeddings: bool | None = None
     rotary_base: int | None = None
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    freeze: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -130,26 +164,40 @@ class OptimizerConfig:
         learning_rate: peak learning rate, reached after the warm-up.
         min_learning_rate: learning rate at the end of the decay.
         warmup_share: share of all steps that warm up.
-        decay_style: cosine, linear or constant.
+        warmup_steps: steps that warm up, instead of a share of them.
+        decay_style: cosine, linear, constant or wsd (warm up, stay, decay at the end).
+        wsd_share: share of all steps at the end that decay, with decay_style=wsd.
+        wsd_style: how they decay: linear, cosine, exponential or minus_sqrt.
         weight_decay: decoupled weight decay.
+        no_weight_decay: what it leaves alone: norms, biases, embeddings, or patterns of Megatron-Core's names.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
         eps: Adam's epsilon.
         clip_grad: largest gradient norm; 0 turns clipping off.
         precision: float32, bfloat16 (CUDA only, with float32 main parameters), or auto: the best for the device.
+        fp8: compute matrix products in fp8: delayed, tensorwise, blockwise or mxfp8; needs CUDA, Transformer Engine and
+            precision bfloat16.
+        gradient_dtype: in what the gradients of micro batches and ranks are summed: float32, or bfloat16 to save
+            memory.
         distributed: spread the optimizer state over the data-parallel ranks; needs CUDA and Transformer Engine.
     """
 
     learning_rate: float = 3e-4
     min_learning_rate: float = 0.0
     warmup_share: float = 0.03
+    warmup_steps: int | None = None
     decay_style: str = "cosine"
+    wsd_share: float = 0.1
+    wsd_style: str = "minus_sqrt"
     weight_decay: float = 0.01
+    no_weight_decay: list[str] = field(default_factory=lambda: ["norms", "biases"])
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
     precision: str = "auto"
+    fp8: str | None = None
+    gradient_dtype: str = "float32"
     distributed: bool = False
 
 
@@ -160,10 +208,16 @@ class ParallelConfig:
     Args:
         tensor: ranks that share each layer.
         pipeline: stages that the layers are spread over.
+        context: ranks that share each sequence; needs CUDA and Transformer Engine, and data prepared for it
+            (packing.for_parallel).
+        sequence_parallel: tensor-parallel ranks also share what lies between their matrix multiplications; needs CUDA
+            and Transformer Engine.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
 
 
 @dataclass
@@ -198,6 +252,8 @@ class StepConfig:
         batch_unit: what the batch counts: bins, or sequences as before packing.
         loss: per_token is the mean over trained tokens, per_conversation lets every conversation count the same.
         log_every: steps between two metrics records.
+        recompute: activations to compute again in the backward pass instead of keeping them: none, selective (inside
+            attention) or full (everything but each layer's input).
     """
 
     steps: int | None = None
@@ -208,6 +264,7 @@ class StepConfig:
     batch_unit: str = "bins"
     loss: str = "per_token"
     log_every: int = 1
+    recompute: str = "none"
 
 
 @dataclass
@@ -219,14 +276,44 @@ class ValidationConfig:
         at_start: also validate before the first step.
         steps: global batches to take from each dataset; null takes all.
         split: the split of the dataset directory in data.path to validate on.
-        paths: further data to validate on; metrics name each by its path.
+        paths: further data to validate on: a list, named by path in the metrics, or named such as {maths: PATH, code:
+            PATH}.
+        patience: stop early after so many validations in a row without a lower loss; null trains to the end.
+        min_delta: how much lower a loss must be to count.
+        watch: the name of the data whose loss decides; null takes the dataset's own validation split, or the only data.
+        num_samples: prompts to answer greedily at each validation, written to output/samples.
+        sample_tokens: the most tokens of an answer.
     """
 
     every: int = 0
     at_start: bool = True
     steps: int | None = None
     split: str = "validation"
-    paths: list[str] = field(default_factory=list)
+    paths: Any = None
+    patience: int | None = None
+    min_delta: float = 0.0
+    watch: str | None = None
+    num_samples: int = 0
+    sample_tokens: int = 64
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl; files are below output, and nothing is sent unless asked for.
+
+    Args:
+        names: tensorboard, wandb, mlflow; several at once, or none.
+        project: project in Weights & Biases, experiment in MLflow.
+        run_name: name of the run there; null takes the last part of output.
+        wandb_mode: offline writes files that `wandb sync` sends later, online sends at once.
+        mlflow_uri: an MLflow tracking server or store; null writes files to output/mlflow.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["tensorboard"])
+    project: str = "packed-sft"
+    run_name: str | None = None
+    wandb_mode: str = "offline"
+    mlflow_uri: str | None = None
 
 
 @dataclass
@@ -259,6 +346,7 @@ class TrainConfig:
         train: batch size and length of the run.
         validation: when and on what to validate.
         checkpoint: when to save.
+        logger: where metrics go besides metrics.jsonl.
     """
 
     packed_storage: str = "auto"
@@ -273,3 +361,4 @@ class TrainConfig:
     train: StepConfig = field(default_factory=StepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
+    LoggerConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PeftConfig,
     StepConfig,
     TrainConfig,
+    ValidationConfig,
 )
 
 PEFT_METHODS: Final = ("none", "lora")
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
-DECAY_STYLES: Final = ("cosine", "linear", "constant")
+DECAY_STYLES: Final = ("cosine", "linear", "constant", "wsd")
+WSD_STYLES: Final = ("linear", "cosine", "exponential", "minus_sqrt")
+GRADIENT_DTYPES: Final = ("float32", "bfloat16")
+RECOMPUTES: Final = ("none", "selective", "full")
+LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 BATCH_UNITS: Final = ("bins", "sequences")
 LOSSES: Final = ("per_token", "per_conversation")
 
@@ -49,10 +56,10 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _data_problems(config.data)
     yield from _optimizer_problems(config.optimizer)
     yield from _step_problems(config.train)
-    yield from _peft_problems(config.peft)
-    validation, checkpoint = config.validation, config.checkpoint
-    yield from _below(1, {"validation.steps": validation.steps})
-    yield from _below(0, {"validation.every": validation.every})
+    yield from _peft_problems(config.peft, config.model)
+    yield from _validation_problems(config.validation, config.parallel)
+    yield from _logger_problems(config.logger)
+    checkpoint = config.checkpoint
     yield from _below(0, {"checkpoint.every": checkpoint.every, "checkpoint.keep": checkpoint.keep})
     yield from _below(0, {"seed": config.seed})
     yield from _model_problems(config.model, config.parallel)
@@ -63,13 +70,23 @@ def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "resume", config.resume
     for path in config.data.path if isinstance(config.data.path, list) else [config.data.path]:
         yield "data.path", path
-    for path in config.validation.paths:
+    for path in named_paths(config.validation.paths).values():
         yield "validation.paths", path
     if config.model.path is not None:
         yield "model.path", config.model.path
     for name in ("plan", "tokenizer"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
+
+
+def named_paths(paths: Any) -> dict[str, str]:
+    """Return name -> path of validation.paths, which is a list or has names.
+
+    Example:
+        >>> named_paths(["data/maths"]), named_paths({"maths": "data/maths"})
+        ({'data/maths': 'data/maths'}, {'maths': 'data/maths'})
+    """
+    return dict(paths) if isinstance(paths, dict) else {path: path for path in paths or ()}
 
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
@@ -86,9 +103,28 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    for name, choices in {"precision": PRECISIONS, "decay_style": DECAY_STYLES}.items():
+    for name, choices in {
+        "precision": PRECISIONS,
+        "decay_style": DECAY_STYLES,
+        "wsd_style": WSD_STYLES,
+        "gradient_dtype": GRADIENT_DTYPES,
+        "fp8": (None, *FP8_MULTIPLES),
+    }.items():
         if getattr(optimizer, name) not in choices:
-            yield f"optimizer.{name} is {getattr(optimizer, name)!r}; choose from {', '.join(choices)}"
+            shown = ", ".join("null" if choice is None else choice for choice in choices)
+            yield f"optimizer.{name} is {getattr(optimizer, name)!r}; choose from {shown}"
+    if optimizer.precision == "float32" and (optimizer.fp8 or optimizer.gradient_dtype == "bfloat16"):
+        key = "fp8" if optimizer.fp8 else "gradient_dtype"
+        yield f"optimizer.{key}={getattr(optimizer, key)} needs optimizer.precision=bfloat16; change one of them"
+    yield from _below(0, {"optimizer.warmup_steps": optimizer.warmup_steps})
+    if not 0 < optimizer.wsd_share <= 1:
+        yield f"optimizer.wsd_share is {optimizer.wsd_share}; it is a share of all steps, above 0 and at most 1"
+    warmup_share = optimizer.warmup_share if optimizer.warmup_steps is None else 0.0
+    if optimizer.decay_style == "wsd" and warmup_share + optimizer.wsd_share > 1:
+        yield (
+            f"optimizer.warmup_share {warmup_share} and optimizer.wsd_share {optimizer.wsd_share} are more than all "
+            "steps; lower one of them"
+        )
     if not 0 <= optimizer.warmup_share < 1:
         yield f"optimizer.warmup_share is {optimizer.warmup_share}; it is a share of all steps, from 0 to below 1"
     if not 0 < optimizer.learning_rate < math.inf:
@@ -106,7 +142,9 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
 
 
-def _peft_problems(peft: PeftConfig) -> Iterator[str]:
+def _peft_problems(peft: PeftConfig, model: ModelConfig) -> Iterator[str]:
+    if peft.method == "lora" and model.freeze:
+        yield "model.freeze goes with peft=none: adapters train beside weights that are frozen anyway; leave it out"
     if peft.method not in PEFT_METHODS:
         yield f"peft.method is {peft.method!r}; choose from {', '.join(PEFT_METHODS)}"
     yield from _below(1, {"peft.rank": peft.rank})
@@ -130,6 +168,8 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
         yield f"train.batch_unit is {train.batch_unit!r}; choose from {', '.join(BATCH_UNITS)}"
     if train.loss not in LOSSES:
         yield f"train.loss is {train.loss!r}; choose from {', '.join(LOSSES)}"
+    if train.recompute not in RECOMPUTES:
+        yield f"train.recompute is {train.recompute!r}; choose from {', '.join(RECOMPUTES)}"
     if train.steps is not None and train.steps < 1:
         yield f"train.steps is {train.steps}; it must be at least 1, or null to use train.epochs"
     if not 0 < train.epochs < math.inf:
@@ -141,10 +181,41 @@ def _step_problems(train: StepConfig) -> Iterator[str]:
         )
 
 
+def _validation_problems(validation: ValidationConfig, parallel: ParallelConfig) -> Iterator[str]:
+    paths = validation.paths
+    listed = list(paths.values()) if isinstance(paths, dict) else paths or []
+    if not isinstance(listed, list) or not all(isinstance(path, str) and path for path in listed):
+        yield f"validation.paths is {paths!r}; give a list of paths, or names such as {{maths: PATH}}"
+    yield from _below(1, {"validation.steps": validation.steps, "validation.patience": validation.patience})
+    yield from _below(0, {"validation.every": validation.every, "validation.num_samples": validation.num_samples})
+    yield from _below(1, {"validation.sample_tokens": validation.sample_tokens})
+    if not 0 <= validation.min_delta < math.inf:
+        yield f"validation.min_delta is {validation.min_delta}; it must be at least 0"
+    if validation.patience is not None and not validation.every:
+        yield "validation.patience needs validation.every: set after how many steps to validate"
+    if validation.num_samples and parallel.context > 1:
+        yield (
+            f"validation.num_samples={validation.num_samples} needs parallel.context=1: an answer grows token by "
+            "token and is not split over ranks; leave one of them out"
+        )
+
+
+def _logger_problems(logger: LoggerConfig) -> Iterator[str]:
+    for name in logger.names:
+        if name not in LOGGERS:
+            yield f"logger.names has {name!r}; choose from {', '.join(LOGGERS)}, or [] for none"
+    if logger.wandb_mode not in ("offline", "online"):
+        yield f"logger.wandb_mode is {logger.wandb_mode!r}; choose offline or online, or leave wandb out"
+
+
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    sizes = {name: value for name, value in vars(model).items() if name not in ("path", "tie_embeddings")}
-    yield from _below(1, {f"model.{name}": value for name, value in sizes.items()})
-    yield from _below(1, {f"parallel.{name}": value for name, value in vars(parallel).items()})
+    for group, values in {"model": vars(model), "parallel": vars(parallel)}.items():
+        yield from _below(1, {f"{group}.{name}": value for name, value in values.items() if type(value) is int})
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(model, name) < 1:
+            yield f"model.{name} is {getattr(model, name)}; it is a share, from 0 to below 1"
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        yield "parallel.sequence_parallel=true needs parallel.tensor above 1; change one of them"
     if model.path is not None:
         if not model.path:
             yield "model.path is empty; give a Hugging Face folder, or choose a shape such as model=tiny"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
-from megatron_packed_sft.train.config import DataConfig, TrainConfig
+from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
+from megatron_packed_sft.train.config_checks import named_paths
 from megatron_packed_sft.train.pretrained import has_tokenizer
 
-_LENGTH_MULTIPLE = 16  # batches are padded to a multiple of this
+_LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
 _OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
 
 
@@ -36,6 +39,9 @@ class TrainingData:
         sequence_length: largest number of positions in a batch.
         vocab_size: all ids are below it.
         notes: what the user should know.
+        tokenizer: of data.tokenizer, or of the folder in model.path.
+        watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
+            None when nobody asks.
     """
 
     dataset: PackedDataset
@@ -43,6 +49,8 @@ class TrainingData:
     sequence_length: int
     vocab_size: int
     notes: Sequence[str] = ()
+    tokenizer: Tokenizer | None = None
+    watched: str | None = None
 
     @property
     def loss_kind(self) -> str:
@@ -87,7 +95,10 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             refuse_other_tokenizer(one, source.made_with(), tolerance, name=f"that of {key}")
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
-    length = _sequence_length(data, sources)
+    layout = parallel_layout(config)
+    layout.refuse_unpadded((part.where, part.pad_seq_to_mult) for source in sources for part in source.made_with())
+    multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
+    length = _sequence_length(data, sources, multiple)
     if pretrained is None:
         vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
     else:
@@ -103,7 +114,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             max_seq_length=length,
             order=opened.order,
             max_num_samples=None if opened.order is None else len(opened.source),
-            pad_seq_length_to_mult=_LENGTH_MULTIPLE,
+            pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
         )
@@ -114,6 +125,19 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         sequence_length=length,
         vocab_size=vocab_size,
         notes=[*_template_notes(tokenizers, sources)],
+        tokenizer=tokenizer,
+        watched=_watched(config.validation, list(held_out)),
+    )
+
+
+def parallel_layout(config: TrainConfig) -> ParallelLayout:
+    """Return how the ranks of a run share a bin."""
+    parallel = config.parallel
+    return ParallelLayout(
+        tensor=parallel.tensor,
+        context=parallel.context,
+        sequence_parallel=parallel.sequence_parallel,
+        fp8=config.optimizer.fp8,
     )
 
 
@@ -209,7 +233,7 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
     return {
-        **{path: path for path in config.validation.paths},
+        **named_paths(config.validation.paths),
         **{name: path for name, path in own.items() if split in splits.get(path, ())},
     }
 
@@ -253,18 +277,41 @@ def _refuse_larger_vocabulary(
             )
 
 
-def _sequence_length(data: DataConfig, sources: list[BinReader]) -> int:
+def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
+    """Return the name of the validation data that early stopping and samples look at."""
+    if settings.patience is None and not settings.num_samples and settings.watch is None:
+        return None
+    key = "patience" if settings.patience is not None else "num_samples"
+    if not names:
+        raise InvalidInputError(
+            f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
+        )
+    if settings.watch is None:
+        if _OWN_SPLIT in names or len(names) == 1:
+            return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
+        raise InvalidInputError(f"validation.{key} needs validation.watch; choose from {', '.join(names)}")
+    if settings.watch not in names:
+        raise InvalidInputError(f"validation.watch is {settings.watch!r}; choose from {', '.join(names)}")
+    return settings.watch
+
+
+def _sequence_length(data: DataConfig, sources: list[BinReader], multiple: int) -> int:
     longest = max(sources, key=lambda source: source.figures.pack_size)
     pack_size = longest.figures.pack_size
     if data.sequence_length is None:
-        # Batches are padded to a multiple of 16, unless this limit is lower. A legacy file's pack size is its longest
+        # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest
         # bin; rounded up, its batches have the same shapes as those of shards, and the same losses.
-        return -(-pack_size // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        return -(-pack_size // multiple) * multiple
     if data.sequence_length < pack_size:
         raise InvalidInputError(
             f"data.sequence_length is {data.sequence_length}, but bins of {longest.description} have up to "
             f"{pack_size} tokens; leave the key out to use {pack_size}, or pack the data again for "
             f"{data.sequence_length}"
+        )
+    if multiple > _LENGTH_MULTIPLE and data.sequence_length % multiple:
+        raise InvalidInputError(
+            f"data.sequence_length is {data.sequence_length}, and the ranks of this layout share bins of a multiple of "
+            f"{multiple}; leave the key out"
         )
     return data.sequence_length
 

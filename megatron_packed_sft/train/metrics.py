@@ -8,11 +8,10 @@ The denominator is the number of trained tokens, the sum of their weights, or th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +20,9 @@ import torch
 
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.train.loggers import Tracker
 
 METRICS: Final = "metrics.jsonl"
-TENSORBOARD: Final = "tensorboard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,24 +168,23 @@ def step_record(
 
 
 class MetricsFile:
-    """The metrics.jsonl of a run, and TensorBoard's files when that is installed.
+    """The metrics.jsonl of a run, whose numbers also go to trackers.
 
     Args:
         directory: the run's directory.
         first_step: the step that the run resumes from; records after it are removed. 0 starts a new file.
+        trackers: shown the same numbers; closed with the file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, first_step: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, first_step: int, trackers: Sequence[Tracker] = ()) -> None:
         self.path = Path(directory) / METRICS
         before = self._lines() if first_step else ()
         kept = [(line, record) for line, record in before if record["step"] <= first_step]
-        self._validated = {
-            (record.get("name"), record["step"]) for _, record in kept if record["event"] == "validation"
-        }
+        self._validations = [record for _, record in kept if record["event"] == "validation"]
         replace_file(self.path, b"".join(line for line, _ in kept))
         with os_errors("open", self.path):
             self._file = open(self.path, "ab")  # noqa: SIM115  # closed by close()
-        self._tensorboard = _tensorboard_writer(Path(directory) / TENSORBOARD, first_step)
+        self._trackers = tuple(trackers)
 
     def write_step(self, record: StepRecord) -> None:
         """Write the record of one or more steps."""
@@ -197,18 +195,26 @@ class MetricsFile:
 
     def write_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
         """Write a validation loss."""
-        self._write("validation", {"step": step, "name": name, "loss": loss, "num_trained": num_trained})
-        self._draw({f"validation/{name.strip('/')}": loss}, step)
+        perplexity = perplexity_of(loss)
+        numbers = {"loss": loss, "perplexity": perplexity, "num_trained": num_trained}
+        self._write("validation", {"step": step, "name": name, **numbers})
+        name = name.strip("/")
+        self._draw({f"validation/{name}": loss, f"validation_perplexity/{name}": perplexity}, step)
 
     def was_validated(self, name: str, step: int) -> bool:
         """Return whether the resumed run recorded the loss on this dataset after this step."""
-        return (name, step) in self._validated
+        return any((record.get("name"), record["step"]) == (name, step) for record in self._validations)
+
+    def validation_losses(self, name: str) -> list[float]:
+        """Return the losses on this dataset that the resumed run recorded, in their order."""
+        losses = [record.get("loss") for record in self._validations if record.get("name") == name]
+        return [math.nan if loss is None else loss for loss in losses]
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -228,9 +234,8 @@ class MetricsFile:
             self._file.flush()
 
     def _draw(self, values: Mapping[str, float], step: int) -> None:
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.log(values, step)
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         """Yield the lines of the resumed run with their parsed records."""
@@ -241,6 +246,16 @@ class MetricsFile:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):  # a killed run may leave half a line
                 yield line, _parsed(line, self.path, number)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return e to the mean loss: among how many equally likely tokens the model hesitates.
+
+    Example:
+        >>> round(perplexity_of(math.log(256)))
+        256
+    """
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict[str, Any]]:
@@ -260,12 +275,3 @@ def _parsed(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str,
     raise InvalidInputError(
         f"{os.fspath(path)}, line {number} is not a metrics record; remove the line, or move the file away"
     )
-
-
-def _tensorboard_writer(directory: Path, first_step: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    make: Callable[..., Any] = SummaryWriter  # it has no type annotations
-    return make(str(directory), purge_step=first_step + 1)

@@ -15,10 +15,11 @@ from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from megatron_packed_sft.megatron.lora import add_lora
 from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.model import build_gpt_model
+from megatron_packed_sft.megatron.parameters import freeze, keep_gradients_when_recomputing, without_weight_decay
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
 from megatron_packed_sft.megatron.weights.load import load_pretrained
 from megatron_packed_sft.megatron.weights.shape import ModelShape
-from megatron_packed_sft.train.config import OptimizerConfig
+from megatron_packed_sft.train.config import OptimizerConfig, TrainConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
 from megatron_packed_sft.train.step_schedule import StepSchedule
 
@@ -48,7 +49,9 @@ class ModelAndOptimizer:
     def sharded_state(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Return the tensors of this rank, each with its place in the checkpoint."""
         model = self.model.module.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading)
+        _share_step_count(optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
         """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
@@ -60,9 +63,22 @@ class ModelAndOptimizer:
         self.scheduler.load_state_dict(dict(scheduler))
 
 
+def _share_step_count(optimizer: Mapping[str, Any]) -> None:
+    """Give Adam's step count to ranks that have none; a collective call.
+
+    A checkpoint takes it from the first rank, whose part of the model may be frozen as a whole.
+    """
+    state = optimizer.get("optimizer", optimizer).get("state", {})
+    counts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, state.get("common_step"))
+    known = [count for count in counts if count is not None]
+    if known and isinstance(state, dict):
+        state.setdefault("common_step", known[0])
+
+
 def build_model_and_optimizer(
     shape: ModelShape,
-    optimizer: OptimizerConfig,
+    config: TrainConfig,
     schedule: StepSchedule,
     *,
     backend: Backend,
@@ -74,7 +90,7 @@ def build_model_and_optimizer(
 
     Args:
         shape: the model's shape.
-        optimizer: the optimizer's settings.
+        config: what of the model is trained, and how.
         schedule: gives the number of bins over which the learning rate decays.
         backend: what the run computes on.
         sequence_length: largest number of positions in a batch.
@@ -88,31 +104,27 @@ def build_model_and_optimizer(
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    if optimizer.distributed and not backend.uses_transformer_engine:
-        raise InvalidInputError(
-            "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
-            "Adam's step count; set optimizer.distributed=false"
-        )
-    if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
-        raise InvalidInputError(
-            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; set "
-            "optimizer.precision=auto"
-        )
+    model, optimizer = config.model, config.optimizer
+    refuse_without_gpu(config, backend)
     gpt = build_gpt_model(
         **shape.model_arguments(),
         max_sequence_length=sequence_length,
         dtype=_DTYPES[optimizer.precision],
         backend=backend,
+        **transformer_fields(config),
     )
     if weights is not None:  # before the optimizer copies them
         load_pretrained(gpt, weights)
     if lora is not None:
         add_lora(gpt, lora)
+        keep_gradients_when_recomputing(gpt)
+    if model.freeze:
+        freeze(gpt, model.freeze)
     wrapped = DistributedDataParallel(
         config=gpt.config,
-        # In float32 whatever the weights are: the gradients of many micro batches are summed here.
+        # By default in float32 whatever the weights are: the gradients of many micro batches are summed here.
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
+            grad_reduce_in_fp32=optimizer.gradient_dtype == "float32", use_distributed_optimizer=optimizer.distributed
         ),
         module=gpt,
     )
@@ -132,6 +144,7 @@ def build_model_and_optimizer(
             use_distributed_optimizer=optimizer.distributed,
         ),
         [wrapped],
+        config_overrides=without_weight_decay(gpt, optimizer.no_weight_decay),
     )
     gpt.config.finalize_model_grads_func = FinalizeGradients()
     gpt.config.no_sync_func = wrapped.no_sync
@@ -144,13 +157,72 @@ def build_model_and_optimizer(
     )
 
 
+def transformer_fields(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's `TransformerConfig` that the run's options set.
+
+    Example:
+        >>> config = TrainConfig()
+        >>> config.train.recompute = "selective"
+        >>> transformer_fields(config)["recompute_granularity"]
+        'selective'
+    """
+    fields: dict[str, Any] = {
+        "hidden_dropout": config.model.hidden_dropout,
+        "attention_dropout": config.model.attention_dropout,
+        "sequence_parallel": config.parallel.sequence_parallel,
+    }
+    if config.model.freeze:  # else a checkpoint has one tensor for all layers, and a frozen one has no optimizer state
+        fields["hetereogenous_dist_checkpoint"] = True  # spelled like this there
+    if config.train.recompute != "none":
+        fields["recompute_granularity"] = config.train.recompute
+    if config.train.recompute == "full":  # each layer on its own: the least memory
+        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.optimizer.fp8 is not None:
+        # As Megatron-Bridge's recipes: gradients in e5m2 with one scale per tensor, all in e4m3 with scales per block.
+        per_tensor = config.optimizer.fp8 in ("delayed", "tensorwise")
+        fields |= {"fp8": "hybrid" if per_tensor else "e4m3", "fp8_recipe": config.optimizer.fp8}
+    return fields
+
+
+def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
+    """Refuse what needs CUDA or Transformer Engine where they are absent, naming the key."""
+    optimizer, parallel = config.optimizer, config.parallel
+    needs_engine = {
+        f"optimizer.fp8={optimizer.fp8}": optimizer.fp8 is not None,
+        f"parallel.context={parallel.context}": parallel.context > 1,
+        "parallel.sequence_parallel=true": parallel.sequence_parallel,
+    }
+    for key, is_wanted in needs_engine.items():
+        if is_wanted and not backend.uses_transformer_engine:
+            raise InvalidInputError(f"{key} needs CUDA and Transformer Engine, which this machine lacks; leave it out")
+    if optimizer.distributed and not backend.uses_transformer_engine:
+        raise InvalidInputError(
+            "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
+            "Adam's step count; set optimizer.distributed=false"
+        )
+    for key, value in {"precision": optimizer.precision, "gradient_dtype": optimizer.gradient_dtype}.items():
+        if value == "bfloat16" and backend.device_type == "cpu":
+            raise InvalidInputError(
+                f"optimizer.{key}=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
+                f"optimizer.{key} out"
+            )
+
+
 def _scheduler(
     optimizer: MegatronOptimizer, settings: OptimizerConfig, schedule: StepSchedule
 ) -> OptimizerParamScheduler:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     # It counts bins, so that a run resumed with another batch size continues where the schedule was.
-    num_warmup_steps = int(settings.warmup_share * (schedule.num_bins // schedule.bins_per_step))
+    num_steps = schedule.num_bins // schedule.bins_per_step
+    num_warmup_steps = int(settings.warmup_share * num_steps)
+    if settings.warmup_steps is not None:
+        if settings.warmup_steps >= num_steps > 0:
+            raise InvalidInputError(
+                f"optimizer.warmup_steps is {settings.warmup_steps}, but the run has {num_steps} steps; lower it, or "
+                "train longer"
+            )
+        num_warmup_steps = settings.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
         # Steps at 1/(n+1), 2/(n+1), ... of the rate: at 0, the first step would change nothing.
@@ -159,7 +231,9 @@ def _scheduler(
         min_lr=settings.min_learning_rate,
         lr_warmup_steps=num_warmup_steps * schedule.bins_per_step,
         lr_decay_steps=schedule.num_bins,
-        lr_decay_style=settings.decay_style,
+        lr_decay_style="WSD" if settings.decay_style == "wsd" else settings.decay_style,
+        wsd_decay_steps=max(round(settings.wsd_share * schedule.num_bins), 1),
+        lr_wsd_decay_style=settings.wsd_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=schedule.num_bins,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from signal import Signals
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
 from megatron_packed_sft.support.wording import counted
-from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals
+from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals, perplexity_of
+
+
+class EarlyEnd(NamedTuple):
+    """Why a run ends before its last step, and what to do about it."""
+
+    reason: str
+    advice: str
 
 
 class Reporter:
@@ -22,6 +28,10 @@ class Reporter:
     def was_validated(self, name: str, step: int) -> bool:
         """Return whether the resumed run validated on a dataset after a step; only the first rank knows."""
         return False
+
+    def validation_losses(self, name: str) -> list[float]:
+        """Return the losses on a dataset that the resumed run recorded; only the first rank knows."""
+        return []
 
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Report the steps since the last record."""
@@ -38,8 +48,11 @@ class Reporter:
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Report a published checkpoint."""
 
-    def summarize(self, stopped_by: Signals | None) -> None:
-        """Report the end of the run: finished, or stopped by a signal."""
+    def on_samples(self, file: Path) -> None:
+        """Report what the model says, once it is written."""
+
+    def summarize(self, end: EarlyEnd | None) -> None:
+        """Report the end of the run: finished, or why it ended early."""
 
     def close(self) -> None:
         """Release the bars and files."""
@@ -77,6 +90,10 @@ class ConsoleReporter(Reporter):
         """Look it up in the metrics."""
         return self._metrics.was_validated(name, step)
 
+    def validation_losses(self, name: str) -> list[float]:
+        """Look them up in the metrics."""
+        return self._metrics.validation_losses(name)
+
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Write the record; move the bar, or print a line."""
         self._metrics.write_step(record)
@@ -109,12 +126,19 @@ class ConsoleReporter(Reporter):
         """Write and print the loss."""
         self._close_validation_bar()
         self._metrics.write_validation(name, step, loss, num_trained)
-        self.say(f"step {step}: loss {loss:.4f} on {name} ({num_trained:,} trained tokens)")
+        self.say(
+            f"step {step}: loss {loss:.4f} on {name} ({num_trained:,} trained tokens), perplexity "
+            f"{perplexity_of(loss):,.2f}"
+        )
 
     def on_checkpoint(self, checkpoint: Path) -> None:
         """Print its path."""
         self._checkpoint = checkpoint
         self.say(f"step {self._step}: saved {checkpoint}")
+
+    def on_samples(self, file: Path) -> None:
+        """Print its path."""
+        self.say(f"step {self._step}: what the model says is in {file}")
 
     def close(self) -> None:
         """Close the bars and the metrics."""
@@ -122,19 +146,17 @@ class ConsoleReporter(Reporter):
         self._bar.close()
         self._metrics.close()
 
-    def summarize(self, stopped_by: Signals | None) -> None:
+    def summarize(self, end: EarlyEnd | None) -> None:
         """Print what was done, where it is, and how to resume."""
         self._close_validation_bar()
         self._bar.close()  # or it would be drawn again below every line of the summary
         if not self._records:
-            self.say(
-                f"nothing to do: all {self._num_steps} steps are done; raise train.steps or train.epochs to train "
-                "longer, or choose another output"
-            )
+            done = f"all {self._num_steps} steps are done; raise train.steps or train.epochs to train longer, or choose"
+            self.say(f"nothing to do: {done} another output" if end is None else f"nothing to do: {end.advice}")
             return
         first, last = self._records[0], self._records[-1]
         self.say(
-            f"{'finished' if stopped_by is None else f'stopped by {stopped_by.name}'} at step {self._step} of "
+            f"{'finished' if end is None else f'stopped by {end.reason}'} at step {self._step} of "
             f"{self._num_steps}: loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}"
         )
         self.say(
@@ -143,8 +165,7 @@ class ConsoleReporter(Reporter):
         )
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
-        more = "to train longer: the same command with more train.steps" if stopped_by is None else None
-        self.say(more or "to resume: run the same command again")
+        self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
 
     def _new_bar(self, **arguments: Any) -> tqdm[NoReturn]:
         return tqdm(disable=not self._is_terminal, dynamic_ncols=True, **arguments)

@@ -31,17 +31,19 @@ class StepSchedule:
 
 
 def data_parallel_size(num_ranks: int, parallel: ParallelConfig) -> int:
-    """Return the number of ranks that read different bins: what tensor and pipeline parallelism leave over.
+    """Return the number of ranks that read different bins: what the other kinds of parallelism leave over.
 
     Example:
         >>> data_parallel_size(8, ParallelConfig(tensor=2))
         4
     """
-    ranks_per_bin = parallel.tensor * parallel.pipeline
+    ranks_per_bin = parallel.tensor * parallel.pipeline * parallel.context
     if num_ranks % ranks_per_bin:
+        context = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
         raise InvalidInputError(
             f"{num_ranks} processes cannot be divided into parallel.tensor {parallel.tensor} x parallel.pipeline "
-            f"{parallel.pipeline}; start a multiple of {ranks_per_bin} (torchrun --nproc-per-node), or lower these"
+            f"{parallel.pipeline}{context}; start a multiple of {ranks_per_bin} (torchrun "
+            "--nproc-per-node), or lower these"
         )
     return num_ranks // ranks_per_bin
 

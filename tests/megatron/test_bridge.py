@@ -121,6 +121,35 @@ def test_a_mask_that_lets_sequences_see_each_other_is_refused(dataset: str) -> N
         settings(dataset, dataset_kwargs={"return_cu_seqlen": False}).build_datasets(CONTEXT)
 
 
+def groups(context: int, tensor: int = 1) -> SimpleNamespace:
+    """Process groups of these sizes, as Megatron-Bridge passes them."""
+    sizes = {"cp": context, "tp": tensor}
+    return SimpleNamespace(**{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()})
+
+
+def test_data_that_context_parallel_ranks_cannot_share_is_refused_with_what_to_run(dataset: str) -> None:
+    context = SimpleNamespace(**vars(CONTEXT), pg_collection=groups(2))
+    with pytest.raises(InvalidInputError) as caught:
+        settings(dataset).build_datasets(context)
+    assert "padded to a multiple of 1" in str(caught.value)
+    assert str(caught.value).endswith("--overwrite 'packing.for_parallel={context:2}'")
+
+
+def test_batches_are_padded_to_what_tensor_parallel_ranks_share(dataset: str) -> None:
+    context = SimpleNamespace(**vars(CONTEXT), pg_collection=groups(1, tensor=24))
+    train, _, _ = settings(dataset, seq_length=2 * PACK_SIZE).build_datasets(context)
+    assert train is not None
+    assert train.options.pad_seq_length_to_mult == 48
+    assert train.fetch_batch([0])["tokens"].shape[1] == 48
+
+
+def test_passes_over_the_data_are_so_many_iterations(dataset: str) -> None:
+    assert bridge.iterations_of(dataset, 1, 4) == 3
+    assert bridge.iterations_of([dataset, dataset], 1.5, 4) == 8
+    with pytest.raises(InvalidInputError, match="num_epochs 0 must be above 0"):
+        bridge.iterations_of(dataset, 0, 4)
+
+
 @pytest.mark.parametrize("field", ["path", "seq_length"])
 def test_what_is_missing_is_said_when_datasets_are_built(dataset: str, field: str) -> None:
     incomplete = settings(**{"path": dataset, field: None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron import bridge
 from tests.megatron.bridge_releases import (
     GLOBAL_BATCH,
@@ -83,6 +85,43 @@ def test_sees_that_data_is_packed_and_how(path: Path) -> None:
     assert provider.enable_offline_packing
     assert isinstance(specs, load("data.packing.config").PackedSequenceSpecs)
     assert (specs.packed_sequence_size, specs.pad_cu_seqlens) == (PACK_SIZE, True)
+
+
+def test_what_a_recipe_writes_into_the_specs_stays_and_is_followed(path: Path) -> None:
+    provider = bridge.PackedSFTDatasetProvider(path=str(path), seq_length=PACK_SIZE, pad_to_max_length=True)
+    provider.offline_packing_specs.pad_cu_seqlens = True  # as Megatron-Bridge's recipes do
+    provider.offline_packing_specs.tokenizer_model_name = "mine"
+    assert provider.offline_packing_specs is provider.offline_packing_specs
+    assert provider.offline_packing_specs.tokenizer_model_name == "mine"
+    context = SimpleNamespace(train_samples=4, valid_samples=0, test_samples=0, tokenizer=EOS)
+    train, _, _ = provider.build_datasets(context)
+    assert train.options.pad_cu_seqlens
+    provider.seq_length = 2 * PACK_SIZE
+    assert provider.offline_packing_specs.packed_sequence_size == 2 * PACK_SIZE
+    provider.offline_packing_specs.packed_sequence_size = 7
+    with pytest.raises(InvalidInputError, match=r"packed_sequence_size is 7, and dataset\.seq_length is 64"):
+        provider.build_datasets(context)
+
+
+def test_copies_of_a_provider_have_specs_of_their_own(path: Path) -> None:
+    provider = bridge.PackedSFTDatasetProvider(path=str(path), seq_length=PACK_SIZE)
+    provider.offline_packing_specs.pad_cu_seqlens = True
+    copied = copy.deepcopy(provider)
+    copied.offline_packing_specs.pad_cu_seqlens = False
+    assert provider.offline_packing_specs.pad_cu_seqlens
+    assert dataclasses.replace(provider, seed=3).seed == 3
+
+
+def test_epochs_get_a_clear_sentence(path: Path, alone: Any) -> None:
+    recipe = make_recipe()
+    recipe.train.num_epochs = 2.0
+    recipe.dataset = bridge.PackedSFTDatasetProvider(path=str(path), seq_length=PACK_SIZE, dataloader_type="batch")
+    with pytest.raises(ValueError, match="num_epochs is only supported for finite GPTSFTDatasetConfig"):  # Bridge's own
+        load("data.loaders").build_train_valid_test_datasets_for_num_epochs(recipe, lambda *_: None)
+    none = SimpleNamespace(train_samples=0, valid_samples=0, test_samples=0, tokenizer=EOS)  # what it would ask for
+    with pytest.raises(InvalidInputError, match=r"set train\.train_iters instead, to what .*iterations_of\(path"):
+        recipe.dataset.build_datasets(none)
+    assert bridge.iterations_of(str(path), 2.0, GLOBAL_BATCH) == 5
 
 
 def test_trains_on_our_samples_in_our_order(

@@ -336,3 +336,23 @@ def test_a_work_directory_remembers_every_output_that_was_made_from_it(
         again = prepare(*arguments, *size).out
         assert "1 reused, 0 encoded" in again
         assert "is up to date; left as it is" in again
+
+
+def test_a_layout_of_ranks_decides_the_multiple_that_sequences_are_padded_to(
+    few: Path, tokenizer_path: str, tmp_path: Path
+) -> None:
+    arguments = [f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL]
+    layout = "packing.for_parallel={tensor:4,context:2,sequence_parallel:true}"
+    done = prepare(*arguments, layout)
+    assert done.code == 0, done.err
+    dataset = create_sft_dataset(tmp_path / "data", seq_length=1024)
+    assert dataset.source.figures.pad_seq_to_mult == 8
+    lengths = [np.diff(dataset[index]["seq_boundaries"]) - 1 for index in range(len(dataset))]
+    assert not (np.concatenate(lengths) % 8).any()
+    again = prepare(*arguments, "packing.pad_seq_to_mult=8")
+    assert "up to date; left as it is" in again.out  # the same bytes, however the multiple was given
+    refused = prepare(*arguments, layout, "packing.pad_seq_to_mult=12")
+    assert refused.code == 2
+    assert "packing.pad_seq_to_mult is 12, but packing.for_parallel needs a multiple of 8" in refused.err
+    refused = prepare(*arguments, "packing.for_parallel.tensors=4")
+    assert "did you mean packing.for_parallel.tensor?" in refused.err

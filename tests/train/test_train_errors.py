@@ -48,7 +48,10 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.pack_size=4096"], "data.pack_size is not a key; use data.sequence_length"),
         (["train.effective_batch_size=8"], "use train.global_batch_size (gradient accumulation follows from it)"),
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
-        (["parallel.context=2"], "parallel.context is not a key; use parallel.tensor or parallel.pipeline"),
+        (
+            ["parallel.context=2"],
+            "share sequences of a multiple of 4; run the packed-sft prepare that made the data again",
+        ),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
         (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),
         (["data.sequence_length=128"], f"data.sequence_length is 128, but bins of ... have up to {PACK_SIZE} tokens"),

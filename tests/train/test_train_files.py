@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import sys
@@ -18,11 +19,14 @@ from megatron_packed_sft.train.checkpoint import (
     CheckpointDirectory,
     TrainingState,
     find_checkpoint,
+    recorded_model,
     refuse_damaged,
+    refuse_other_model,
 )
+from megatron_packed_sft.train.config import TrainConfig
+from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker
 from megatron_packed_sft.train.metrics import (
     METRICS,
-    TENSORBOARD,
     MetricsFile,
     StepRecord,
     Totals,
@@ -89,6 +93,21 @@ def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_
         refuse_damaged(tmp_path, checksums, rank=1, num_ranks=2)
 
 
+def test_a_checkpoint_from_before_freezing_was_recorded_had_nothing_frozen() -> None:
+    config = TrainConfig()
+    current = recorded_model(config, 256)
+    before = {name: value for name, value in current.items() if name not in ("freeze", "optimizer.no_weight_decay")}
+    refuse_other_model(Path("step_000020"), before, current)
+    config.model.hidden_dropout = 0.1  # may change: it is no part of the shape
+    refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+    config.model.freeze = ["embeddings"]
+    config.optimizer.no_weight_decay = ["norms"]
+    with pytest.raises(InvalidInputError) as caught:
+        refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+    assert "model.freeze was [] and is ['embeddings'] now" in str(caught.value)
+    assert "optimizer.no_weight_decay was ['biases', 'norms'] and is ['norms'] now" in str(caught.value)
+
+
 def make_record(step: int) -> tuple[StepRecord, Totals]:
     totals = Totals(num_steps=1, loss_sum=6, num_trained=3, num_tokens=8, num_positions=16, seconds=2, data_seconds=0.1)
     return step_record(
@@ -111,7 +130,14 @@ def test_metrics_of_a_resumed_run_continue_after_its_checkpoint(tmp_path: Path) 
         write_steps(metrics, range(21, 24))
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == list(range(1, 24))
     assert read_metrics(tmp_path / METRICS, "validation") == [
-        {"event": "validation", "step": 20, "name": "validation", "loss": 2.5, "num_trained": 100}
+        {
+            "event": "validation",
+            "step": 20,
+            "name": "validation",
+            "loss": 2.5,
+            "perplexity": math.exp(2.5),
+            "num_trained": 100,
+        }
     ]
 
 
@@ -167,7 +193,7 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
     shown = os.read(controller, 1 << 16).decode()
     assert "| 1/4 [" in shown
     assert "validating on validation:   0%" in shown
-    assert "step 0: loss 2.5000 on validation (100 trained tokens)\r\n" in shown
+    assert "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18\r\n" in shown
     finished = shown.rpartition("finished at step")[2]
     assert "speed: " in finished
     assert "| 1/4 [" not in finished  # the summary stands below the bar, which is not drawn again
@@ -180,7 +206,8 @@ def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsFile(tmp_path, first_step=0) as metrics:
+    tracker = TensorBoardTracker(tmp_path / TENSORBOARD, first_step=0)
+    with MetricsFile(tmp_path, first_step=0, trackers=[tracker]) as metrics:
         write_steps(metrics, range(1, 4))
         metrics.write_validation("validation", 3, 2.5, 100)
     written = EventAccumulator(str(tmp_path / TENSORBOARD))

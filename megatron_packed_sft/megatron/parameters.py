@@ -1,0 +1,128 @@
+"""Parameters of a GPT model by name: which of them are frozen, and which weight decay leaves alone.
+
+    norms, biases, embeddings, output, first_4_layers     words that every model understands
+    decoder.layers.0.mlp.*                                patterns of Megatron-Core's names
+
+Each pipeline stage counts its own layers from 0. Names here count over the whole model, so that a setting means the
+same for any layout of the ranks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from megatron_packed_sft.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_FIRST_LAYERS = re.compile(r"first_(\d+)_layers")
+# With tied embeddings the last stage has a copy of the first stage's weight, under another name.
+_TIED: Final = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+_WORDS: Final[Mapping[str, Callable[[str], bool]]] = {
+    "norms": lambda name: "layernorm." in name or "layer_norm_" in name,
+    "biases": lambda name: name.endswith("bias"),
+    "embeddings": lambda name: name.startswith("embedding."),
+    "output": lambda name: name.startswith("output_layer."),
+}
+
+
+def named_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's parameters by names whose layers are counted from 0 over the whole model."""
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+
+    def in_whole_model(name: str) -> str:
+        return _LAYER.sub(lambda found: f"decoder.layers.{numbers[int(found[1])]}.", name)
+
+    return {in_whole_model(name): parameter for name, parameter in model.named_parameters()}
+
+
+def is_chosen(name: str, choice: str) -> bool:
+    """Return whether a word or a pattern means a parameter.
+
+    Example:
+        >>> is_chosen("decoder.layers.3.mlp.linear_fc1.weight", "first_4_layers")
+        True
+        >>> is_chosen("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.self_attention.*")
+        False
+    """
+    if choice in _WORDS:
+        return _WORDS[choice](name)
+    if first := _FIRST_LAYERS.fullmatch(choice):
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) < int(first[1])
+    return fnmatch.fnmatchcase(name, choice)
+
+
+def choose_parameters(model: GPTModel, choices: Sequence[str], key: str) -> set[str]:
+    """Return the names of this rank's parameters that any of the choices means; a collective call.
+
+    Args:
+        model: this rank's part of it.
+        choices: words and patterns.
+        key: where the user wrote them, for messages.
+    """
+    own = list(named_parameters(model))
+    found = {choice: {name for name in own if is_chosen(name, choice)} for choice in choices}
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, found)
+    chosen = {choice: set().union(*(one[choice] for one in everywhere)) for choice in choices}
+    for choice, names in chosen.items():
+        if not names and choice not in ("norms", "biases"):  # not every model has these
+            remedy = "use embeddings, which are tied to it" if choice == "output" else f"the first is {own[0]}"
+            raise InvalidInputError(
+                f"{key} has {choice!r}, which is the name of no parameter; choose from {', '.join(_WORDS)}, "
+                f"first_N_layers, or a pattern of names ({remedy})"
+            )
+        if (first := _FIRST_LAYERS.fullmatch(choice)) and int(first[1]) > model.config.num_layers:
+            raise InvalidInputError(f"{key} has {choice!r}, but the model has {model.config.num_layers} layers")
+    together = set().union(*chosen.values())
+    if model.share_embeddings_and_output_weights and together & _TIED:
+        together |= _TIED
+    return together & set(own)
+
+
+def freeze(model: GPTModel, choices: Sequence[str], key: str = "model.freeze") -> int:
+    """Leave parameters out of training; call it before the model is wrapped. A collective call.
+
+    Returns:
+        How many numbers of this rank's part are frozen.
+    """
+    parameters = named_parameters(model)
+    frozen = choose_parameters(model, choices, key)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    num_trained = torch.tensor([sum(one.numel() for one in parameters.values() if one.requires_grad)])
+    num_trained = num_trained.to(next(iter(parameters.values())).device)
+    torch.distributed.all_reduce(num_trained)
+    if not num_trained.item():
+        raise InvalidInputError(f"{key} {list(choices)} freezes the whole model; leave something to train")
+    keep_gradients_when_recomputing(model)
+    return sum(parameters[name].numel() for name in frozen)
+
+
+def keep_gradients_when_recomputing(model: GPTModel) -> None:
+    """Let recomputed layers above frozen embeddings have gradients; call it after anything was frozen.
+
+    A recomputed layer none of whose inputs needs a gradient gives none to its weights either, and says nothing.
+    """
+    if model.config.recompute_granularity is None or not model.pre_process:
+        return
+    if not any(parameter.requires_grad for parameter in model.embedding.parameters()):
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def without_weight_decay(model: GPTModel, choices: Sequence[str], key: str = "optimizer.no_weight_decay") -> Any:
+    """Return the `config_overrides` of `get_megatron_optimizer` that exempt parameters; a collective call."""
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+    parameters = named_parameters(model)
+    exempt = {id(parameters[name]) for name in choose_parameters(model, choices, key)}
+    predicate = ParamWithNamePredicate(name="no_weight_decay", fn=lambda parameter, _: id(parameter) in exempt)
+    return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
