@@ -7,7 +7,7 @@ model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,8 +42,8 @@ def pretrained_shape(model: ModelConfig, state: TrainingState | None) -> ModelSh
     if state is not None:
         return ModelShape.from_saved(state.model)
     folder = HuggingFaceFolder.open(model.path)
-    for name, value in vars(model).items():
-        if name != "path" and value is not None and value != getattr(folder.shape, name):
+    for name, value in _sizes(model).items():
+        if value != getattr(folder.shape, name):
             raise InvalidInputError(
                 f"model.{name} is {value}, but {folder.path} has {getattr(folder.shape, name)}; choose "
                 "model=from_pretrained, and leave the key out"
@@ -58,8 +58,13 @@ def model_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
         model: the configuration, without `path`.
         vocab_size: of the data.
     """
-    sizes = {name: value for name, value in vars(model).items() if name != "path" and value is not None}
-    return ModelShape.of_sizes(**{**sizes, "vocab_size": vocab_size})
+    return ModelShape.of_sizes(**{**_sizes(model), "vocab_size": vocab_size})
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return what the configuration says about the shape; dropout and freezing are not part of it."""
+    names = {field.name for field in fields(ModelShape)}
+    return {name: value for name, value in vars(model).items() if name in names and value is not None}
 
 
 def recorded_peft(peft: PeftConfig) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_recipe_is_short() -> None:
-    assert len(RECIPE.read_text().splitlines()) <= 63
+    assert len(RECIPE.read_text().splitlines()) <= 64
 
 
 def losses_of(path: Path, *options: str) -> list[float]:

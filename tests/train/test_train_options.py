@@ -30,6 +30,7 @@ from megatron_packed_sft.train.model_and_optimizer import (
     build_model_and_optimizer,
     transformer_fields,
 )
+from megatron_packed_sft.train.pretrained import model_shape
 from megatron_packed_sft.train.step_schedule import StepSchedule
 from tests.megatron.tiny_gpt import WARNINGS, batch_of, make_row, run_of_one
 from tests.train.counting_chats import write_dataset
@@ -64,7 +65,8 @@ def build(num_steps: int = 10, **groups: Any) -> ModelAndOptimizer:
     schedule = StepSchedule(num_steps=num_steps, num_microbatches=1, bins_per_step=4, num_bins=4 * num_steps)
     config = config_of(**groups)
     check_config(config)
-    return build_model_and_optimizer(config, schedule, backend=choose_backend(), vocab_size=256, sequence_length=128)
+    shape = model_shape(config.model, vocab_size=256)
+    return build_model_and_optimizer(shape, config, schedule, backend=choose_backend(), sequence_length=128)
 
 
 def step(trained: ModelAndOptimizer) -> tuple[float, dict[str, torch.Tensor]]:
