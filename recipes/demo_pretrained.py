@@ -1,6 +1,6 @@
-"""`make demo-pretrained`: a real model fine-tuned on real chats, with adapters and with all weights, and taken out again.
+"""`make demo-pretrained`: a real model, fine-tuned on real chats with adapters and with all weights, and exported.
 
-SmolLM2-135M-Instruct ─▶ prepare with its tokenizer and template ─▶ torchrun, two ranks ─▶ export ─▶ transformers answers
+SmolLM2-135M-Instruct ─▶ prepare with its tokenizer and template ─▶ torchrun, two ranks ─▶ export ─▶ an answer
 
 The chats are those of ../shared/data if it is there, else generated ones. Everything goes to demo_pretrained_output/.
 """
