@@ -2,21 +2,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two stamps: the demo needs the package and Megatron-Core; tests and benchmarks also need their tools.
+# Three stamps: the demo needs the package and Megatron-Core, the one with a real model also transformers and what reads
+# GGUF files; tests and benchmarks also need their tools.
 INSTALLED := $(VENV)/.installed
+INSTALLED_PRETRAINED := $(VENV)/.installed-pretrained
 INSTALLED_DEV := $(VENV)/.installed-dev
 # Exported, so that it also holds inside pip's isolated build environments and nothing pulls in another torch.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-real masks lint bench clean help
+.PHONY: demo demo-pretrained test test-real masks lint bench clean help
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[megatron]'
+	touch $@
+
+$(INSTALLED_PRETRAINED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[hf,megatron]' accelerate gguf
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
@@ -26,13 +32,16 @@ $(INSTALLED_DEV): $(INSTALLED)
 demo: $(INSTALLED) ## from generated chats to shards to a model: trained, stopped and resumed
 	$(BIN)/python -m recipes.demo
 
+demo-pretrained: $(INSTALLED_PRETRAINED) ## a real model: SmolLM2-135M fine-tuned with LoRA and with all weights, exported, asked
+	$(BIN)/python -m recipes.demo_pretrained
+
 test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
 	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records \
-		tests/prepare/test_real_data.py tests/data/test_real_model.py
+		tests/prepare/test_real_data.py tests/data/test_real_model.py tests/recipes/test_demo_pretrained.py
 
 masks: $(INSTALLED_DEV) ## what is trained with real templates, family by family
 	$(BIN)/python -m tests.encode.template_matrix
@@ -47,5 +56,5 @@ bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 	$(BIN)/python -m benchmarks
 
 clean: ## remove everything the other targets made
-	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo_output demo_pretrained_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

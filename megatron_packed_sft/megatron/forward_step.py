@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed_sft.data.batch.collate import widen
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.megatron.gradients import divide_by
 
 if TYPE_CHECKING:
@@ -207,10 +207,19 @@ def _refuse_uneven(lengths: list[int], multiple: int) -> None:
 
 
 def _of_this_context_rank(batch: Batch, boundaries: PackedSeqParams) -> Batch:
-    """Return this rank's part of each sequence; Transformer Engine decides which."""
-    from megatron.core.utils import get_thd_batch_on_this_cp_rank
+    """Return this rank's part of each sequence; Transformer Engine decides which.
 
-    longest = torch.tensor([boundaries.max_seqlen_q])
-    ends = (boundaries.cu_seqlens_q, boundaries.cu_seqlens_q_padded)
-    sliced: Batch = get_thd_batch_on_this_cp_rank(batch, *ends, longest)[0]
-    return sliced
+    Megatron-Core's own function for this was renamed in 0.18 and again in 0.19, so its one call is made here.
+    """
+    from megatron.core import parallel_state, utils
+
+    engine = getattr(utils, "tex", None)
+    if engine is None:
+        raise MissingDependencyError(
+            "context parallelism needs Transformer Engine, which divides the sequences among the ranks; install "
+            "transformer-engine[pytorch] 1.10 or later, or use one context-parallel rank"
+        )
+    rank, num_ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    ends = boundaries.cu_seqlens_q_padded
+    index = engine.thd_get_partitioned_indices(ends, batch["tokens"].size(1), num_ranks, rank)
+    return {key: value.index_select(1, index) for key, value in batch.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.megatron.forward_step import forward_step, loss_function, packed_seq_params, to_device
 from tests.megatron import tiny_gpt
 from tests.megatron.tiny_gpt import ALIGNMENT, batch_of, make_aligned_row, make_row
@@ -101,6 +101,15 @@ def test_context_parallelism_needs_sequences_that_split_evenly() -> None:
     assert params.cu_seqlens_q_padded.tolist() == [0, 4, 12, 16]
     with pytest.raises(InvalidInputError, match=r"6 positions.*4 equal parts.*packing.pad_seq_to_mult=4"):
         packed_seq_params(make_batch(16, [0, 4, 10]), context_parallel=2)
+
+
+def test_context_parallelism_without_transformer_engine_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    batch = batch_of(make_aligned_row(0), multiple=64, pad_seq_to_mult=ALIGNMENT)
+    with pytest.raises(MissingDependencyError, match=r"needs Transformer Engine.* 1\.10 or later"):
+        forward_step(iter([batch]), torch.nn.Linear(1, 1))
 
 
 def test_to_device_moves_tensors_and_widens_compact_ones() -> None:

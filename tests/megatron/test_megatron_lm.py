@@ -5,9 +5,11 @@ The blend over two ranks runs in two processes; this file is also the program th
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
-import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -23,8 +25,10 @@ import torch
 from megatron_packed_sft import DatasetWriter, PackedBin, create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
+from tests.real_data import megatron_core_release
 
 ROOT = Path(__file__).parents[2]
+START_SCRIPT = ROOT / "recipes" / "megatron_lm" / "pretrain_packed.py"
 EOS = 2
 PACK_SIZE = 32
 VOCAB_SIZE = 1000
@@ -202,21 +206,26 @@ def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
         build([8, 8, 8], blend=([str(source)], None), split="98,1,1")
 
 
-def test_the_documented_start_script_gives_megatron_lm_our_class_and_flat_boundaries(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import utils
-
-    monkeypatch.setattr(utils, "get_thd_batch_on_this_cp_rank", utils.get_thd_batch_on_this_cp_rank)  # put back later
+def give_megatron_lm_an_sft_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that the start script changes; the wheel of 0.16 does not have it."""
     sft_dataset = ModuleType("megatron.training.datasets.sft_dataset")
     sft_dataset.SFTDataset = None  # type: ignore[attr-defined]
     datasets = ModuleType("megatron.training.datasets")
     datasets.sft_dataset = sft_dataset  # type: ignore[attr-defined]
     for module in (ModuleType("megatron.training"), datasets, sft_dataset):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_the_start_script_gives_megatron_lm_our_class_and_flat_boundaries(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    monkeypatch.setattr(PackedSeqParams, "__init__", PackedSeqParams.__init__)  # put back later
+    give_megatron_lm_an_sft_dataset(monkeypatch)
     train, _, _ = build([None, None, None], blend=([str(source)], None), split="100,0,0")
     torch.save(next(iter(torch.utils.data.DataLoader(train))), tmp_path / "batch.pt")
-    # The two names that Megatron-LM's file imports, used as it does.
+    # The two names that Megatron-LM's file imports in 0.16, used as it does.
     (tmp_path / "pretrain_gpt.py").write_text(
         "import torch\n"
         "from megatron.core.utils import get_thd_batch_on_this_cp_rank\n"
@@ -226,12 +235,44 @@ def test_the_documented_start_script_gives_megatron_lm_our_class_and_flat_bounda
         "_, parameters = get_thd_batch_on_this_cp_rank(batch, boundaries, None, longest, cp_size=1, cp_rank=0)\n"
         "torch.save((SFTDataset.__name__, parameters.cu_seqlens_q), 'seen.pt')\n"
     )
-    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "megatron_lm.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(script, "docs/megatron_lm.md", "exec"), {})
+    runpy.run_path(str(START_SCRIPT), run_name="__main__")
     name, boundaries = torch.load("seen.pt")
     assert name == "PackedSFTMegatronDataset"
     assert torch.equal(boundaries, train[0]["cu_seqlens"])
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.0", "0.19.0"])
+def test_the_start_script_and_our_samples_fit_later_releases(
+    version: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = megatron_core_release(version)
+    spec = importlib.util.spec_from_file_location(
+        "megatron.core.packed_seq_params", release / "core" / "packed_seq_params.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    give_megatron_lm_an_sft_dataset(monkeypatch)
+    runpy.run_path(str(START_SCRIPT), run_name="start_script")
+
+    boundaries = torch.tensor([[0, 5, PACK_SIZE]], dtype=torch.int32)  # with the batch's dimension
+    parameters = module.PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_q_padded=None)
+    assert parameters.cu_seqlens_q.tolist() == [0, 5, PACK_SIZE]
+    assert parameters.cu_seqlens_q_padded is None
+
+    train, _, _ = build([None, None, None], blend=([str(source)], None), split="100,0,0")
+    tree = ast.parse((release / "training" / "datasets" / "sft_dataset.py").read_text())
+    [stock] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SFTDataset"]
+    samples = [node.value for node in ast.walk(stock) if isinstance(node, ast.Return)]
+    keys = [
+        {key.value for key in sample.keys if isinstance(key, ast.Constant)}
+        for sample in samples
+        if isinstance(sample, ast.Dict)
+    ]
+    assert keys == [set(train[0])]
 
 
 def main(directory: Path, rank: int) -> None:

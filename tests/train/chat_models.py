@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron_packed_sft import open_dataset
+from recipes.demo_pretrained import answer, transformers_loss
 from tests.encode.tiny_tokenizers import CONFIG, byte_level_tokenizer, save_folder
 from tests.prepare.preparing import chat, prepare, write_records
+
+__all__ = ["NAME", "NUM_CHATS", "answer", "prepare_chats", "save_chat_model", "transformers_loss"]
 
 NUM_CHATS = 120
 NAME = "Quixelby"  # of an assistant that no model has heard of
@@ -50,37 +52,3 @@ def prepare_chats(home: Path, tokenizer: Path) -> Path:
     )
     assert done.code == 0, done.err
     return home / "data"
-
-
-def answer(folder: Path, question: str) -> str:
-    """What an exported model says, by transformers alone."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    messages = [{"role": "user", "content": question}]
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    generated = model.generate(**asked, max_new_tokens=24)
-    text: str = tokenizer.decode(generated[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
-
-
-def transformers_loss(folder: Path, data: Path, split: str = "validation") -> float:
-    """The mean loss of the trained tokens of a split, each sequence on its own, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total, num_trained = 0.0, 0
-    for shard in open_dataset(data).open_shards(split):
-        for ids, mask, starts in shard:
-            ends = [*starts[1:], len(ids)]
-            for start, end in zip(starts, ends, strict=True):
-                with torch.no_grad():
-                    logits = model(torch.tensor(ids[start:end].astype("int64"))[None]).logits[0, :-1]
-                losses = torch.nn.functional.cross_entropy(
-                    logits, torch.tensor(ids[start + 1 : end].astype("int64")), reduction="none"
-                )
-                counted = torch.tensor(mask[start : end - 1].astype("bool"))
-                total += losses[counted].sum().item()
-                num_trained += int(counted.sum())
-    return total / num_trained
