@@ -96,7 +96,6 @@ def run_context_parallel(name: str, options: dict[str, Any], folder: Path) -> No
         replace(choose_backend(), uses_transformer_engine=True), context_parallel=NUM_RANKS, timeout_minutes=2
     )
     utils.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-    utils.is_te_min_version = lambda version: True
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
