@@ -123,6 +123,13 @@ def export_model(
                     max_shard_bytes=limit,
                     on_bytes=bar.update,
                 )
+        if dtype is None and stored.itemsize < weights.dtype.itemsize:
+            trained, kept = (str(one).removeprefix("torch.") for one in (weights.dtype, stored))
+            notes = [
+                *notes,
+                f"trained in {trained} and rounded to {kept}, as the weights that the run started from: a short run may "
+                "lose much of what it learnt; --dtype fp32 keeps it",
+            ]
         staging.publish()
     return ExportReport(
         source=str(found.path),

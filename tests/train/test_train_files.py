@@ -14,6 +14,7 @@ import pytest
 
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
+from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.train.checkpoint import (
     STATE,
     CheckpointDirectory,
@@ -95,15 +96,16 @@ def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_
 
 def test_a_checkpoint_from_before_freezing_was_recorded_had_nothing_frozen() -> None:
     config = TrainConfig()
-    current = recorded_model(config, 256)
+    shape = ModelShape.of_sizes(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256)
+    current = recorded_model(shape, config)
     before = {name: value for name, value in current.items() if name not in ("freeze", "optimizer.no_weight_decay")}
     refuse_other_model(Path("step_000020"), before, current)
     config.model.hidden_dropout = 0.1  # may change: it is no part of the shape
-    refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+    refuse_other_model(Path("step_000020"), before, recorded_model(shape, config))
     config.model.freeze = ["embeddings"]
     config.optimizer.no_weight_decay = ["norms"]
     with pytest.raises(InvalidInputError) as caught:
-        refuse_other_model(Path("step_000020"), before, recorded_model(config, 256))
+        refuse_other_model(Path("step_000020"), before, recorded_model(shape, config))
     assert "model.freeze was [] and is ['embeddings'] now" in str(caught.value)
     assert "optimizer.no_weight_decay was ['biases', 'norms'] and is ['norms'] now" in str(caught.value)
 
