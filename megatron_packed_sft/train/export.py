@@ -127,7 +127,7 @@ def export_model(
             trained, kept = (str(one).removeprefix("torch.") for one in (weights.dtype, stored))
             notes = [
                 *notes,
-                f"trained in {trained} and rounded to {kept}, as the weights that the run started from: a short run may "
+                f"trained in {trained}, rounded to {kept} as the weights that the run started from; a short run may "
                 "lose much of what it learnt; --dtype fp32 keeps it",
             ]
         staging.publish()
