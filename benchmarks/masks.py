@@ -28,7 +28,7 @@ _ROUNDS = 3
 
 def _plain_jinja(encoder: RecordEncoder) -> Callable[[Conversation], str]:
     """A render as transformers does it: Jinja's own environment, nothing kept from one chat to the next."""
-    renderer: Renderer = encoder.marker(with_tools=True)._renderer
+    renderer: Renderer = encoder.marker()._renderer
     environment = ImmutableSandboxedEnvironment()
     prepare_environment(environment, renderer.name, renderer.date)
     template = environment.from_string(renderer.source)
@@ -48,14 +48,14 @@ def _seconds(calls: Iterable[tuple[Callable[[Conversation], Any], Conversation]]
 def _measure(new_encoder: Callable[[], RecordEncoder], chats: Sequence[Conversation]) -> tuple[float, ...]:
     """Seconds: Jinja's render, ours, the first pass, later passes (the best), chats that nothing is known of."""
     encoder = new_encoder()
-    marker, plain = encoder.marker(with_tools=True), _plain_jinja(encoder)
+    marker, plain = encoder.marker(), _plain_jinja(encoder)
     first = _seconds(((marker.mark, chat) for chat in chats), len(chats))
     later, jinja, own = (
         min(_seconds(((function, chat) for chat in chats), len(chats)) for _ in range(_ROUNDS))
         for function in (marker.mark, plain, marker.render)
     )
     some = chats[:: max(1, len(chats) // _NUM_UNKNOWN)]
-    markers = [new_encoder().marker(with_tools=True) for _ in some]
+    markers = [new_encoder().marker() for _ in some]
     unknown = _seconds(((marker.mark, chat) for marker, chat in zip(markers, some, strict=True)), len(some))
     unknown /= _seconds(((plain, chat) for chat in some), len(some)) / jinja  # as if they were of average length
     return jinja, own, first, later, unknown
