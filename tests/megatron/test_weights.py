@@ -147,7 +147,7 @@ def tensors_of(folder: HuggingFaceFolder) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", ["llama31", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama31", "mistral", "qwen2", "qwen3"])
 def test_the_loss_of_packed_chats_is_that_of_transformers_one_by_one(models: Models, one_rank: None, case: str) -> None:
     rng = np.random.default_rng(5)
     lengths = (20, 33, 7)
