@@ -253,6 +253,8 @@ def _template_notes(tokenizers: Mapping[str, Tokenizer], sources: list[BinReader
     """Yield a warning for data whose chat template is not the one that an exported model would carry."""
     for key, tokenizer in tokenizers.items():
         template = load_template_if_any(None, tokenizer)
+        if template is None and not key.startswith("model."):
+            continue  # a bare tokenizer, such as a SentencePiece file, never has one
         for source in sources:
             recorded = source.figures.chat_template_fingerprint
             if recorded is not None and (template is None or template.fingerprint != recorded):
@@ -260,6 +262,7 @@ def _template_notes(tokenizers: Mapping[str, Tokenizer], sources: list[BinReader
                     f"warning: {source.description} was written with another chat template than that of {key}, which "
                     "an exported model would carry; put the template of the data into the exported folder"
                 )
+                break  # once for all data
 
 
 def _refuse_larger_vocabulary(
