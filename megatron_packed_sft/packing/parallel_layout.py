@@ -29,7 +29,7 @@ class ParallelLayout:
     Args:
         tensor: ranks that share each layer.
         context: ranks that share each sequence.
-        sequence_parallel: tensor-parallel ranks also share what lies between their matrix multiplications.
+        sequence_parallel: tensor-parallel ranks also split the activations between their matrix multiplications.
         fp8: delayed, tensorwise, blockwise or mxfp8; null computes in a wider type.
 
     Example:

@@ -210,8 +210,8 @@ class ParallelConfig:
         pipeline: stages that the layers are spread over.
         context: ranks that share each sequence; needs CUDA and Transformer Engine, and data prepared for it
             (packing.for_parallel).
-        sequence_parallel: tensor-parallel ranks also share what lies between their matrix multiplications; needs CUDA
-            and Transformer Engine.
+        sequence_parallel: tensor-parallel ranks also split the activations between their matrix multiplications; needs
+            CUDA and Transformer Engine.
     """
 
     tensor: int = 1

@@ -169,7 +169,7 @@ class ChatMarker(RenderingMarker):
             except NotCompilable:
                 self._num_unlearnt[bool(tools)] += 1
             except RecordRefusedError:
-                return None  # the search in full will refuse it in its own words
+                return None  # the full search will refuse it and say why
         if not read.is_whole(plain, messages):
             return None
         literal: Sequence[Range] = ()
