@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-pretrained test test-real masks lint bench clean help
+.PHONY: demo demo-pretrained test test-real masks lint bench docs clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,10 @@ lint: $(INSTALLED_DEV) ## ruff and mypy
 bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 	$(BIN)/python -m benchmarks
 
+docs: $(INSTALLED_DEV) ## the documentation as a site, in site/
+	$(BIN)/python -m docs.site.pictures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove everything the other targets made
-	rm -rf $(VENV) build dist demo_output demo_pretrained_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo_output demo_pretrained_output site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,11 @@ API_PAGES = {
     "encode": ("API: records and encoding", "From files to token ids and train masks.", ("records", "encode")),
     "packing": ("API: packing and token stores", "From lengths to plans, from plans to shards.", ("packing", "tokens")),
     "storage": ("API: storage", "Shards, dataset directories, conversion and validation.", ("storage", "disk")),
-    "errors": ("API: errors, plugins and Megatron", "The exception tree, and what touches Megatron.", ("errors", "megatron")),
+    "errors": (
+        "API: errors, plugins and Megatron",
+        "The exception tree, and what touches Megatron.",
+        ("errors", "megatron"),
+    ),
 }
 ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
@@ -46,7 +50,10 @@ def api_pages() -> dict[str, str]:
         names = [name for name, home in homes.items() if home.split(".")[0] in folders]
         listed.update(names)
         if page == "errors":
-            blocks = ["::: megatron_packed_sft.errors", *(_block(name, homes[name]) for name in names if homes[name] != "errors")]
+            blocks = [
+                "::: megatron_packed_sft.errors",
+                *(_block(name, homes[name]) for name in names if homes[name] != "errors"),
+            ]
         else:
             blocks = [_block(name, homes[name]) for name in sorted(names, key=str.lower)]
         pages[f"api/{page}.md"] = "\n\n".join([f"# {title}", introduction, *blocks]) + "\n"

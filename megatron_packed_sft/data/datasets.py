@@ -56,8 +56,9 @@ class PackedDataset:
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.
         contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_5`, `bridge_0_6`, `bridge_main` or `hf`.
-        pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens, answer_only_loss,
-            compact, return_doc_ids: as in `CollateOptions`.
+        pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens: as in
+            `CollateOptions`.
+        answer_only_loss, compact, return_doc_ids: as in `CollateOptions`.
         pad_seq_to_mult: what the data's sequences were padded to; by default what the data says, else 1.
         pack_metadata_file_path: Megatron-Bridge's metadata JSON for `pad_cu_seqlens`; else the data's own figures.
         loss: `per_token`, or `per_conversation`: every conversation counts the same. Data with weights, and

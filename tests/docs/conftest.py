@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed_sft import load_template
 from megatron_packed_sft.cli.main import main as packed_sft
 from tests.docs.pages import ROOT
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, save_folder
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +19,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workshop")
     run("sample-data", folder / "chats", "--rows", "400", "--tokenizer", folder / "tokenizer.model")
     prepare = ("prepare", f"input={folder}/chats/*", f"tokenizer.path={folder}/tokenizer.model", "template=chatml")
-    run(*prepare, f"output={folder}/my_dataset", "packing.pack_size=1024", "split.validation_fraction=0.05")
+    run(*prepare, f"output={folder}/my_dataset", "packing.pack_size=2048", "split.validation_fraction=0.05")
     shutil.rmtree(folder / "my_dataset.work")
-    run("convert", folder / "my_dataset/train/shard_000000", folder / "training_1024.npy", "--to", "legacy")
+    run("convert", folder / "my_dataset/train/shard_000000", folder / "training_2048.npy", "--to", "legacy")
     (folder / "packed").mkdir()
     for number in range(2):
-        shutil.copy(folder / "training_1024.npy", folder / f"packed/part_{number}.npy")
+        shutil.copy(folder / "training_2048.npy", folder / f"packed/part_{number}.npy")
     save_model(folder / "Qwen3-0.6B")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     return folder
@@ -39,12 +35,11 @@ def save_model(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = byte_level_tokenizer(added=["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    config = {"chat_template": CHATML, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config = {"chat_template": load_template("chatml").source, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     save_folder(tokenizer, folder, config)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings = AutoConfig.for_model(
-        "qwen3", **shape, num_key_value_heads=2, head_dim=8, vocab_size=tokenizer.get_vocab_size(), tie_word_embeddings=True
-    )
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    settings = AutoConfig.for_model("qwen3", **shape, **heads, vocab_size=tokenizer.get_vocab_size())
     AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
 
 

@@ -33,7 +33,8 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page: Path, workshop: Path,
     done = subprocess.run(
         ["bash", tmp_path / "page.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}", pytrace=False)
 
 
 def steps(page: Path) -> Iterator[str]:
