@@ -95,6 +95,11 @@ def test_command_lines_are_accepted(page: Path, capsys: pytest.CaptureFixture[st
                 words,
                 capsys.readouterr().err,
             )
+        elif words[0].startswith("-"):  # not run: --install-completion would
+            context = command_line.make_context(PROGRAM, ["env"])
+            assert words[0] in {name for one in command_line.get_params(context) for name in one.opts}
+        elif "--help" in words:
+            assert packed_sft(words) == 0
         else:
             with command_line.make_context(PROGRAM, list(words)) as context:
                 name, verb, rest = command_line.resolve_command(context, [*words])

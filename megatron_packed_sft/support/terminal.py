@@ -109,8 +109,8 @@ def _console(stream: TextIO, **options: Any) -> Console:
         def show_cursor(self, show: bool = True) -> bool:
             return False  # a process that is killed while the cursor is hidden leaves a terminal without one
 
-        @property
-        def size(self) -> ConsoleDimensions:  # type: ignore[misc]  # nobody sets it
+        @property  # type: ignore[misc]  # nobody sets it
+        def size(self) -> ConsoleDimensions:
             try:  # of this stream: rich asks the process's own streams, which may be another terminal or none
                 if "width" not in options and "COLUMNS" not in os.environ and stream.isatty():
                     columns, lines = os.get_terminal_size(stream.fileno())
