@@ -40,7 +40,7 @@ def test_y_is_x_one_token_later_and_ids_are_within_the_vocabulary(cache: Path, s
         assert x.dtype == y.dtype == torch.int64
         assert x.device == y.device == torch.device("cpu")
         assert torch.equal(y[:, :-1], x[:, 1:])
-        assert 0 <= int(x.min())
+        assert int(x.min()) >= 0
         assert max(int(x.max()), int(y.max())) < vocab_size
 
 

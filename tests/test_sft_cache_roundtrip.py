@@ -34,11 +34,7 @@ def test_chats_come_back_as_they_were_tokenized(model: str, tmp_path: Path, load
     plain, ids = processor(model), special_ids(model)
     roles = {"system": ids["sys"], "user": ids["usr"], "assistant": ids["asst"]}
     expected = [
-        [
-            token
-            for message in chat
-            for token in (roles[message["role"]], *plain.encode(message["content"]), ids["eot"])
-        ]
+        [token for message in chat for token in (roles[message["role"]], *plain.encode(message["content"]), ids["eot"])]
         for chat in CHATS
     ]
     build_sft_cache(CHATS, str(tmp_path / "chats"), tokenizer=load(model), val_frac=0.2, seed=42)

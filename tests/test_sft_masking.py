@@ -83,5 +83,5 @@ def test_the_meta_beside_the_tokens_names_the_sentinels(tmp_path: Path) -> None:
 
 
 def test_a_sentinel_that_cannot_be_known_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="pass asst_id, or put the meta.json of the cache beside the tokens"):
+    with pytest.raises(ValueError, match=r"pass asst_id, or put the meta\.json of the cache beside the tokens"):
         dataset(tmp_path, [SEQUENCE, [7, 8, EOT]], T=11)

@@ -1,7 +1,7 @@
 """meta.json: what a cache was made from, what is in it, and the checksum of each of its files.
 
-It is one JSON object with sorted keys. `write_meta` adds a checksum of the document itself, which `read_meta` checks and
-leaves out again; a meta.json that another program wrote need not have one.
+It is one JSON object with sorted keys. `write_meta` adds a checksum of the document itself, which `read_meta` checks
+and leaves out again; a meta.json that another program wrote need not have one.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def build_pretrain_cache(
     Args:
         texts: documents, read once, in order.
         out_dir: the cache; published whole, or not at all.
-        tokenizer: from `load_tokenizer`, a SentencePiece processor, a Hugging Face tokenizer, or anything with `encode`.
+        tokenizer: from `load_tokenizer`, of SentencePiece or Hugging Face, or anything with `encode`.
         max_train_tokens, max_val_tokens: the most tokens of a split, eot included; None for no limit.
         shard_bytes: the size of every shard but the last.
         seed: of the shuffle and of `val_frac`; the same seed and texts give the same bytes.
@@ -128,9 +128,7 @@ def _announce(staging: Staging, totals: Mapping[str, int], num_empty: int, max_t
             counted(totals["val_tokens"], "token"),
         )
     if num_empty:
-        logger.warning(
-            "%s: left out %s without tokens; remove them", staging.target, counted(num_empty, "document")
-        )
+        logger.warning("%s: left out %s without tokens; remove them", staging.target, counted(num_empty, "document"))
 
 
 def _check_limits(max_train: int | None, max_val: int | None, has_val_texts: bool, val_frac: float | None) -> None:
@@ -155,8 +153,8 @@ def _split_rule(max_train: int | None, max_val: int | None, has_val_texts: bool,
         return f"val: up to {val} of the documents given for val; train: up to {train} of the others"
     if val_frac is not None:
         return (
-            f"by document: one of every 1/{val_frac} documents, drawn with torch by the seed, goes to val (up to {val}), "
-            f"the others to train (up to {train})"
+            f"by document: one of every 1/{val_frac} documents, drawn with torch by the seed, goes to val "
+            f"(up to {val}), the others to train (up to {train})"
         )
     return f"by token, in stream order: the first {val} to val, the next to train (up to {train})"
 

@@ -99,8 +99,8 @@ class PretrainTokenStreamDataset:
         if self.vocab_size is not None and int(ids.max()) >= self.vocab_size:
             position = int((ids >= self.vocab_size).argmax())
             raise ShardFileError(
-                f"{file.path}: the token at position {start + position:,} is {int(ids[position])}, but the vocabulary of "
-                f"its meta.json has {self.vocab_size:,} ids; build the cache again"
+                f"{file.path}: the token at position {start + position:,} is {int(ids[position])}, but the vocabulary "
+                f"of its meta.json has {self.vocab_size:,} ids; build the cache again"
             )
 
     def _announce_short(self, num_windows: np.ndarray) -> None:
@@ -108,8 +108,8 @@ class PretrainTokenStreamDataset:
         if len(short) == len(self._files):
             longest = max(file.num_tokens for file in self._files)
             raise InvalidInputError(
-                f"{self.path}: a window takes T + 1 = {self.T + 1:,} tokens, but the longest shard has {longest:,}; lower "
-                f"T to at most {max(longest - 1, 0):,}, or build the cache with larger shards"
+                f"{self.path}: a window takes T + 1 = {self.T + 1:,} tokens, but the longest shard has {longest:,}; "
+                f"lower T to at most {max(longest - 1, 0):,}, or build the cache with larger shards"
             )
         if short:
             logger.warning(

@@ -1,4 +1,4 @@
-"""How a cache appears on disk: whole or not at all, beside what is there already, with a meta.json that tells it all."""
+"""How a cache appears on disk: whole or not at all, never over something else, with a meta.json that tells it all."""
 
 from __future__ import annotations
 

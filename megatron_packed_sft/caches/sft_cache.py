@@ -66,8 +66,8 @@ def build_sft_cache(
 
     Each message becomes the token of its role, the ids of its content and the eot token. An entry of an idx file is the
     number of tokens before an example (int64); the example ends where the next one begins, the last at the end of the
-    file. Of n examples, `int(n * val_frac)` go to val, at least one if there are two and `val_frac` is above 0; they are
-    the first of `torch.randperm(n)`. Both splits keep the order of the input.
+    file. Of n examples, `int(n * val_frac)` go to val, at least one if there are two and `val_frac` is above 0; they
+    are the first of `torch.randperm(n)` by the seed. Both splits keep the order of the input.
 
     Args:
         examples: lists of messages, read once, in order.
@@ -172,8 +172,8 @@ class _ExampleBatches:
         if odd is not None:
             place = num_before + 1 + int(np.searchsorted(np.cumsum(num_messages), odd, side="right"))
             raise InvalidInputError(
-                f"example {place:,} holds the text of a special token in a message, which this tokenizer would take for "
-                "the token; remove it, or use the tokenizer of load_tokenizer, which reads it as text"
+                f"example {place:,} holds the text of a special token in a message, which this tokenizer would take "
+                "for the token; remove it, or use the tokenizer of load_tokenizer, which reads it as text"
             )
         roles = np.array([self._ids[ROLE_TOKENS[message["role"]]] for message in messages], np.int64)
         lengths = found.lengths + 2

@@ -45,7 +45,8 @@ class SFTExampleDataset:
         >>> import tempfile; home = tempfile.mkdtemp()
         >>> np.array([101, 7, 103, 102, 8, 9, 103], "<u2").tofile(f"{home}/tokens.bin")
         >>> np.save(f"{home}/idx.npy", np.array([0], np.int64))
-        >>> dataset = SFTExampleDataset(f"{home}/tokens.bin", f"{home}/idx.npy", T=8, device="cpu", eot_id=103, asst_id=102)
+        >>> paths = f"{home}/tokens.bin", f"{home}/idx.npy"
+        >>> dataset = SFTExampleDataset(*paths, T=8, device="cpu", eot_id=103, asst_id=102)
         >>> x, y, y_masked = dataset.get_batch(B=1, generator=torch.Generator().manual_seed(0))
         >>> y_masked.tolist()
         [[-100, -100, -100, 8, 9, 103, -100, -100]]
@@ -136,8 +137,8 @@ class SFTExampleDataset:
         if self.vocab_size is not None and int(rows.max()) >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0].tolist()
             raise ShardFileError(
-                f"{self._file.path}: token {column} of example {int(draws[row]):,} is {int(rows[row, column])}, but the "
-                f"vocabulary of its meta.json has {self.vocab_size:,} ids; build the cache again"
+                f"{self._file.path}: token {column} of example {int(draws[row]):,} is {int(rows[row, column])}, but "
+                f"the vocabulary of its meta.json has {self.vocab_size:,} ids; build the cache again"
             )
 
 
@@ -196,7 +197,7 @@ def _read_offsets(path: Path, tokens: FlatFile) -> Ids:
         wrong = 0 if offsets[0] != 0 else int((lengths < 1).argmax())
         raise ShardFileError(
             f"{path}: example {wrong:,} begins at {int(offsets[wrong]):,} and has "
-            f"{int(lengths[wrong]):,} of the {tokens.num_tokens:,} tokens of {tokens.path.name}; the files do not belong "
-            "together: copy both again"
+            f"{int(lengths[wrong]):,} of the {tokens.num_tokens:,} tokens of {tokens.path.name}; the files do not "
+            "belong together: copy both again"
         )
     return offsets.astype(np.int64)

@@ -51,7 +51,7 @@ class TextEncoder:
     """Encodes texts with any tokenizer.
 
     Args:
-        tokenizer: from `load_tokenizer`, a SentencePiece processor, a Hugging Face tokenizer, or anything with `encode`.
+        tokenizer: from `load_tokenizer`, of SentencePiece or Hugging Face, or anything with `encode`.
         special_tokens: the texts of the tokens called sys, usr, asst and eot.
 
     Example:
@@ -155,8 +155,8 @@ def _encode_function(tokenizer: Any) -> Callable[[Sequence[str]], EncodedTexts]:
     if hasattr(tokenizer, "encode"):
         return lambda texts: _flat([tokenizer.encode(text) for text in texts])
     raise InvalidInputError(
-        f"tokenizer is of the type {type(tokenizer).__name__}, which has no `encode`; give what load_tokenizer returns, "
-        "a SentencePiece processor or a Hugging Face tokenizer"
+        f"tokenizer is of the type {type(tokenizer).__name__}, which has no `encode`; give what load_tokenizer "
+        "returns, a SentencePiece processor or a Hugging Face tokenizer"
     )
 
 
@@ -237,7 +237,7 @@ def _sha256(tokenizer: Any) -> str:
     if hasattr(tokenizer, "to_str"):  # of the package `tokenizers`
         return checksum(tokenizer.to_str().encode(), ALGORITHM)
     if not hasattr(tokenizer, "encode_many") and hasattr(tokenizer, "get_vocab"):
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if hasattr(backend, "to_str") else json.dumps(sorted(tokenizer.get_vocab().items()))
         return checksum(text.encode(), ALGORITHM)
     path = getattr(tokenizer, "path", None) or getattr(tokenizer, "model_path", None)
@@ -248,7 +248,7 @@ def _sha256(tokenizer: Any) -> str:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """Return the files that decide the ids of a tokenizer: its .model file, its tokenizer.json, or what stands for it."""
+    """Return the files that decide a tokenizer's ids: its .model file, its tokenizer.json, or what stands for it."""
     if path.is_file():
         return [path]
     if (path / _TOKENIZER_FILE).is_file():

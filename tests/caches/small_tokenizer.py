@@ -8,7 +8,8 @@ from typing import Any
 from megatron_packed_sft import train_sentencepiece
 from megatron_packed_sft.caches import SPECIAL_TOKENS, Message
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven clever wizards quietly mix jugs of liquid gold".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven clever wizards quietly mix jugs of liquid gold"
+WORDS = SENTENCE.split()
 TEXTS = [
     " ".join(WORDS[(start * step + place) % len(WORDS)] for place in range(5 + (start * 7) % 40)) + "."
     for step in (1, 3, 5)
