@@ -132,7 +132,7 @@ class _Builder:
         if before is not None and before.get("built") and not self._overwrite:
             changed = ", ".join(differences(folder, made_from)) or "its files are incomplete"
             raise TargetExistsError(
-                f"{folder} holds a cache made differently: {changed}; add --overwrite to replace it"
+                f"{folder} holds a cache that was made differently: {changed}; add --overwrite to replace it"
             )
         common = {
             "tokenizer": self._tokenizer,
@@ -189,9 +189,8 @@ class _Builder:
     def _note_not_built(self, folder: Path, name: str, source: CacheSource, reason: str) -> None:
         """Leave a meta.json that says why; an earlier cache stays."""
         before = published_meta(folder)
-        if (before is not None and before.get("built")) or (
-            before is None and folder.exists() and any(folder.iterdir())
-        ):
+        is_foreign = before is None and folder.exists() and any(folder.iterdir())
+        if is_foreign or (before is not None and before.get("built")):
             return
         nouns = "tokens" if source.kind == PRETRAIN else "examples"
         totals = {f"train_{nouns}": 0, f"val_{nouns}": 0}

@@ -51,18 +51,13 @@ class OpenedSource:
     def texts(self, *, val: bool = False) -> Iterator[str]:
         """Yield the documents for train, or those of val's own files or split."""
         for where, record in self._records(val=val):
-            text = record if isinstance(record, RecordError) else record.get(self._source.field)
-            if type(text) is str:
+            if isinstance(record, RecordError):
+                self._skip_or_raise(record)
+            elif type(text := record.get(self._source.field)) is str:
                 yield text
-                continue
-            known = "" if isinstance(record, RecordError) else f" (it has {', '.join(map(str, record))})"
-            self._skip_or_raise(
-                text
-                if isinstance(text, RecordError)
-                else RecordError(
-                    self._source.field, f"is {kind_of(text)}{known}; set field to the one with the text", where
-                )
-            )
+            else:
+                problem = f"is {kind_of(text)}, and the record has {', '.join(map(str, record))}; set field to its text"
+                self._skip_or_raise(RecordError(self._source.field, problem, where))
 
     def examples(self) -> Iterator[list[Message]]:
         """Yield the chats as lists of messages."""
