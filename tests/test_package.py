@@ -31,6 +31,7 @@ ALLOWED = {
     "tokens": {"disk", "storage", "packing"},  # a token store and a plan become shards
     "data": {"records", "encode", "tokens", "packing", "storage", "disk"},
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    "caches": {"records", "encode", "storage", "disk", "config"},
     "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
     "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
@@ -44,6 +45,7 @@ ALLOWED = {
             "disk",
             "data",
             "megatron",
+            "caches",
             "prepare",
             "train",
             "inspect",
@@ -52,7 +54,7 @@ ALLOWED = {
 }
 # Packages that only some rooms may touch, because they are heavy or belong there.
 ONLY_IN = {
-    "torch": {"data", "megatron", "train"},
+    "torch": {"caches", "data", "megatron", "train"},
     "megatron": {"megatron", "train"},
     "safetensors": {"megatron"},
     "transformers": {"encode"},
