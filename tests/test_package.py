@@ -36,20 +36,8 @@ ALLOWED = {
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
     "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
     "cli": {
-        *(
-            "records",
-            "encode",
-            "tokens",
-            "packing",
-            "storage",
-            "disk",
-            "data",
-            "megatron",
-            "caches",
-            "prepare",
-            "train",
-            "inspect",
-        )
+        *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
+        *("megatron", "caches", "prepare", "train", "inspect"),
     },
 }
 # Packages that only some rooms may touch, because they are heavy or belong there.
@@ -68,6 +56,8 @@ ONLY_IN = {
     "ray": {"prepare"},
     "hydra": {"config"},
     "omegaconf": {"config"},
+    "click": {"cli"},
+    "rich": {"support", "prepare", "inspect", "cli"},
 }
 
 

@@ -26,6 +26,7 @@ SUFFIXES = (NPY, BIN)
 _FOREIGN = ("manifest.json", "dataset.json")
 _INDEX = ".idx"  # with it, a .bin file is Megatron's indexed dataset
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so: the pytorch_model.bin of a model's folder
+_PICKLED = b"'descr': '|O'"
 _SMALL_HEADER = 256  # that of a one-dimensional array has 128 bytes
 # No tokenizer has so many ids, but pairs of uint16 that are read as uint32 give nearly no others.
 GUESSED_ID_LIMIT = 1 << 20
@@ -114,11 +115,7 @@ def _npy_file(path: Path) -> FlatFile:
     header, size = _npy_header(path)
     dtype = np.dtype(header.dtype)
     if len(header.shape) != 1 or dtype.kind not in "iu":
-        what = "Python objects (a pickle)" if dtype.kind == "O" else f"{dtype.name} of shape {header.shape}"
-        raise UnsupportedFormatError(
-            f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
-            "choose the others with file_pattern"
-        )
+        raise _not_flat(path, f"{dtype.name} of shape {header.shape}")
     expected = header.data_offset + header.shape[0] * dtype.itemsize
     if size != expected:
         raise ShardFileError(
@@ -135,7 +132,16 @@ def _npy_header(path: Path) -> tuple[NpyHeader, int]:
         try:
             return parse_npy_header(start, str(path)), size
         except ShardFileError:
+            if _PICKLED in start:
+                raise _not_flat(path, "Python objects (a pickle)") from None
             return parse_npy_header(start + file.read(MAX_HEADER - _SMALL_HEADER), str(path)), size
+
+
+def _not_flat(path: Path, what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
+        "choose the others with file_pattern"
+    )
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -19,7 +19,7 @@ from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from megatron_packed_sft.support.progress import Progress
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -33,7 +33,7 @@ class _Seen:
     largest: int = -1
 
 
-def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check a stream: that it opens, and with level `full` that every id is one of the vocabulary.
 
     Args:
