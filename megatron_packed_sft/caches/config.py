@@ -141,12 +141,14 @@ class CacheConfig:
         )
 
 
-def read_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Sequence[str] = ()) -> CacheConfig:
+def read_config(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | Sequence[str | tuple[str, Any]] = ()
+) -> CacheConfig:
     """Read a YAML of sources; a key that does not exist, or is there twice, is one sentence.
 
     Args:
         path: the YAML.
-        overrides: by dotted key, such as `{"seed": 7}`, or as text, such as `sources.wikitext.max_val_tokens=1000`.
+        overrides: by dotted key: a mapping or pairs, or text such as `sources.wikitext.max_val_tokens=1000`.
 
     Raises:
         InvalidInputError: the file or an override is wrong; all wrong keys are named.
@@ -203,13 +205,14 @@ def _refuse_double_keys(node: Any, path: Path) -> None:
             _refuse_double_keys(one, path)
 
 
-def _pairs(overrides: Mapping[str, Any] | Sequence[str]) -> list[tuple[str, Any]]:
-    if isinstance(overrides, Mapping):
-        return [(key, value) for key, value in overrides.items() if value is not None]
+def _pairs(overrides: Mapping[str, Any] | Sequence[str | tuple[str, Any]]) -> list[tuple[str, Any]]:
     import yaml
 
     found = []
-    for text in overrides:
+    for text in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        if not isinstance(text, str):
+            found.append(text)
+            continue
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise InvalidInputError(f"{text!r} sets nothing; write KEY=VALUE, such as seed=7")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from megatron_packed_sft import create_sft_dataset, load_tokenizer, validate
 from megatron_packed_sft.caches import PretrainTokenStreamDataset, build_all, read_meta, sha256_file
 from megatron_packed_sft.caches.build_sources import SourceResult
 from megatron_packed_sft.caches.config import read_config
+from megatron_packed_sft.cli.main import main as packed_sft
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError
 from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
 
+ROOT = Path(__file__).parents[2]
 CONTRACT = {
     *("dataset_name", "dataset_config", "split_rule", "seed", "token_dtype", "tokenizer_sha256", "vocab_size"),
     *("special_token_ids", "totals"),
@@ -328,3 +331,56 @@ def test_only_some_sources_can_be_built(model: str, data: Path, tmp_path: Path) 
     assert not (tmp_path / "cache/pretrain/one").exists()
     with pytest.raises(InvalidInputError, match="there is no source 'three'; the sources are one, two"):
         build(tmp_path, model, sources, only=["three"])
+
+
+def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
+    model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "sources.yaml"
+    sources = {
+        "roam": {"kind": "pretrain", "path": f"{data}/roam/*.md", "max_val_tokens": 10},
+        "chats": {"kind": "sft", "path": f"{data}/chats.jsonl"},
+        "missing": {"kind": "pretrain", "path": f"{data}/none.txt"},
+    }
+    config.write_text(json.dumps({"tokenizer": "overridden.model", "sources": sources}))
+    words = ["cache", "build-all", "--config", str(config), "--cache-dir", str(tmp_path / "cache"), "--seed", "7"]
+    words += ["--tokenizer", model, "--val-frac", "0.2", "--shard-bytes", "100", "--shuffle-buffer", "5"]
+    words += ["--set", "sources.roam.max_train_tokens=111"]
+    assert packed_sft(words) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"roam +pretrain +built +111 +10", out)
+    assert re.search(r"chats +sft +built +24 +6", out)
+    assert re.search(r"missing +pretrain +not built", out)
+    assert "missing was not built: " in out
+    meta = read_meta(tmp_path / "cache/pretrain/roam/meta.json")
+    assert (meta["seed"], meta["shard_bytes"], meta["shuffle_buffer"]) == (7, 100, 5)
+    assert packed_sft([*words, "--only", "roam", "--only", "chats", "--json"]) == 0
+    [roam, chats] = json.loads(capsys.readouterr().out)["sources"]
+    assert (roam["status"], roam["totals"], chats["status"]) == (
+        "kept",
+        {"train_tokens": 111, "val_tokens": 10},
+        "kept",
+    )
+    assert packed_sft([*words, "--only", "roam", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert packed_sft(["cache"]) == 2
+    assert packed_sft(["cache", "build-all"]) == 2
+    assert packed_sft([*words, "--set", "seed"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "packed-sft: error: no command was given; write packed-sft cache build-all, or see packed-sft cache --help",
+        "packed-sft: error: --config is missing; see packed-sft cache --help",
+        "packed-sft: error: 'seed' sets nothing; write KEY=VALUE, such as seed=7",
+    ]
+
+
+def test_the_yaml_of_the_recipes_lists_the_sources_of_the_seed() -> None:
+    config = read_config(ROOT / "recipes" / "caches.yaml")
+    assert (config.seed, config.shard_bytes, config.shuffle_buffer, config.val_frac) == (42, 128 << 20, 10_000, 0.10)
+    fineweb = config.sources["fineweb_edu"]
+    assert (fineweb.dataset, fineweb.config) == ("HuggingFaceFW/fineweb-edu", "CC-MAIN-2024-10")
+    assert (fineweb.is_streamed, fineweb.max_train_tokens, fineweb.max_val_tokens) == (True, 200_000_000, 5_000_000)
+    assert {name: source.kind for name, source in config.sources.items()} == {
+        **dict.fromkeys(("fineweb_edu", "wikitext", "roam", "gutenberg"), "pretrain"),
+        **dict.fromkeys(("dolly15k", "oasst1"), "sft"),
+    }
+    assert not config.sources["gutenberg"].build
