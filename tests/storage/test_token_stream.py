@@ -196,7 +196,7 @@ def test_without_a_word_the_sizes_of_bin_files_decide_and_that_is_said(
 
 def test_uint16_that_looks_like_uint32_by_its_size_is_not_read_wrongly(tmp_path: Path) -> None:
     write_stream(tmp_path, [40, 80], suffix=".bin", vocab=5000)
-    with pytest.raises(InvalidInputError, match="which no tokenizer has; pass dtype='uint16', or dtype='uint32' if"):
+    with pytest.raises(InvalidInputError, match="which no tokenizer has; set dtype to uint16, or to uint32 if"):
         open_token_stream(tmp_path, StreamOptions(seq_length=8))
     assert len(open_token_stream(tmp_path, StreamOptions(seq_length=8, dtype="uint16"))) == 4 + 9
 
@@ -207,9 +207,9 @@ def test_file_pattern_chooses_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not tokens")
     assert len(open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*_00001.npy"))) == 7
     assert open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*.bin", dtype="u2")).num_tokens == 30
-    with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check file_pattern"):
+    with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check the pattern"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.arrow"))
-    with pytest.raises(InvalidInputError, match=r"notes.txt is no .npy or .bin file; let file_pattern name those"):
+    with pytest.raises(InvalidInputError, match=r"notes.txt is no .npy or .bin file; let the pattern name those"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.txt"))
     with pytest.raises(InvalidInputError, match=r"file_pattern is '\*\*/x'; it names files of the directory"):
         StreamOptions(file_pattern="**/x")
@@ -256,7 +256,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     refused(ShardFileError, "has 150 bytes, its header says 168; it was cut or appended to: copy it again")
     home = tmp_path / "dtype"
     write_stream(home, [20])
-    refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave dtype out", dtype="uint32")
+    refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave it out", dtype="uint32")
     refused(InvalidInputError, "pack_sequences tells .* nobody says which id that is; pass", pack_sequences=True)
     for text in ("{", "[1,"):
         (home / "metadata.yaml").write_text(text)
