@@ -272,6 +272,10 @@ def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, dat
     assert 0 < len(dataset) < windows.num_windows
     first = np.fromfile(split / "shard_00000.bin", "<u2")[:33]
     assert dataset[0]["input_ids"].tolist()[:32] == first[:32].tolist()
+    # Documents end where meta.json says, and not at the tokenizer's own end of sequence.
+    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, pack_sequences=True)
+    ends = np.flatnonzero(first[:32] == special_ids(model)["eot"])
+    assert np.flatnonzero(np.diff(packed[0]["doc_ids"])).tolist() == ends[ends < 31].tolist()
     report = validate(split)
     assert report.ok, report.findings
     assert report.num_tokens == read_meta(split.parent / "meta.json")["train_tokens"]
