@@ -20,7 +20,6 @@ from megatron_packed_sft.support.paths import local_path
 META = "meta.json"
 ALGORITHM = "sha256"
 _MAX_META_BYTES = 1 << 20  # what readers of token streams accept
-_LARGEST_SIZE = (1 << 62) - 1
 
 
 def write_meta(path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
@@ -94,18 +93,6 @@ def is_complete(folder: Path, meta: Mapping[str, Any]) -> bool:
     return all(
         isinstance(record, Mapping) and _size(folder / name) == record.get("bytes") for name, record in files.items()
     )
-
-
-def recorded_sizes(path: Path) -> dict[str, int]:
-    """Return the sizes of the files that a meta.json lists; none if there is no meta.json or it lists none."""
-    if not path.exists():
-        return {}
-    listed = Fields(read_meta(path), str(path)).optional_object("files") or {}
-    return {
-        name: Fields(record, f"{path}: files.{name}").integer("bytes", 0, _LARGEST_SIZE)
-        for name, record in listed.items()
-        if isinstance(record, Mapping)
-    }
 
 
 def special_token_id(meta: Mapping[str, Any], name: str, file: str) -> int | None:

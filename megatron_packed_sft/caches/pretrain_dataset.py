@@ -8,12 +8,13 @@ import os
 import numpy as np
 import torch
 
-from megatron_packed_sft.caches.meta import META, recorded_sizes
+from megatron_packed_sft.caches.meta import META
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.token_stream.files import find_files
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import read_metadata
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import counted
 
@@ -85,14 +86,12 @@ class PretrainTokenStreamDataset:
 
     def _refuse_other_sizes(self) -> None:
         """Compare the shards with the meta.json of their cache, which lists them as `train/shard_00000.bin`."""
-        sizes = {file.path.name: file.size for file in self._files}
-        recorded = recorded_sizes(self.path.parent / META)
-        for name, size in recorded.items():
-            split, _, shard = name.partition("/")
-            if split == self.path.name and sizes.get(shard) != size:
-                found = f"has {sizes[shard]:,} bytes" if shard in sizes else "is missing"
+        sizes = {file.path: file.size for file in self._files}
+        for path, record in RecordedFiles(self.path.parent / META).inside(self.path).items():
+            if sizes.get(path) != record.bytes:
+                found = f"has {sizes[path]:,} bytes" if path in sizes else "is missing"
                 raise ShardFileError(
-                    f"{self.path / shard} {found}, but the meta.json of its cache says {size:,} bytes; copy it again"
+                    f"{path} {found}, but the meta.json of its cache says {record.bytes:,} bytes; copy it again"
                 )
 
     def _refuse_outside(self, file: FlatFile, start: int, ids: np.ndarray) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_packed_sft.caches.meta import META, read_meta, recorded_sizes, special_token_id
+from megatron_packed_sft.caches.meta import META, read_meta, special_token_id
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.npy import MAX_HEADER, parse_npy_header
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import read_metadata
+from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.support.paths import local_path
 
 logger = logging.getLogger(__name__)
@@ -172,9 +173,9 @@ def _open_tokens(path: Path, dtype: str) -> FlatFile:
             f"{path} has {size:,} bytes, which is no whole number of tokens of {itemsize} bytes; it was cut: copy it "
             "again"
         )
-    recorded = recorded_sizes(path.with_name(META)).get(path.name)
-    if recorded is not None and recorded != size:
-        raise ShardFileError(f"{path} has {size:,} bytes, but its meta.json says {recorded:,}; copy it again")
+    recorded = RecordedFiles(path.with_name(META)).files.get(path)
+    if recorded is not None and recorded.bytes != size:
+        raise ShardFileError(f"{path} has {size:,} bytes, but its meta.json says {recorded.bytes:,}; copy it again")
     return FlatFile(path, dtype, size // itemsize, 0, size)
 
 

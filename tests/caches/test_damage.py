@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_packed_sft import validate
 from megatron_packed_sft.caches import (
     PretrainTokenStreamDataset,
     SFTExampleDataset,
@@ -186,3 +187,28 @@ def test_a_meta_that_is_wrong_is_named(chats: Path, model: str) -> None:
     write_meta(chats / "meta.json", {"special_token_ids": {"asst": "x"}})
     with pytest.raises(PackedSFTError, match=r"meta\.json: asst is 'x', not an integer"):
         examples(chats, special_ids(model)["eot"])
+
+
+def test_validate_compares_every_shard_with_its_checksum(texts: Path) -> None:
+    shard = texts / "train" / "shard_00001.bin"
+    assert validate(texts / "train").ok
+    ids = np.fromfile(shard, "<u2")
+    ids[5] = 7 if ids[5] != 7 else 8
+    ids.tofile(shard)
+    [finding] = validate(texts / "train").findings
+    assert (finding.file, finding.message) == (
+        str(shard),
+        "its content does not match its checksum in meta.json; copy it again",
+    )
+    assert validate(texts / "train", level="structure").ok
+    shard.write_bytes(shard.read_bytes()[:-2])
+    [finding] = validate(texts / "train", level="structure").findings
+    assert finding.message == "has 598 bytes, but its meta.json says 600"
+    shard.unlink()
+    [finding] = validate(texts / "train", level="structure").findings
+    assert finding.message == "is missing, but its meta.json lists it"
+    assert validate(texts / "val").ok
+    meta = (texts / "meta.json").read_text()
+    (texts / "meta.json").write_text(meta.replace('"seed": 1', '"seed": 2'))
+    [finding] = validate(texts / "val").findings
+    assert "was damaged or edited" in finding.message
