@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_packed_sft.caches.build_sources import build_all
+    from megatron_packed_sft.caches.config import read_config
     from megatron_packed_sft.caches.meta import read_meta, sha256_file, write_meta
     from megatron_packed_sft.caches.pretrain_cache import build_pretrain_cache
     from megatron_packed_sft.caches.pretrain_dataset import PretrainTokenStreamDataset
@@ -27,6 +28,7 @@ _HOMES = {
     "build_all": "build_sources",
     "build_pretrain_cache": "pretrain_cache",
     "build_sft_cache": "sft_cache",
+    "read_config": "config",
     "read_meta": "meta",
     "sha256_file": "meta",
     "write_meta": "meta",
@@ -39,6 +41,7 @@ __all__ = [
     "build_all",
     "build_pretrain_cache",
     "build_sft_cache",
+    "read_config",
     "read_meta",
     "sha256_file",
     "write_meta",

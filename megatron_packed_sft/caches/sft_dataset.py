@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_packed_sft.caches.example_files import open_tokens, read_offsets
 from megatron_packed_sft.caches.meta import META, read_meta, special_token_id
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.npy import MAX_HEADER, parse_npy_header
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import read_metadata
-from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.support.paths import local_path
 
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
-_DTYPE = "<u2"  # what the tokens are unless a meta.json says otherwise
-_OFFSETS_DTYPE = "<i8"
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -69,8 +63,10 @@ class SFTExampleDataset:
         tokens, index = local_path(tokens_path, "tokens_path"), local_path(idx_path, "idx_path")
         metadata = read_metadata(tokens.parent)
         self.vocab_size = metadata.vocab_size
-        self._file = _open_tokens(tokens, metadata.dtype or _DTYPE)
-        self._starts = _read_offsets(index, self._file)
+        self._file = open_tokens(tokens, metadata.dtype)
+        self._starts = read_offsets(index, self._file)
+        if not len(self._starts):
+            raise InvalidInputError(f"{index} lists no examples; give a split that has some")
         self._ends = np.append(self._starts[1:], self._file.num_tokens)
         self.eot_id = eot_id
         self.asst_id = self._assistant_id(asst_id)
@@ -162,43 +158,3 @@ def assistant_mask(rows: Ids, lengths: Ids, asst_id: int, eot_id: int) -> Bools:
     result = np.zeros(rows.shape, np.bool_)
     result[:, 1:] = begun > ended
     return result & (positions < lengths[:, None])
-
-
-def _open_tokens(path: Path, dtype: str) -> FlatFile:
-    with os_errors("open", path):
-        size = path.stat().st_size
-    itemsize = np.dtype(dtype).itemsize
-    if size % itemsize:
-        raise ShardFileError(
-            f"{path} has {size:,} bytes, which is no whole number of tokens of {itemsize} bytes; it was cut: copy it "
-            "again"
-        )
-    recorded = RecordedFiles(path.with_name(META)).files.get(path)
-    if recorded is not None and recorded.bytes != size:
-        raise ShardFileError(f"{path} has {size:,} bytes, but its meta.json says {recorded.bytes:,}; copy it again")
-    return FlatFile(path, dtype, size // itemsize, 0, size)
-
-
-def _read_offsets(path: Path, tokens: FlatFile) -> Ids:
-    """Read the offsets whole (8 bytes per example) and check that each example has tokens of its own."""
-    with os_errors("read", path), open(path, "rb") as file:
-        data = file.read()
-    header = parse_npy_header(data[:MAX_HEADER], str(path))
-    if header.dtype != _OFFSETS_DTYPE or len(header.shape) != 1:
-        raise ShardFileError(
-            f"{path} holds {header.dtype} of shape {header.shape}, not a list of int64 offsets; build the cache again"
-        )
-    if len(data) != header.data_offset + header.shape[0] * 8:
-        raise ShardFileError(f"{path} was cut or appended to; copy it again")
-    offsets = np.frombuffer(data, _OFFSETS_DTYPE, header.shape[0], header.data_offset)
-    if not len(offsets):
-        raise InvalidInputError(f"{path} lists no examples; give a split that has some")
-    lengths = np.diff(np.append(offsets, tokens.num_tokens))
-    if offsets[0] != 0 or (lengths < 1).any():
-        wrong = 0 if offsets[0] != 0 else int((lengths < 1).argmax())
-        raise ShardFileError(
-            f"{path}: example {wrong:,} begins at {int(offsets[wrong]):,} and has "
-            f"{int(lengths[wrong]):,} of the {tokens.num_tokens:,} tokens of {tokens.path.name}; the files do not "
-            "belong together: copy both again"
-        )
-    return offsets.astype(np.int64)

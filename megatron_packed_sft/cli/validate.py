@@ -16,7 +16,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
         packed-sft validate my_dataset --level full --json > report.json
     """
 )
-@argument("path", help="a shard or packed file, a dataset directory, a directory of shards, or a token store")
+@argument("path", help="a shard or packed file, a dataset directory, a directory of shards, a token store or cache")
 @click.option(
     "--level",
     type=click.Choice(("structure", "full")),
@@ -30,14 +30,16 @@ def command(path: str, level: Literal["structure", "full"], max_findings: int, q
     """Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all."""
     from rich.text import Text
 
+    from megatron_packed_sft.caches.validate import is_sft_cache, validate_sft_cache
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.support.terminal import show, show_json
     from megatron_packed_sft.support.wording import counted
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
-    report = (validate_token_store if is_token_store(path) else validate)(
-        path, level=level, max_findings=max_findings, progress=not quiet
-    )
+    check = validate_token_store if is_token_store(path) else validate
+    if is_sft_cache(path):
+        check = validate_sft_cache
+    report = check(path, level=level, max_findings=max_findings, progress=not quiet)
     if as_json:
         show_json(report.to_json())
         return 0 if report.ok else 1

@@ -17,6 +17,8 @@ from megatron_packed_sft.caches import (
     build_sft_cache,
     write_meta,
 )
+from megatron_packed_sft.caches.validate import validate_sft_cache
+from megatron_packed_sft.cli.main import main as packed_sft
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError, StorageIOError
 from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
 
@@ -133,7 +135,7 @@ def test_folders_without_shards_get_a_sentence(tmp_path: Path) -> None:
         (np.array([0, -5], np.int64), "example 0 begins at 0 and has -5"),
         (np.array([0, 5], np.int32), r"holds <i4 of shape \(2,\), not a list of int64 offsets"),
         (np.array([[0, 5]], np.int64), r"holds <i8 of shape \(1, 2\), not a list of int64 offsets"),
-        (np.zeros(0, np.int64), "lists no examples; give a split that has some"),
+        (np.zeros(0, np.int64), r"lists no examples, but train_tokens\.bin has tokens"),
     ],
 )
 def test_offsets_that_are_wrong_are_refused(chats: Path, model: str, offsets: Any, sentence: str) -> None:
@@ -212,3 +214,23 @@ def test_validate_compares_every_shard_with_its_checksum(texts: Path) -> None:
     (texts / "meta.json").write_text(meta.replace('"seed": 1', '"seed": 2'))
     [finding] = validate(texts / "val").findings
     assert "was damaged or edited" in finding.message
+
+
+def test_validate_checks_a_cache_of_chats(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert packed_sft(["validate", str(chats)]) == 0
+    assert "sound (full: 2 shards" in capsys.readouterr().out
+    tokens = chats / "val_tokens.bin"
+    ids = np.fromfile(tokens, "<u2")
+    ids[3] = 65_000
+    ids.tofile(tokens)
+    [changed, outside] = validate_sft_cache(chats).findings
+    assert changed.message == "its content does not match its checksum in meta.json; copy it again"
+    assert outside.message.startswith("the token at position 3 is 65000, not in 0..")
+    assert validate_sft_cache(chats, level="structure").ok
+    assert packed_sft(["validate", str(chats)]) == 1
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    [finding] = validate_sft_cache(chats, level="structure").findings
+    assert "bytes, but its meta.json says" in finding.message
+    (chats / "meta.json").write_text("{")
+    [finding] = validate_sft_cache(chats).findings
+    assert "is not valid JSON" in finding.message
