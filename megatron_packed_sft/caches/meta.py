@@ -19,7 +19,7 @@ from megatron_packed_sft.support.paths import local_path
 
 META = "meta.json"
 ALGORITHM = "sha256"
-_MAX_META_BYTES = 1 << 20  # what readers of token streams accept
+_MAX_META_BYTES = 16 << 20  # what readers of token streams accept
 
 
 def write_meta(path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:

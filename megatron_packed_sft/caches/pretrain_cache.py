@@ -148,15 +148,17 @@ def _check_limits(max_train: int | None, max_val: int | None, has_val_texts: boo
 
 
 def _split_rule(max_train: int | None, max_val: int | None, has_val_texts: bool, val_frac: float | None) -> str:
-    train, val = (counted(limit, "token") if limit is not None else "all tokens" for limit in (max_train, max_val))
+    train, val = (
+        f"up to {counted(limit, 'token')}" if limit is not None else "all tokens" for limit in (max_train, max_val)
+    )
     if has_val_texts:
-        return f"val: up to {val} of the documents given for val; train: up to {train} of the others"
+        return f"val: {val} of the documents given for val; train: {train} of the others"
     if val_frac is not None:
         return (
-            f"by document: one of every 1/{val_frac} documents, drawn with torch by the seed, goes to val "
-            f"(up to {val}), the others to train (up to {train})"
+            f"by document: one of every 1/{val_frac} documents, drawn with torch by the seed, goes to val ({val}), "
+            f"the others to train ({train})"
         )
-    return f"by token, in stream order: the first {val} to val, the next to train (up to {train})"
+    return f"by token, in stream order: the first to val ({val}), the next to train ({train})"
 
 
 def _ordered(texts: Iterable[str], shuffle_buffer: int | None, seed: int, purpose: int) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from posixpath import basename
 from typing import Any
 
 from megatron_packed_sft.caches.config import SFT, CacheSource
 from megatron_packed_sft.caches.sft_cache import ROLE_TOKENS, Message
+from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.hub_datasets import stream_dataset
@@ -30,7 +32,6 @@ class OpenedSource:
         seed: of the shuffle of a streamed dataset.
 
     Attributes:
-        files: of train and val, with checksums; none for a dataset.
         num_skipped: records left out so far, with `on_error: skip`.
     """
 
@@ -40,13 +41,18 @@ class OpenedSource:
         self.num_skipped = 0
 
     @property
-    def files(self) -> list[dict[str, Any]]:
-        """What the files are, by name and content, so that their folder does not matter."""
-        return [
-            {"name": basename(file.path), "size": file.size, "checksum": file.checksum, "of": name}
+    def files(self) -> dict[str, Any]:
+        """What the files are, by name and content: their folder does not matter, and it is short for many files."""
+        listed = [
+            (name, basename(file.path), file.size, file.checksum)
             for name, files in self._found.items()
             for file in files
         ]
+        return {
+            "num_files": len(listed),
+            "bytes": sum(size for _, _, size, _ in listed),
+            "checksum": checksum(json.dumps(listed).encode()),
+        }
 
     def texts(self, *, val: bool = False) -> Iterator[str]:
         """Yield the documents for train, or those of val's own files or split."""

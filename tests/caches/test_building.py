@@ -77,7 +77,7 @@ def test_budgets_are_exact_and_val_comes_first(model: str, tmp_path: Path, max_t
     assert tokens_of(tmp_path / "cache" / "val") == stream[:max_val]
     assert tokens_of(tmp_path / "cache" / "train") == stream[max_val : max_val + max_train]
     assert (meta["train_tokens"], meta["val_tokens"]) == (max_train, max_val)
-    assert meta["split_rule"].startswith("by token, in stream order: the first")
+    assert meta["split_rule"].startswith("by token, in stream order: the first to val (up to ")
 
 
 def test_a_stream_that_ends_early_fills_what_it_can(
@@ -135,10 +135,7 @@ def test_val_may_have_texts_of_its_own(model: str, tmp_path: Path) -> None:
     kept = documents(tokens_of(tmp_path / "cache" / "train"), eot)
     assert sorted(kept) == sorted(tuple(processor(model).encode(text)) for text in TEXTS[:30])
     assert meta["val_tokens"] == 50
-    assert (
-        meta["split_rule"]
-        == "val: up to 50 tokens of the documents given for val; train: up to all tokens of the others"
-    )
+    assert meta["split_rule"] == "val: up to 50 tokens of the documents given for val; train: all tokens of the others"
 
 
 def test_a_shuffle_as_large_as_the_stream_keeps_every_document(model: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megatron_packed_sft.disk.json_document import Fields, FileRecord, parse, pa
 from megatron_packed_sft.errors import ManifestError
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 16 << 20
 
 
 class RecordedFiles:
