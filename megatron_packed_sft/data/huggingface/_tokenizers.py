@@ -29,6 +29,7 @@ def special_ids(tokenizer: Any) -> SpecialIds:
     A bare tokenizer of `tokenizers` names none; those that its post-processor puts around a text are taken.
     """
     if _is_bare(tokenizer):
+        _check_bare(tokenizer)
         plain, framed = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
         num_before = next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)
         before, after = framed[:num_before], framed[num_before + len(plain) :]
@@ -51,17 +52,16 @@ def framing_ids(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[int | 
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> Sequences:
-    """Tokenize texts in one go, without special tokens, truncation or padding."""
+    """Tokenize texts in one go, without special tokens, truncation or padding; `framing_ids` has checked the tokenizer."""
     if _is_ours(tokenizer):
         ours: Sequences = tokenizer.encode_many([MarkedText(text) for text in texts])
         return ours
     if _is_bare(tokenizer):
-        _check_bare(tokenizer)
         ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     elif callable(tokenizer):
         # Long documents are cut here, so the tokenizer's warning about them would mislead.
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids = encoded["input_ids"]
+        encoded = tokenizer([*texts, ""], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids = encoded["input_ids"][:-1]  # a batch without texts would be an error
     else:
         raise InvalidInputError(
             f"tokenizer is {type(tokenizer).__name__}; pass one of transformers, of tokenizers or of load_tokenizer"

@@ -47,7 +47,8 @@ def block_tokenize_fn(
     """Tokenize the documents of a batch and pack them into blocks: a function for `datasets.map(batched=True)`.
 
     Bind the arguments with a lambda or with functools.partial, and remove the text columns: there are fewer blocks than
-    documents, and an empty text gives none. What is left out is counted and logged, at WARNING each time the count of tokens gains a digit.
+    documents, and an empty text gives none. What is left out is counted and logged, at WARNING each time the count of
+    tokens gains a digit.
 
     Args:
         features: a batch: columns of equal length.
