@@ -104,7 +104,10 @@ def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) 
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("no_such_package.packer", r"cannot be imported \(ModuleNotFoundError: .*; check the name, install its package"),
+        (
+            "no_such_package.packer",
+            r"cannot be imported \(ModuleNotFoundError: .*; check the name, install its package",
+        ),
         ("MODULE.nothing", r"cannot be imported \(AttributeError: .*has no attribute 'nothing'"),
         ("MODULE.number", "must be a function of .lengths, capacity., not 3"),
     ],

@@ -52,7 +52,7 @@ def framing_ids(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[int | 
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> Sequences:
-    """Tokenize texts in one go, without special tokens, truncation or padding; `framing_ids` has checked the tokenizer."""
+    """Tokenize texts in one go, without special tokens; `framing_ids` has refused truncation and padding."""
     if _is_ours(tokenizer):
         ours: Sequences = tokenizer.encode_many([MarkedText(text) for text in texts])
         return ours

@@ -55,6 +55,8 @@ class DataCollatorForCausalLM:
         attention_mask: None leaves the mask to transformers, which finds the documents in the position ids, for every
             attention and with sliding windows. `4d` adds a mask to be added to the scores, for sdpa and eager; `flex`
             adds a BlockMask for flex attention. Both are taken as they are, so a sliding window is ignored.
+        mask_dtype: of the `4d` mask: float32, or float64 for a model of that type, whose attention in torch misreads
+            float32. torch.bool takes a quarter of the room, for sdpa only: eager attention would add it to the scores.
         return_doc_ids: also return which document each position belongs to.
         device: where `flex` makes its mask: that of the model.
 
@@ -76,6 +78,7 @@ class DataCollatorForCausalLM:
         *,
         pad_to_multiple_of: int | None = None,
         attention_mask: str | None = None,
+        mask_dtype: torch.dtype = torch.float32,
         return_doc_ids: bool = True,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -93,6 +96,8 @@ class DataCollatorForCausalLM:
             raise InvalidInputError(
                 f"max_length {max_length} is no multiple of pad_to_multiple_of {pad_to_multiple_of}"
             )
+        if not (mask_dtype == torch.bool or mask_dtype.is_floating_point):
+            raise InvalidInputError(f"mask_dtype is {mask_dtype}; choose a floating-point type or torch.bool")
         if attention_mask is not None and not packed_sequences:
             raise InvalidInputError(f"attention_mask={attention_mask!r} needs packed_sequences=True")
         self.bos_id, self.eos_id, pad_id = special_ids(tokenizer)
@@ -104,7 +109,7 @@ class DataCollatorForCausalLM:
             )
         self.packed_sequences, self.max_length = packed_sequences, max_length
         self.pad_to_multiple_of, self.attention_mask = pad_to_multiple_of, attention_mask
-        self.return_doc_ids, self.device = return_doc_ids, device
+        self.mask_dtype, self.return_doc_ids, self.device = mask_dtype, return_doc_ids, device
         self._has_warned = False
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Batch:
@@ -196,9 +201,11 @@ class DataCollatorForCausalLM:
 
     def _mask(self, doc_ids: torch.Tensor) -> Any:
         if self.attention_mask == "4d":
-            # Eager attention adds the mask to the scores: a mask of booleans would be added, too, and hide nothing.
             visible = visible_mask(doc_ids)
-            return torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
+            if self.mask_dtype == torch.bool:
+                return visible
+            lowest = torch.finfo(self.mask_dtype).min
+            return torch.zeros(visible.shape, dtype=self.mask_dtype).masked_fill_(~visible, lowest)
         if torch.utils.data.get_worker_info() is not None:
             raise InvalidInputError(
                 "a BlockMask cannot leave a worker of a DataLoader; set num_workers=0, or attention_mask=None, from "
