@@ -33,9 +33,9 @@ VOCABULARY = {"<s>": BOS, "</s>": EOS, "<pad>": PAD, **{f"w{number}": number for
 Documents = list[list[int]]
 
 
-def bare_tokenizer(*, frames: bool = True) -> Tokenizer:
+def bare_tokenizer(*, frames: bool = True, unknown: str = "w3") -> Tokenizer:
     """One id to each word: w7 is 7. Its post-processor frames texts, as Llama's does."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="w3"))
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<pad>")])
     if frames:
@@ -271,7 +271,7 @@ def test_all_kinds_of_tokenizers_are_taken(tmp_path: Path) -> None:
     expected = [ids.tolist() for ids in block_tokenize_fn(batch_of([3, 9]), TOKENIZER)["input_ids"]]
     TOKENIZER.save_pretrained(tmp_path / "folder")
     ours = load_tokenizer(tmp_path / "folder")
-    for tokenizer in (bare_tokenizer(), ours):
+    for tokenizer in (bare_tokenizer(), bare_tokenizer(unknown="<s>"), ours):
         assert [ids.tolist() for ids in block_tokenize_fn(batch_of([3, 9]), tokenizer)["input_ids"]] == expected
     train_sentencepiece(texts_of([200] * 30), tmp_path / "sp.model", vocab_size=300)
     sentencepiece = load_tokenizer(tmp_path / "sp.model")

@@ -386,6 +386,33 @@ def test_a_trainer_evaluates_as_one_by_one(
     assert ("blocks have no document_starts" in caplog.text) != keeps_columns
 
 
+def test_a_trainer_takes_the_step_that_the_documents_one_by_one_would_take(tmp_path: Path) -> None:
+    columns = {key: [block[key].tolist() for block in BLOCKS[:4]] for key in BLOCKS[0]}
+    model, reference = model_of(), model_of().train()
+    arguments = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        optim="sgd",
+        save_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    data = datasets.Dataset.from_dict(columns)
+    Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorForCausalLM(TOKENIZER)).train()
+    one_by_one(reference, documents_of(BLOCKS[:4])).backward()  # one step takes all blocks, in whatever order
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for trained, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(trained, expected, rtol=1e-4, atol=1e-6)
+
+
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=4))
 def test_position_ids_start_over_after_each_eos_for_a_whole_batch(ids: list[list[int]]) -> None:

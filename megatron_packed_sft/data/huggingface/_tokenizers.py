@@ -30,7 +30,8 @@ def special_ids(tokenizer: Any) -> SpecialIds:
     """
     if _is_bare(tokenizer):
         _check_bare(tokenizer)
-        plain, framed = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        probe = _probe(tokenizer)
+        plain, framed = (tokenizer.encode(probe, add_special_tokens=added).ids for added in (False, True))
         num_before = next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)
         before, after = framed[:num_before], framed[num_before + len(plain) :]
         return SpecialIds(before[0] if len(before) == 1 else None, after[0] if len(after) == 1 else None, None)
@@ -78,6 +79,14 @@ def _is_ours(tokenizer: Any) -> bool:
 def _is_bare(tokenizer: Any) -> bool:
     """Return whether it is a `tokenizers.Tokenizer`, which that import would tell at the price of loading it."""
     return hasattr(tokenizer, "encode_batch_fast") and hasattr(tokenizer, "token_to_id")
+
+
+def _probe(tokenizer: Any) -> str:
+    """Return a text with tokens of its own: a small vocabulary may not know the first one that comes to mind."""
+    frame = set(tokenizer.encode("").ids)
+    if set(tokenizer.encode("a", add_special_tokens=False).ids) - frame:
+        return "a"
+    return next((text for text, number in tokenizer.get_vocab().items() if number not in frame), "a")
 
 
 def _check_bare(tokenizer: Any) -> None:

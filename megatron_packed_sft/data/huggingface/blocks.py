@@ -149,9 +149,10 @@ def _pack(documents: Sequences, options: PackOptions, *, with_overlaps: bool) ->
     is_kept = (lengths >= options.min_len) & (lengths <= (options.max_len or np.iinfo(np.int64).max))
     if not is_kept.any():
         if filled.size:
-            limits = {"min_len": options.min_len, "max_len": options.max_len}
-            dropped = make_items(lengths, limit=options.pack_size, overflow="truncate", **limits)  # type: ignore[arg-type]
-            _announce(dropped.accounting)
+            nothing = make_items(
+                lengths, limit=options.pack_size, overflow="drop", min_len=options.min_len, max_len=options.max_len
+            )
+            _announce(nothing.accounting)
         return {name: [] for name in names}
     plan = pack_with(options, lengths)
     _announce(plan.accounting)
