@@ -272,6 +272,7 @@ def test_all_kinds_of_tokenizers_are_taken(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "folder")
     ours = load_tokenizer(tmp_path / "folder")
     for tokenizer in (bare_tokenizer(), bare_tokenizer(unknown="<s>"), ours):
+        assert block_tokenize_fn({"text": []}, tokenizer)["input_ids"] == []
         assert [ids.tolist() for ids in block_tokenize_fn(batch_of([3, 9]), tokenizer)["input_ids"]] == expected
     train_sentencepiece(texts_of([200] * 30), tmp_path / "sp.model", vocab_size=300)
     sentencepiece = load_tokenizer(tmp_path / "sp.model")
@@ -461,6 +462,38 @@ def test_utilization_grows_from_greedy_over_first_fit_to_best_fit_when_documents
 def test_greedy_with_overflow_is_more_than_95_percent_full() -> None:
     for strategy in ("greedy", "first_fit", "best_fit"):
         assert utilization_of(real_like_lengths(), 512, packed=True, packing_strategy=strategy)[0] > 95
+
+
+USE_CASES: dict[str, dict[str, Any]] = {
+    "web text": {
+        "max_length": 4096, "overflow": False, "packing_strategy": "best_fit", "shuffle_output": True, "min_len": 64
+    },
+    "structured data": {"max_length": 2048, "overflow": True, "packing_strategy": "greedy", "min_len": 32},
+    "instructions": {
+        "max_length": 4096, "overflow": True, "packing_strategy": "first_fit", "shuffle_output": True, "stride": 64,
+        "min_len": 32,
+    },
+    "long context": {"max_length": 32768, "overflow": True, "packing_strategy": "greedy", "min_len": 8192},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USE_CASES)
+def test_the_use_cases_of_the_seed_run_as_they_are_written(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    case = USE_CASES[name]
+    rng = np.random.default_rng(0)
+    most = 40_000 if name == "long context" else 10_000
+    lengths = np.clip(rng.lognormal(np.log(most / 12), 1.0, 150), 10, most).astype(int).tolist()
+    blocks = block_tokenize_fn(batch_of(lengths), TOKENIZER, packed=True, add_bos=True, add_eos=True, **case)
+    full = sum(map(len, blocks["input_ids"])) / len(blocks["input_ids"]) / case["max_length"]
+    # The seed asks for 90 %. Where a cut may not leave less than a quarter of a block, less is possible.
+    assert full > (0.85 if name == "long context" else 0.9)
+    kept = [length + 2 for length in lengths if length + 2 >= case["min_len"]]
+    overlap = sum(int(some.sum()) for some in blocks.get("overlaps", []))
+    found = sum(map(len, blocks["input_ids"])) - overlap
+    expected = sum(kept) if case["overflow"] else sum(min(length, case["max_length"]) for length in kept)
+    lost = sum(count for reason, count in blocks_module._lost.items() if reason == "short_tail")
+    assert found == expected - lost
+    assert ("has left out" in caplog.text) == (found < sum(lengths) + 2 * len(lengths))
 
 
 def test_small_batches_of_map_waste_room_at_their_ends() -> None:
