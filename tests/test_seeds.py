@@ -18,7 +18,8 @@ NAMES = {
     "000": """input_ids.npy loss_mask.npy packed_len.npy seq_offsets.npy seq_starts.npy manifest.json memmap_padded_v1
         bins_written loss_mask_dtype index_dtype PackedShardWriter MemmapShardWriter total_seq_starts write_bin finalize
         LegacyPickleWriter materialize_bin_arrays SequenceSpoolReader BinAssignment packed_storage legacy_npy_pickle
-        memmap_v1 process_chat_sft_pack_from_spool_core GPTSFTPackedMemmapDataset samples_mapping seq_boundaries ChatSftOutputConfig GPTSFTPackedDataset
+        memmap_v1 process_chat_sft_pack_from_spool_core GPTSFTPackedMemmapDataset samples_mapping seq_boundaries
+        ChatSftOutputConfig GPTSFTPackedDataset
         __getstate__ GPTSFTPackedMultiShardDataset shard_offsets create_sft_dataset write_memmap_to_cloud
         convert_legacy_to_memmap test_memmap_writer_roundtrip test_memmap_writer_memory_efficiency
         test_dataloader_multiworker""",
