@@ -107,14 +107,8 @@ def build_sft_cache(
         records = _deal(spool.path, dtype, all_lengths, is_val)
         with os_errors("remove", spool.path):
             os.unlink(spool.path)
+        batches.announce_untrained(staging.target)
         totals = {"train_examples": int((~is_val).sum()), "val_examples": int(is_val.sum())}
-        if batches.num_untrained:
-            logger.warning(
-                "%s: %s of %s without an assistant message, of which no token counts in the loss; remove them",
-                staging.target,
-                counted(batches.num_untrained, "example"),
-                f"{len(lengths):,}",
-            )
         meta = {
             **common_meta(encoder, local_path(out_dir), dataset_name, dataset_config, seed),
             "split_rule": f"by example: the first int(n * {val_frac}) of torch.randperm(n) by the seed go to val",
@@ -144,7 +138,7 @@ class _ExampleBatches:
         self._ids = encoder.required(SPECIAL_TOKENS)
         if len(set(self._ids.values())) < len(self._ids):
             raise InvalidInputError(f"special_tokens share an id ({self._ids}); name four different tokens")
-        self.num_examples = self.num_empty = self.num_untrained = 0
+        self.num_empty = self.num_untrained = 0
 
     def of(self, examples: Iterable[Sequence[Message]]) -> Iterator[_Examples]:
         batch: list[Sequence[Message]] = []
@@ -163,6 +157,15 @@ class _ExampleBatches:
             yield self._encoded(batch, place - len(batch))
         if self.num_empty:
             logger.warning("left out %s without messages; remove them", counted(self.num_empty, "example"))
+
+    def announce_untrained(self, target: Path) -> None:
+        """Say how many examples teach nothing; they are kept, as the caller gave them."""
+        if self.num_untrained:
+            logger.warning(
+                "%s: %s without an assistant message, of which no token counts in the loss; remove them",
+                target,
+                counted(self.num_untrained, "example"),
+            )
 
     def _encoded(self, batch: list[Sequence[Message]], num_before: int) -> _Examples:
         messages = [message for example in batch for message in example]

@@ -196,7 +196,7 @@ def test_wrong_documents_and_examples_are_named(model: str, tmp_path: Path, capl
     caplog.clear()
     chats([[], CHATS[0], [{"role": "user", "content": "Hello?"}]])
     assert "left out 1 example without messages" in caplog.text
-    assert "1 example of 2 without an assistant message" in caplog.text
+    assert "1 example without an assistant message" in caplog.text
     meta = read_meta(tmp_path / "cache" / "meta.json")
     assert (meta["train_examples"], meta["val_examples"]) == (1, 1)
     assert (meta["num_empty_examples"], meta["num_examples_without_assistant"]) == (1, 1)
