@@ -5,6 +5,7 @@
 | ours (`load_tokenizer`) | `encode_many` | is ordinary text |
 | a SentencePiece processor | `encode`, nothing added | refused |
 | Hugging Face, `tokenizers` | in batches, nothing added | refused |
+| tiktoken | `encode_ordinary_batch` | is ordinary text |
 | anything else with `encode` | one by one | refused |
 """
 
@@ -73,7 +74,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self.special_tokens = dict(special_tokens)
         self._encode = _encode_function(tokenizer)
-        self._reads_literally = hasattr(tokenizer, "encode_many")
+        self._reads_literally = hasattr(tokenizer, "encode_many") or _is_tiktoken(tokenizer)
         self.vocab_size = _vocab_size(tokenizer)
         self.special_ids = {name: self._special_id(name) for name in SPECIAL_TOKENS}
 
@@ -148,6 +149,8 @@ def _encode_function(tokenizer: Any) -> Callable[[Sequence[str]], EncodedTexts]:
         return lambda texts: _encode_ours(tokenizer, texts)
     if _is_sentencepiece(tokenizer):
         return lambda texts: _flat(tokenizer.encode(list(texts), add_bos=False, add_eos=False, num_threads=1))
+    if _is_tiktoken(tokenizer):
+        return lambda texts: _flat(tokenizer.encode_ordinary_batch(list(texts), num_threads=1))
     if hasattr(tokenizer, "encode_batch"):  # of the package `tokenizers`
         return lambda texts: _flat([one.ids for one in tokenizer.encode_batch(list(texts), add_special_tokens=False)])
     if hasattr(tokenizer, "convert_tokens_to_ids") and callable(tokenizer):  # of transformers
@@ -191,6 +194,10 @@ def _is_sentencepiece(tokenizer: Any) -> bool:
     return hasattr(tokenizer, "serialized_model_proto") and hasattr(tokenizer, "piece_to_id")
 
 
+def _is_tiktoken(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "encode_ordinary_batch") and hasattr(tokenizer, "special_tokens_set")
+
+
 def _value(tokenizer: Any, name: str) -> Any:
     """Return an attribute, or what it returns if it is a method."""
     value = getattr(tokenizer, name, None)
@@ -202,7 +209,7 @@ def _vocab_size(tokenizer: Any) -> int:
         return int(tokenizer.get_vocab_size())
     if hasattr(tokenizer, "convert_tokens_to_ids"):
         return 1 + int(max(tokenizer.get_vocab().values()))  # added tokens included, unlike its vocab_size
-    size = _value(tokenizer, "vocab_size")
+    size = _value(tokenizer, "n_vocab" if _is_tiktoken(tokenizer) else "vocab_size")
     if not isinstance(size, int) or size < 1:
         raise InvalidInputError(
             f"tokenizer.vocab_size is {size!r}; give a tokenizer that says how many ids it has, as a positive integer"
@@ -218,6 +225,8 @@ def _token_id(tokenizer: Any, text: str) -> int | None:
     elif _is_sentencepiece(tokenizer):
         number = tokenizer.piece_to_id(text)
         number = number if tokenizer.id_to_piece(number) == text else None
+    elif _is_tiktoken(tokenizer):
+        number = tokenizer.encode_single_token(text) if text in tokenizer.special_tokens_set else None
     elif hasattr(tokenizer, "token_to_id"):
         number = tokenizer.token_to_id(text)
     elif hasattr(tokenizer, "get_vocab"):
@@ -226,6 +235,8 @@ def _token_id(tokenizer: Any, text: str) -> int | None:
 
 
 def _end_of_sequence(tokenizer: Any) -> int | None:
+    if _is_tiktoken(tokenizer):  # whose `eot_token` raises where there is none
+        return _token_id(tokenizer, "<|endoftext|>")
     names = ("eos_id", "eos_token_id", "eod")
     number = next((value for name in names if isinstance(value := _value(tokenizer, name), int) and value >= 0), None)
     return None if number is None else int(number)
@@ -234,6 +245,10 @@ def _end_of_sequence(tokenizer: Any) -> int | None:
 def _sha256(tokenizer: Any) -> str:
     if _is_sentencepiece(tokenizer):
         return checksum(tokenizer.serialized_model_proto(), ALGORITHM)
+    if _is_tiktoken(tokenizer):
+        special = sorted((text, tokenizer.encode_single_token(text)) for text in tokenizer.special_tokens_set)
+        words = b"\0".join(tokenizer.token_byte_values())
+        return checksum(words + json.dumps(special).encode(), ALGORITHM)
     if hasattr(tokenizer, "to_str"):  # of the package `tokenizers`
         return checksum(tokenizer.to_str().encode(), ALGORITHM)
     if not hasattr(tokenizer, "encode_many") and hasattr(tokenizer, "get_vocab"):

@@ -93,6 +93,27 @@ def test_hugging_face_tokenizers_give_their_own_ids_with_nothing_added(tmp_path:
     assert read_meta(tmp_path / "ours" / "meta.json")["tokenizer_sha256"] == sha256_file(tmp_path / "tokenizer.json")
 
 
+def test_tiktoken_reads_the_text_of_special_tokens_as_text(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    special = {text: 256 + number for number, text in enumerate(SPECIAL_TOKENS.values())}
+    tokenizer = tiktoken.Encoding(
+        "bytes",
+        pat_str=r"\w+|\W",
+        mergeable_ranks={bytes([number]): number for number in range(256)},
+        special_tokens={**special, "<|endoftext|>": 260},
+    )
+    meta = build(["ab", SPECIAL_TOKENS["eot"]], tmp_path / "cache", tokenizer)
+    assert tokens_of(tmp_path / "cache") == [97, 98, 259, *SPECIAL_TOKENS["eot"].encode(), 259]
+    assert (meta["vocab_size"], meta["special_token_ids"]["asst"], meta["eos_id"]) == (261, 258, 259)
+    bare = tiktoken.Encoding(
+        "bare",
+        pat_str=r"\w+|\W",
+        mergeable_ranks={bytes([number]): number for number in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
+    assert build(["ab"], tmp_path / "bare", bare)["eos_id"] == 256
+
+
 def test_a_tokenizer_needs_no_more_than_encode_and_its_sizes(tmp_path: Path) -> None:
     meta = build(["ab", "c"], tmp_path / "cache", Letters())
     assert tokens_of(tmp_path / "cache") == [97, 98, 153, 99, 153]
