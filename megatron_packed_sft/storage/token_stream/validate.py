@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ from megatron_packed_sft.storage.validation_report import Finding, ValidationRep
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_BLOCK_TOKENS = 1 << 20
 _PLAIN = re.compile(r"[\w./-]+")  # what neither a shell nor Hydra takes for something else
 
 
@@ -90,15 +90,14 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
     num_windows = int(stream.window_offsets[number + 1] - stream.window_offsets[number])
     num_inputs = num_windows * stream.options.seq_length  # the places at which a prediction is made, with overlap
     num_outside, place, value = 0, -1, 0
-    for start, stop in _blocks(file.num_tokens, num_inputs):
-        tokens = file.tokens(start, stop)
+    for start, tokens in itertools.chain(file.blocks(0, num_inputs), file.blocks(num_inputs, file.num_tokens)):
         num_eos, largest, first_outside, outside = window_kernel.scan_tokens(
             tokens.astype(tokens.dtype.newbyteorder("=")), eos_id, limit
         )
         seen.num_eos += num_eos
         seen.largest = max(seen.largest, largest)
         if start < num_inputs:
-            seen.num_trained += stop - start - num_eos
+            seen.num_trained += tokens.size - num_eos
         if outside and not num_outside:
             place, value = start + first_outside, int(tokens[first_outside])
         num_outside += outside
@@ -106,12 +105,6 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
         more = f", and {num_outside - 1:,} more like it" if num_outside > 1 else ""
         message = f"the token at position {place:,} is {value}, not in 0..{limit - 1}{more}"
         report.add(Finding(str(file.path), message, field="tokens"))
-
-
-def _blocks(num_tokens: int, num_inputs: int) -> Iterator[tuple[int, int]]:
-    for first, last in ((0, num_inputs), (num_inputs, num_tokens)):
-        for start in range(first, last, _BLOCK_TOKENS):
-            yield start, min(start + _BLOCK_TOKENS, last)
 
 
 def _words_about_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
