@@ -23,6 +23,7 @@ class StreamOptions:
         eos_id: the token that ends a document; None takes the one recorded beside the files.
         tokenizer_eos_id: the EOS of the tokenizer in use, for files beside which nothing is recorded.
         file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
+        file_names: exactly these files of the directory, instead of a pattern.
         dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
         vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
         overlap: windows share one token, so that every token but a file's first is predicted once. Without it they
@@ -39,6 +40,7 @@ class StreamOptions:
     eos_id: int | None = None
     tokenizer_eos_id: int | None = None
     file_pattern: str | None = None
+    file_names: tuple[str, ...] | None = None
     dtype: str | None = None
     vocab_size: int | None = None
     overlap: bool = True
