@@ -63,11 +63,7 @@ def compute_lengths(
         >>> compute_lengths([[1, 2], [3]], len).tolist()
         [2, 1]
     """
-    if callable(getattr(dataset, "set_epoch", None)):
-        raise InvalidInputError(
-            f"{type(dataset).__name__} has set_epoch, so its samples may change from epoch to epoch and a static plan "
-            "would not fit them; use a dataset with fixed samples, and let the sampler shuffle the packs"
-        )
+    refuse_changing(dataset)
     if not 1 <= len(dataset) <= _MAX_SAMPLES:
         raise InvalidInputError(f"the dataset has {len(dataset)} samples; a plan needs 1 to {_MAX_SAMPLES:,}")
     if cache_path is None:
@@ -92,6 +88,38 @@ def compute_lengths(
             for index in np.flatnonzero(published != lengths)[:1].tolist():
                 check_unchanged(index, int(published[index]), int(lengths[index]))
         return lengths
+
+
+def refuse_changing(dataset: Any) -> None:
+    """Refuse a dataset whose sample i is not the same at every call, or that has no sample i."""
+    name = type(dataset).__name__
+    is_iterable = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+    if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise InvalidInputError(
+            f"{name} is not map-style, and a static plan names samples by their index; give a dataset with len() and "
+            "dataset[i], such as the list of its samples, or prepare the data with packed-sft prepare"
+        )
+    for one in _parts_of(dataset):
+        if callable(getattr(one, "set_epoch", None)):
+            inside = "" if one is dataset else f", inside {name},"
+            raise InvalidInputError(
+                f"{type(one).__name__}{inside} has set_epoch, so its samples may change from epoch to epoch and a "
+                "static plan would not fit them; use a dataset with fixed samples, and let the sampler shuffle the "
+                "packs"
+            )
+
+
+def _parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and what it wraps, as torch's Subset and ConcatDataset do."""
+    waiting, seen = [dataset], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        inner = getattr(one, "datasets", None)
+        waiting += [getattr(one, "dataset", None), *(inner if isinstance(inner, list | tuple) else ())]
 
 
 def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.NDArray[np.int64]:
