@@ -234,13 +234,19 @@ def create_static_dataset(
     return StaticPackDataset(source, tokenizer, static_plan=plan, max_seq_length=length, **arguments)
 
 
+def is_packed(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path holds bins that were packed before."""
+    location = local_path(path)
+    return (location / DATASET).exists() or storage_of(location) is not None or bool(shards_inside(location))
+
+
 def _open_store(path: str | os.PathLike[str]) -> TokenStore:
     location = local_path(path)
     if is_token_store(location):
         return open_token_store(location)
     if not location.exists():
         raise InvalidInputError(f"{os.fspath(path)} does not exist; check the path")
-    if (location / DATASET).exists() or storage_of(location) is not None or shards_inside(location):
+    if is_packed(location):
         raise InvalidInputError(
             f"{location} is packed already, and static packs are made of raw samples; leave packing_mode out, or name "
             "the token store that it was made from (OUTPUT.work/tokens/train of packed-sft prepare)"

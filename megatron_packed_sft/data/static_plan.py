@@ -81,14 +81,14 @@ def plan_statically(
             "long sample"
         )
     if overflow == "error" and full_is_oversized and len(oversized):
-        raise InvalidInputError(f"{_shown(oversized, lengths)} {_rule(pack_size, full_is_oversized)}; leave them out")
+        raise InvalidInputError(f"{_described(oversized, lengths, pack_size, True)}; leave them out")
     if full_is_oversized and overflow == "drop":
         pack_arguments["max_len"] = min(limit, pack_arguments.get("max_len") or limit)
     plan = pack(lengths, pack_size=pack_size, overflow=overflow, **pack_arguments)
     lines = []
     if len(oversized):
-        fate = "each is a pack of its own" if overflow == "single" else "left out"
-        lines.append(f"{_shown(oversized, lengths)} {_rule(pack_size, full_is_oversized)}: {fate}")
+        fate = "a pack of its own each" if overflow == "single" else "left out"
+        lines.append(f"{_described(oversized, lengths, pack_size, full_is_oversized)}: {fate}")
         logger.log(logging.INFO if overflow == "single" else logging.WARNING, "static plan: %s", lines[0])
     aligned = plan.aligned(world_size, drop_last)
     if not aligned.num_bins:
@@ -99,11 +99,12 @@ def plan_statically(
     return StaticPlan(aligned, oversized, [*aligned.lines(), *lines])
 
 
-def _shown(oversized: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> str:
+def _described(
+    oversized: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], pack_size: int, full_is_oversized: bool
+) -> str:
+    """Return how many samples are oversized, and which; not all of them if they are many."""
     indices = ", ".join(map(str, oversized[:_NUM_INDICES_SHOWN].tolist()))
     more = f", and {len(oversized) - _NUM_INDICES_SHOWN:,} more" if len(oversized) > _NUM_INDICES_SHOWN else ""
-    return f"{len(oversized):,} of {counted(len(lengths), 'sample')} (indices {indices}{more})"
-
-
-def _rule(pack_size: int, full_is_oversized: bool) -> str:
-    return f"have a length of {pack_size} or more" if full_is_oversized else f"are longer than a pack of {pack_size}"
+    rule = f"of length {pack_size} or more" if full_is_oversized else f"longer than a pack of {pack_size}"
+    number = f"{len(oversized):,} of {counted(len(lengths), 'sample')}"
+    return f"{number} {'is' if len(oversized) == 1 else 'are'} {rule} (index {indices}{more})"

@@ -21,6 +21,7 @@ LOOK_ALIKES: Final = {
             "max_seq_len",
             "max_length",
             "max_model_len",
+            "global_max_length",
             "max_sequence_length",
         ),
         "data.sequence_length",
@@ -29,6 +30,8 @@ LOOK_ALIKES: Final = {
         ("effective_batch_size", "batch_size", "gbs"),
         "train.global_batch_size (gradient accumulation follows from it)",
     ),
+    "packing": "packing_mode (prepared or static)",
+    **dict.fromkeys(("drop_last", "dataloader_drop_remainder"), "dataloader_drop_last"),
     "gradient_accumulation_steps": "train.gradient_accumulation",
     **dict.fromkeys(("per_device_train_batch_size", "mbs"), "train.micro_batch_size"),
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
@@ -128,8 +131,13 @@ class DataConfig:
         path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, or a list of these.
         weights: one per path of a list: blend the paths in this proportion.
         plan: a plan file, when data.path is a token store.
+        samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
+            dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_import.
+        allow_import: import and call the function that data.samples names.
+        length_cache: where the lengths of these samples are kept; null is a directory in output.
         split: the split of a dataset directory to train on.
-        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
+        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. With
+            packing_mode=static, what a pack of several samples holds at most.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
         allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
             made with different tokenizers.
@@ -144,6 +152,9 @@ class DataConfig:
     path: Any = MISSING
     weights: list[float] | None = None
     plan: str | None = None
+    samples: str | None = None
+    allow_import: bool = False
+    length_cache: str | None = None
     split: str = "train"
     sequence_length: int | None = None
     tokenizer: str | None = None
@@ -335,6 +346,13 @@ class TrainConfig:
 
     Args:
         packed_storage: the storage that data.path must have, such as memmap_v1 or legacy; auto accepts any.
+        packing_mode: prepared trains on bins that were packed before; static packs a token store, or the samples of
+            data.samples, when the run starts.
+        dataloader_drop_last: static packs are made a multiple of the data-parallel ranks by dropping the last ones;
+            false repeats the first ones.
+        packing_allow_single_long: a sample longer than data.sequence_length is a static pack of its own; false leaves
+            it out.
+        packing_full_is_oversized: a sample of exactly data.sequence_length counts as longer, too.
         output: the run's directory: checkpoints, metrics.jsonl, config.yaml, tensorboard.
         resume: auto resumes from the newest checkpoint in output, never starts from scratch, or a checkpoint's path.
         seed: seed of the initial weights and of the data order.
@@ -350,6 +368,10 @@ class TrainConfig:
     """
 
     packed_storage: str = "auto"
+    packing_mode: str = "prepared"
+    dataloader_drop_last: bool = False
+    packing_allow_single_long: bool = True
+    packing_full_is_oversized: bool = False
     output: str = "runs/sft"
     resume: str = "auto"
     seed: int = 1234
