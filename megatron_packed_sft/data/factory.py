@@ -148,7 +148,7 @@ def _refuse_for_static(path: Any, packing_mode: str, given: dict[str, Any], pack
         raise InvalidInputError(
             f"a {type(path).__name__} is not a path; to pack its samples now, set packing_mode='static'"
         )
-    if isinstance(path, list | tuple) and _is_path(path):
+    if isinstance(path, list | tuple) and path and _is_path(path):
         raise InvalidInputError("packing_mode='static' packs one token store or dataset, not a list of paths; name one")
     names = [name for name, value in given.items() if value is not None]
     names += ["packed_storage"] if packed_storage != AUTO else []
