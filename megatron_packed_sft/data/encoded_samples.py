@@ -65,8 +65,9 @@ def joined(
 
     Example:
         >>> pack = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "train_mask": [0, 1]}]
-        >>> {name: list(value) for name, value in joined(pack, ["first", "second"]).items()}
-        {'input_ids': [5, 6, 7, 8, 9], 'seq_boundaries': [0, 3, 5], 'loss_mask': [1, 1, 0, 1, 0]}
+        >>> packed = joined(pack, ["first", "second"])
+        >>> packed["input_ids"].tolist(), packed["seq_boundaries"], packed["loss_mask"].tolist()
+        ([5, 6, 7, 8, 9], [0, 3, 5], [1, 1, 0, 1, 0])
     """
     ids, masks, lengths = [], [], []
     for sample, name in zip(samples, names, strict=True):

@@ -231,7 +231,10 @@ def _open_end_to_end(
 
 def _open(path: Path, split: str, wanted: Storage | None, tolerance: Tolerance) -> BinReader:
     if is_token_store(path):
-        raise InvalidInputError(f"{path} is a token store; name a plan to read bins out of it, or materialize it first")
+        raise InvalidInputError(
+            f"{path} is a token store; name a plan to read bins out of it, pack it now (packing_mode static), or "
+            "materialize it first"
+        )
     if (path / DATASET).exists():
         dataset = open_dataset(path)
         _check_wanted(path, dataset.storage, wanted)

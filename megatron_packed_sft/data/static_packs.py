@@ -75,6 +75,7 @@ def open_static_packs(
     length_of: SampleLength | None = None,
     length_cache: str | os.PathLike[str] | None = None,
     fingerprint: str | None = None,
+    progress: bool = False,
 ) -> tuple[Source, StaticPlan]:
     """Open raw samples as packs.
 
@@ -85,6 +86,7 @@ def open_static_packs(
         length_of: the positions a sample takes; by default the number of its input_ids.
         length_cache: a directory for the lengths of datasets, each under its fingerprint; ranks may share a new one.
         fingerprint: of the dataset and whatever changes its samples; by default the dataset's own `fingerprint`.
+        progress: show a progress bar while lengths are computed.
     """
     if isinstance(data, str | os.PathLike):
         data = _open_store(data)
@@ -106,10 +108,14 @@ def open_static_packs(
             )
         cache = local_path(length_cache, "length_cache") / checksum(identity.encode())
     packs = SamplePackDataset(
-        data, length_of or encoded_length, cache_path=cache, fingerprint=identity, **packing.arguments()
+        data,
+        length_of or encoded_length,
+        cache_path=cache,
+        fingerprint=identity,
+        progress=progress,
+        **packing.arguments(),
     )
-    reader = SamplePackReader(packs, pad_id)
-    return reader, packs.static_plan
+    return SamplePackReader(packs, pad_id), packs.static_plan
 
 
 class StaticPackDataset(PackedDataset):
@@ -191,12 +197,13 @@ def create_static_dataset(
     length_of: SampleLength | None = None,
     length_cache: str | os.PathLike[str] | None = None,
     fingerprint: str | None = None,
+    progress: bool = False,
     **arguments: Any,
 ) -> StaticPackDataset:
     """Open raw samples as a dataset of static packs; `create_sft_dataset` calls this for `packing_mode="static"`.
 
     Args:
-        data, length_of, length_cache, fingerprint: as in `open_static_packs`.
+        data, length_of, length_cache, fingerprint, progress: as in `open_static_packs`.
         tokenizer: gives the EOS id; an int will do. A token store brings its own.
         seq_length: what a pack of several samples holds at most; a pack of a single long sample may be longer.
         dataloader_drop_last, packing_allow_single_long, packing_full_is_oversized, world_size, strategy,
@@ -229,6 +236,7 @@ def create_static_dataset(
         length_of=length_of,
         length_cache=length_cache,
         fingerprint=fingerprint,
+        progress=progress,
     )
     length = max(seq_length, source.figures.pack_size)
     return StaticPackDataset(source, tokenizer, static_plan=plan, max_seq_length=length, **arguments)
@@ -237,6 +245,8 @@ def create_static_dataset(
 def is_packed(path: str | os.PathLike[str]) -> bool:
     """Return whether a path holds bins that were packed before."""
     location = local_path(path)
+    if is_token_store(location):
+        return False
     return (location / DATASET).exists() or storage_of(location) is not None or bool(shards_inside(location))
 
 

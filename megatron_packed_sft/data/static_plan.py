@@ -87,7 +87,7 @@ def plan_statically(
     plan = pack(lengths, pack_size=pack_size, overflow=overflow, **pack_arguments)
     lines = []
     if len(oversized):
-        fate = "a pack of its own each" if overflow == "single" else "left out"
+        fate = "packed alone" if overflow == "single" else "left out"
         lines.append(f"{_described(oversized, lengths, pack_size, full_is_oversized)}: {fate}")
         logger.log(logging.INFO if overflow == "single" else logging.WARNING, "static plan: %s", lines[0])
     aligned = plan.aligned(world_size, drop_last)

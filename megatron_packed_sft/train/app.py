@@ -41,7 +41,8 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train model=from_pretrained model.path=Qwen3-0.6B optimizer=adam_fine_tune data.path=my_dataset
-  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
+  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000
+  packed-sft train packing_mode=static data.path=my_dataset.work/tokens/train data.sequence_length=4096"""
 
 _LOSSES = {
     "per_token": "the mean over trained tokens (per_token)",

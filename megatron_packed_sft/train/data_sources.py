@@ -6,6 +6,7 @@ one checksum each
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
@@ -95,4 +96,4 @@ def _open_raw_samples(
             )
         given = config.data.length_cache
         cache = local_path(config.output) / LENGTH_CACHE if given is None else local_path(given)
-    return open_static_packs(samples, packing, pad_id=pad_id, length_cache=cache)
+    return open_static_packs(samples, packing, pad_id=pad_id, length_cache=cache, progress=sys.stderr.isatty())

@@ -128,9 +128,7 @@ def test_the_multimodal_plan_is_identical_over_ranks_and_runs(tmp_path: Path) ->
     )
     command = [sys.executable, "-W", "ignore", "-c", script]
     ranks = [
-        subprocess.Popen(
-            command, env={**environment(), "RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        subprocess.Popen(command, env={**environment(), "RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for rank in range(2)
     ]
     printed = [rank.communicate(timeout=200)[0] for rank in ranks]

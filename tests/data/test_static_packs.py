@@ -88,7 +88,7 @@ def test_oversized_samples_are_single_packs_or_dropped_and_logged_by_index(caplo
     samples = samples_of([10, 33, 20, 32, 50])
     with caplog.at_level(logging.INFO):
         allowed = static(samples, packing_allow_single_long=True)
-        assert "2 of 5 samples are longer than a pack of 32 (index 1, 4): a pack of its own each" in caplog.text
+        assert "2 of 5 samples are longer than a pack of 32 (index 1, 4): packed alone" in caplog.text
         dropped = static(samples, packing_allow_single_long=False)
         assert "2 of 5 samples are longer than a pack of 32 (index 1, 4): left out" in caplog.text
     assert [numbers_of(allowed, n) for n in range(len(allowed))] == [[0, 2], [1], [3], [4]]
@@ -99,7 +99,7 @@ def test_oversized_samples_are_single_packs_or_dropped_and_logged_by_index(caplo
     many = static(samples_of([40] * 30 + [4]))
     [line] = [line for line in many.static_plan.lines if "longer" in line]
     assert "30 of 31 samples" in line
-    assert line.endswith("18, 19, and 10 more): a pack of its own each")
+    assert line.endswith("18, 19, and 10 more): packed alone")
 
 
 def test_a_sample_that_fills_a_pack_is_oversized_only_if_asked() -> None:
