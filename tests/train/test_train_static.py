@@ -14,11 +14,10 @@ import torch
 from megatron_packed_sft import TokenPartWriter, pack, publish_store
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.train.app import main
-from megatron_packed_sft.train.config import DataConfig, ParallelConfig, StepConfig, TrainConfig, ValidationConfig
+from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import check_config
 from megatron_packed_sft.train.data import open_data, training_loader, validation_loader
 from megatron_packed_sft.train.metrics import read_metrics
-from megatron_packed_sft.train.step_schedule import schedule_steps
 from tests.train.launch import RECIPE, environment, run_in_turn, torchrun
 
 LENGTH = 128
@@ -94,6 +93,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Runs:
             arguments(store, home / "samples", *samples, f"validation.paths={{own: {held_out}}}"),
             arguments(store, home / "resumed", f"resume={checkpoint}"),
             arguments(store, home / "dropped", "dataloader_drop_last=true", "packing_allow_single_long=false"),
+            arguments(store, home / "batch", "train.steps=2", "train.global_batch_size=8", "train.micro_batch_size=4"),
+            arguments(
+                store,
+                home / "implied",
+                "train.steps=2",
+                "train.global_batch_size=null",
+                "train.micro_batch_size=2",
+                "train.gradient_accumulation=3",
+            ),
         ],
     )
     return Runs(home, printed)
@@ -186,23 +194,18 @@ def test_sequences_are_aligned_for_context_parallelism_when_the_run_starts(
     assert data.dataset.source.figures.pad_seq_to_mult == 4
 
 
-def test_effective_batch_size_is_honored_after_packing_forces_batch_size_1(store: Path, tmp_path: Path) -> None:
-    """GIVEN effective_batch_size (train.global_batch_size) and a micro batch of 4, accumulation is recomputed."""
-    data = open_data(config_of(store, tmp_path))
-    settings = StepConfig(global_batch_size=16, micro_batch_size=4)
-    schedule = schedule_steps(settings, num_bins=len(data.dataset), num_sequences=None, data_parallel_size=2)
-    assert (schedule.num_microbatches, schedule.bins_per_step) == (8, 16)
-    assert "runs as 1, because a packed bin goes through the model alone" in schedule.notes[0]
+def test_effective_batch_size_is_honored_after_packing_forces_batch_size_1(runs: Runs) -> None:
+    """GIVEN effective_batch_size (train.global_batch_size) 8 and a micro batch of 4, a step takes 8 packs."""
+    assert [record["consumed_samples"] for record in read_metrics(runs.home / "batch" / "metrics.jsonl")] == [8, 16]
+    assert "bins per step: 8, forward passes per step and rank: 4, ranks: 2" in runs.printed
+    assert "note: train.micro_batch_size=4 runs as 1, because a packed bin goes through the model alone" in runs.printed
 
 
-def test_the_global_effective_batch_is_preserved_when_effective_batch_size_is_unset(
-    store: Path, tmp_path: Path
-) -> None:
-    """GIVEN train.global_batch_size=null, micro batch x accumulation x ranks stays what it was before packing."""
-    data = open_data(config_of(store, tmp_path))
-    settings = StepConfig(global_batch_size=None, micro_batch_size=4, gradient_accumulation=3)
-    schedule = schedule_steps(settings, num_bins=len(data.dataset), num_sequences=None, data_parallel_size=2)
-    assert (schedule.num_microbatches, schedule.bins_per_step) == (12, 24)
+def test_the_global_effective_batch_is_preserved_when_effective_batch_size_is_unset(runs: Runs) -> None:
+    """GIVEN train.global_batch_size=null, 2 per rank x 3 micro batches x 2 ranks stay 12, in packs."""
+    assert [record["consumed_samples"] for record in read_metrics(runs.home / "implied" / "metrics.jsonl")] == [12, 24]
+    assert "bins per step: 12, forward passes per step and rank: 6, ranks: 2" in runs.printed
+    assert "gradient accumulation is 6, so that the global batch stays 12 bins" in runs.printed
 
 
 @pytest.mark.parametrize(
