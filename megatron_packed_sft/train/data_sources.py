@@ -1,7 +1,6 @@
 """Where the recipe's bins come from: packed before, or with packing_mode=static raw samples that are packed now.
 
 every rank   token store, or data.samples(data.path) ─ lengths: one rank computes, all read ─▶ the same plan
-one checksum each
 """
 
 from __future__ import annotations
