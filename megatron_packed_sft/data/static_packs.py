@@ -258,7 +258,7 @@ def _open_store(path: str | os.PathLike[str]) -> TokenStore:
         raise InvalidInputError(f"{os.fspath(path)} does not exist; check the path")
     if is_packed(location):
         raise InvalidInputError(
-            f"{location} is packed already, and static packs are made of raw samples; leave packing_mode out, or name "
+            f"{location} holds bins already, and static packs are made of raw samples; leave packing_mode out, or name "
             "the token store that it was made from (OUTPUT.work/tokens/train of packed-sft prepare)"
         )
     raise InvalidInputError(

@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
@@ -25,31 +24,41 @@ from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, Dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 
 def validate(
-    path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "full",
+    max_findings: int = 100,
+    progress: bool = False,
+    stream: StreamOptions | None = None,
 ) -> ValidationReport:
-    """Check a shard, a dataset directory, or a directory of shards, of any storage.
+    """Check a shard, a dataset directory, a directory of shards, of any storage, or a token stream.
 
     Args:
         path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
         level: `structure` or `full`.
         max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
+        stream: the dtype, vocabulary, EOS id and length that a token stream is meant to be read with.
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
     location = local_path(path)
     report = ValidationReport(str(location), level, max_findings=max_findings)
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
+    with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
             _validate_dataset(location, report, bar)
         else:
             for shard, storage in _shards_at(location):
-                _validate_shard(storage, shard, report, bar)
+                is_stream = isinstance(storage, TokenStreamStorage)
+                _validate_shard(TokenStreamStorage(stream) if is_stream else storage, shard, report, bar)
     return report
 
 
@@ -69,7 +78,7 @@ def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
     return found
 
 
-def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) -> None:
+def _validate_dataset(location: Path, report: ValidationReport, bar: Progress) -> None:
     try:
         dataset = open_dataset(location)
     except PackedSFTError as error:
@@ -95,7 +104,7 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
 
 
 def _validate_shard(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     report.num_shards += 1
     return storage.validate(path, report, bar, shard)
@@ -113,7 +122,7 @@ def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigur
 
 
 def validate_bins(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     """Check one shard of any storage: it opens, unless it is open already, and every bin obeys the rules."""
     try:

@@ -382,7 +382,7 @@ def test_what_static_packs_cannot_be_made_of_is_refused_with_the_way_out(tmp_pat
     write_shard(tmp_path / "shard", make_bins(3, 16, vocab_size=50), 16, vocab_size=50)
     (tmp_path / "chats.jsonl").write_text("{}\n")
     for path, message in {
-        tmp_path / "shard": "is packed already, and static packs are made of raw samples",
+        tmp_path / "shard": "holds bins already, and static packs are made of raw samples",
         tmp_path / "chats.jsonl": "packed-sft prepare input=.*chats.jsonl output=OUTPUT encodes chat files into one",
         tmp_path / "nothing": "does not exist",
     }.items():
