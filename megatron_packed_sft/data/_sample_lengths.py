@@ -27,7 +27,7 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.disk.json_document import MANIFEST, parse_file_records
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
-from megatron_packed_sft.errors import InvalidInputError, ManifestError, TargetExistsError
+from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError, TargetExistsError
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
@@ -126,11 +126,11 @@ def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.N
     lengths = np.empty(len(dataset), np.int64)
     with Progress("lengths", len(dataset), "sample", quiet=not progress) as bar:
         for index in range(len(dataset)):
-            lengths[index] = measured(dataset[index], length_of, index)
+            lengths[index] = measured(read_sample(dataset, index), length_of, index)
             bar.update(1)
     # Measure a few samples twice: lengths that depend on chance or on the order of calls cannot be planned with.
     for index in np.unique(np.linspace(0, len(dataset) - 1, 16).astype(int)).tolist():
-        check_unchanged(index, int(lengths[index]), measured(dataset[index], length_of, index))
+        check_unchanged(index, int(lengths[index]), measured(read_sample(dataset, index), length_of, index))
     return lengths
 
 
@@ -167,9 +167,25 @@ def _lock(fd: int, path: Path) -> bool:
     return True
 
 
+def read_sample(dataset: Any, index: int) -> Any:
+    """Return one sample; whatever goes wrong in the dataset's own code is told with the index."""
+    try:
+        return dataset[index]
+    except PackedSFTError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"sample {index} of {type(dataset).__name__} cannot be read ({type(error).__name__}: {error}); mend it, or "
+            "leave it out of the dataset"
+        ) from error
+
+
 def measured(sample: Any, length_of: SampleLength, index: int) -> int:
     """Return the length of one sample; it must be at least 1."""
-    length = int(length_of(sample))
+    try:
+        length = int(length_of(sample))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"sample {index}: {error}") from None
     if length < 1:
         raise InvalidInputError(f"sample {index} has length {length}; leave empty samples out of the dataset")
     return length

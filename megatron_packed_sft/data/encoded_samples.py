@@ -39,15 +39,16 @@ def encoded_length(sample: Any) -> int:
         3
     """
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
-        has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is a {type(sample).__name__}"
+        what = f"it has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
         raise InvalidInputError(
-            f"a sample {has}, but an encoded one is a mapping with input_ids; encode the samples, or pass length_of"
+            f"an encoded sample is a mapping with input_ids, and this one is not ({what}); encode the samples, or pass "
+            "length_of"
         )
     shape = np.shape(sample["input_ids"])
     if len(shape) != 1:
         raise InvalidInputError(
-            f"input_ids of a sample have shape {tuple(shape)}; a sample is one sequence: take [0] of what a tokenizer "
-            "or processor returns with return_tensors"
+            f"input_ids have shape {tuple(shape)}, and a sample is one sequence; take [0] of what a tokenizer or "
+            "processor returns with return_tensors"
         )
     return int(shape[0])
 

@@ -6,7 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_packed_sft.data._sample_lengths import SampleLength, check_unchanged, compute_lengths, measured
+from megatron_packed_sft.data._sample_lengths import (
+    SampleLength,
+    check_unchanged,
+    compute_lengths,
+    measured,
+    read_sample,
+)
 from megatron_packed_sft.data.static_plan import plan_statically
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.packing.plan import PackPlan
@@ -84,7 +90,7 @@ class SamplePackDataset:
             raise IndexError(f"pack {index} of {len(self)}")
         samples = []
         for number in self.sample_numbers(index):
-            sample = self.dataset[number]
+            sample = read_sample(self.dataset, number)
             if self._length_of is not None:
                 found = measured(sample, self._length_of, number)
                 check_unchanged(number, int(self.plan.item_lengths[number]), found)

@@ -359,14 +359,29 @@ def test_a_sample_that_cannot_be_trained_on_is_named(sample: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"input_ids": torch.ones(1, 5)}, r"input_ids of a sample have shape \(1, 5\).*take \[0\]"),
-        ({"text": "hello"}, "a sample has text, but an encoded one is a mapping with input_ids"),
-        ("hello", "a sample is a str, but an encoded one is a mapping"),
+        ({"input_ids": torch.ones(1, 5)}, r"sample 1: input_ids have shape \(1, 5\).*take \[0\]"),
+        ({"text": "hello"}, r"sample 1: an encoded sample is a mapping with input_ids.* \(it has text\)"),
+        ("hello", r"sample 1: an encoded sample is a mapping with input_ids, and this one is not \(str\)"),
     ],
 )
 def test_what_is_not_an_encoded_sample_is_refused_when_it_is_measured(sample: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        static([sample, sample_of(3)])
+        static([sample_of(3), sample])
+
+
+def test_a_sample_that_the_datasets_own_code_cannot_read_is_named() -> None:
+    class Torn(Resampling):
+        set_epoch = None  # type: ignore[assignment]
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 2:
+                raise OSError("image file is truncated")
+            return super().__getitem__(index)
+
+    with pytest.raises(
+        InvalidInputError, match=r"sample 2 of Torn cannot be read \(OSError: image file is"
+    ):
+        static(Torn())
 
 
 def test_a_length_that_is_not_that_of_the_ids_is_refused() -> None:
