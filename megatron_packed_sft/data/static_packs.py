@@ -238,6 +238,8 @@ def create_static_dataset(
         fingerprint=fingerprint,
         progress=progress,
     )
+    if len(plan.oversized) and not packing_allow_single_long:
+        logger.warning("%s", plan.lines[-1])
     length = max(seq_length, source.figures.pack_size)
     return StaticPackDataset(source, tokenizer, static_plan=plan, max_seq_length=length, **arguments)
 
@@ -256,6 +258,9 @@ def _open_store(path: str | os.PathLike[str]) -> TokenStore:
         return open_token_store(location)
     if not location.exists():
         raise InvalidInputError(f"{os.fspath(path)} does not exist; check the path")
+    inside = sorted(one.name for one in location.iterdir() if is_token_store(one)) if location.is_dir() else []
+    if inside:
+        raise InvalidInputError(f"{location} holds token stores; name one of them, such as {location / inside[-1]}")
     if is_packed(location):
         raise InvalidInputError(
             f"{location} holds bins already, and static packs are made of raw samples; leave packing_mode out, or name "

@@ -89,7 +89,7 @@ def plan_statically(
     if len(oversized):
         fate = "packed alone" if overflow == "single" else "left out"
         lines.append(f"{_described(oversized, lengths, pack_size, full_is_oversized)}: {fate}")
-        logger.log(logging.INFO if overflow == "single" else logging.WARNING, "static plan: %s", lines[0])
+        logger.info("static plan: %s", lines[0])
     aligned = plan.aligned(world_size, drop_last)
     if not aligned.num_bins:
         raise InvalidInputError(
