@@ -23,7 +23,8 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.static_packs import MODES, PREPARED, STATIC, create_static_dataset
+from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
+from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan

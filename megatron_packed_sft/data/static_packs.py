@@ -34,8 +34,6 @@ from megatron_packed_sft.tokens.validate import is_token_store
 
 logger = logging.getLogger(__name__)
 
-PREPARED, STATIC = "prepared", "static"
-MODES = (PREPARED, STATIC)
 Source = SamplePackReader | PlanBinReader
 
 

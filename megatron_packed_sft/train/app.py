@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
-from megatron_packed_sft.data.static_packs import STATIC
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 from megatron_packed_sft.megatron.weights.shape import ModelShape

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from megatron_packed_sft.data.order.state import COMPARED
-from megatron_packed_sft.data.static_packs import MODES, STATIC
+from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape

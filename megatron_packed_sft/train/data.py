@@ -14,7 +14,7 @@ from megatron_packed_sft.data.factory import OpenedBins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.static_packs import STATIC
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
