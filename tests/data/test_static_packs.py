@@ -240,6 +240,18 @@ def test_with_drop_last_a_deterministic_remainder_is_dropped() -> None:
     assert ranks == [[2, 2]] * 4  # every rank has as many steps, in every epoch
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_token_store_is_aligned_as_its_samples_are(drop_last: bool, store: TokenStore) -> None:
+    world_size = 7
+    raw = static(samples_of(LENGTHS), world_size=world_size, dataloader_drop_last=drop_last)
+    stored = static(store.path, world_size=world_size, dataloader_drop_last=drop_last)
+    num_raw = stored.static_plan.aligned.plan.num_bins
+    assert num_raw % world_size
+    assert len(stored) == len(raw) == (num_raw // world_size + (not drop_last)) * world_size
+    for index in range(len(raw)):
+        assert torch.equal(raw.fetch_batch([index])["tokens"], stored.fetch_batch([index])["tokens"])
+
+
 def test_a_plan_without_packs_fails_fast() -> None:
     with pytest.raises(InvalidInputError, match="static packing produced no packs: all 3 samples are oversized"):
         static(samples_of([40, 50, 60]), packing_allow_single_long=False)
