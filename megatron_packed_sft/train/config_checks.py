@@ -124,6 +124,9 @@ def _static_problems(config: TrainConfig) -> Iterator[str]:
     for key, is_given in {
         "data.weights": data.weights is not None,
         "data.plan": data.plan is not None,
+        "data.pack_sequences": data.pack_sequences,
+        "data.file_pattern": data.file_pattern is not None,
+        "data.dtype": data.dtype is not None,
         "a list in data.path": isinstance(data.path, list),
         f"packed_storage={config.packed_storage}": config.packed_storage != default.packed_storage,
     }.items():

@@ -15,6 +15,7 @@ from megatron_packed_sft.data.static_packs import Source, StaticPacking, is_pack
 from megatron_packed_sft.data.static_plan import StaticPlan
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.support.dotted_names import function_named
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
@@ -25,7 +26,7 @@ LENGTH_CACHE = "sample_lengths"  # in a run's directory
 
 
 def open_trained(
-    config: TrainConfig, pad_id: int, layout: ParallelLayout, tolerance: Tolerance
+    config: TrainConfig, pad_id: int, layout: ParallelLayout, tolerance: Tolerance, stream: StreamOptions
 ) -> tuple[OpenedBins, list[str]]:
     """Open what to train on; for static packs also return what their plan says of itself."""
     data = config.data
@@ -47,12 +48,13 @@ def open_trained(
         seed=config.seed,
         pad_id=pad_id,
         tolerance=tolerance,
+        stream=stream,
     )
     return opened, []
 
 
 def open_held_out(
-    config: TrainConfig, path: str, pad_id: int, layout: ParallelLayout, tolerance: Tolerance
+    config: TrainConfig, path: str, pad_id: int, layout: ParallelLayout, tolerance: Tolerance, stream: StreamOptions
 ) -> OpenedBins:
     """Open validation data: bins, or with packing_mode=static raw samples like those that are trained on."""
     if config.packing_mode == STATIC and not is_packed(path):
@@ -60,7 +62,7 @@ def open_held_out(
             config, path, pad_id=pad_id, world_size=1, pad_seq_to_mult=layout.sequence_multiple
         )
         return OpenedBins(source, None)
-    return open_bins(path, split=config.validation.split, tolerance=tolerance)
+    return open_bins(path, split=config.validation.split, tolerance=tolerance, stream=stream)
 
 
 def _open_raw_samples(
