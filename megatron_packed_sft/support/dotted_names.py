@@ -10,7 +10,9 @@ from megatron_packed_sft.errors import InvalidInputError
 
 
 def function_named(name: str, key: str) -> Callable[..., Any]:
-    """Import `package.module.function`. The caller has asked whether that is wanted: an import runs code.
+    """Import `package.module.function` or `package.module:function`.
+
+    The caller has asked whether that is wanted: an import runs code.
 
     Args:
         name: the dotted name.
@@ -20,16 +22,19 @@ def function_named(name: str, key: str) -> Callable[..., Any]:
         >>> function_named("os.path.basename", "data.samples")("a/b")
         'b'
     """
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module or not attribute:
-        raise InvalidInputError(f"{key} is {name!r}; give a dotted name, such as my_package.my_function")
+        raise InvalidInputError(f"{key} {name!r} is no dotted name, such as my_package.my_function; check it")
     try:
-        function = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except Exception as error:  # whatever the user's module raises
         raise InvalidInputError(
-            f"{key}={name} cannot be imported ({error}); install the package, or add its folder to PYTHONPATH"
+            f"{key} {name!r} cannot be imported ({type(error).__name__}: {error}); check the name, install its "
+            "package, or add its folder to PYTHONPATH"
         ) from error
     if not callable(function):
-        raise InvalidInputError(f"{key}={name}: {module} has no function {attribute}; check the name")
-    result: Callable[..., Any] = function
-    return result
+        raise InvalidInputError(f"{key} {name!r} is no function, but {function!r}; check the name")
+    named: Callable[..., Any] = function
+    return named

@@ -134,8 +134,8 @@ class DataConfig:
         weights: one per path of a list: blend the paths in this proportion.
         plan: a plan file, when data.path is a token store.
         samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
-            dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_import.
-        allow_import: import and call the function that data.samples names.
+            dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_code.
+        allow_code: import and call the function that data.samples names.
         length_cache: where the lengths of these samples are kept; null is a directory in output.
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
@@ -160,7 +160,7 @@ class DataConfig:
     weights: list[float] | None = None
     plan: str | None = None
     samples: str | None = None
-    allow_import: bool = False
+    allow_code: bool = False
     length_cache: str | None = None
     split: str = "train"
     sequence_length: int | None = None

@@ -135,9 +135,9 @@ def _static_problems(config: TrainConfig) -> Iterator[str]:
                 f"packing_mode=static packs one token store or dataset when the run starts, so {key} has no meaning; "
                 "leave it out"
             )
-    if data.samples is not None and not data.allow_import:
+    if data.samples is not None and not data.allow_code:
         yield (
-            f"data.samples={data.samples} would import and call code of that name; set data.allow_import=true if that "
+            f"data.samples={data.samples} would import and call code of that name; set data.allow_code=true if that "
             "is meant"
         )
 

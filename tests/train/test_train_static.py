@@ -84,7 +84,7 @@ def arguments(store: Path, output: Path, *more: str) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Runs:
     home = tmp_path_factory.mktemp("runs")
     held_out = write_store(home / "held_out", seed=1, num_sequences=10)
-    samples = (f"data.samples={FUNCTION}", "data.allow_import=true")
+    samples = (f"data.samples={FUNCTION}", "data.allow_code=true")
     checkpoint = home / "store" / "checkpoints" / "step_000003"
     printed = run_in_turn(
         2,
@@ -149,7 +149,7 @@ def test_a_static_run_resumed_on_another_number_of_ranks_is_told_why_not(
 
 def test_ranks_that_open_different_samples_are_stopped(runs: Runs, store: Path) -> None:
     function = "data.samples=tests.train.static_samples.make_other_on_each_rank"
-    command = torchrun(2, RECIPE, *arguments(store, runs.home / "torn", function, "data.allow_import=true"))
+    command = torchrun(2, RECIPE, *arguments(store, runs.home / "torn", function, "data.allow_code=true"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode != 0
     assert "rank 1 opened other data than rank 0" in done.stderr
@@ -218,7 +218,7 @@ def test_the_global_effective_batch_is_preserved_when_effective_batch_size_is_un
         ({"plan": "plan.npz"}, r"so data\.plan has no meaning"),
         ({"path": ["a", "b"]}, r"so a list in data\.path has no meaning"),
         ({"packed_storage": "memmap_v1"}, "so packed_storage=memmap_v1 has no meaning"),
-        ({"samples": FUNCTION}, r"would import and call code of that name; set data\.allow_import=true"),
+        ({"samples": FUNCTION}, r"would import and call code of that name; set data\.allow_code=true"),
         (
             {"packing_mode": "prepared", "dataloader_drop_last": True},
             "dataloader_drop_last goes with packing_mode=stat",
@@ -258,19 +258,19 @@ def test_the_seeds_spelling_of_a_key_is_answered_with_ours(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("make_samples", "give a dotted name, such as my_package.my_function"),
-        ("no_such_package.make", "cannot be imported .*; install the package, or add its folder to PYTHONPATH"),
-        ("tests.train.static_samples.nothing", "has no function nothing; check the name"),
+        ("make_samples", "is no dotted name, such as my_package.my_function"),
+        ("no_such_package.make", "cannot be imported .*; check the name, install its package, or add its folder"),
+        ("tests.train.static_samples.nothing", "has no attribute 'nothing'.*check the name"),
         ("tests.train.static_samples.make_anonymous", r"\(list\) has no fingerprint; give it one"),
     ],
 )
 def test_a_function_that_gives_no_samples_is_refused(function: str, message: str, store: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        open_data(config_of(store, tmp_path, samples=function, allow_import=True))
+        open_data(config_of(store, tmp_path, samples=function, allow_code=True))
 
 
 def test_the_recipes_text_model_refuses_images(store: Path, tmp_path: Path) -> None:
-    config = config_of(store, tmp_path, samples="tests.train.static_samples.make_pictures", allow_import=True)
+    config = config_of(store, tmp_path, samples="tests.train.static_samples.make_pictures", allow_code=True)
     with pytest.raises(InvalidInputError, match="has pixel_values, and this consumer reads text only"):
         batches_of(config, 1)
 
