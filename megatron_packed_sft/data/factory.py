@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from megatron_packed_sft.data.datasets import (
     dataset_over,
 )
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
-from megatron_packed_sft.data.order.blend import Blend, BlendOrder
+from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order, whole_weights
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
@@ -37,6 +38,8 @@ from megatron_packed_sft.tokens.validate import is_token_store
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
+Weights = Sequence[float] | Mapping[str, float]
 
 AUTO = "auto"
 _DEFAULT_SEQ_LENGTH = 2048  # Megatron-Bridge's
@@ -47,14 +50,15 @@ _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
 
 
 def create_sft_dataset(
-    path: PathLike | Sequence[PathLike],
+    path: Paths,
     tokenizer: Any = None,
     seq_length: int | None = None,
     *,
     split: str = "train",
     packed_storage: str = AUTO,
     plan: PathLike | PackPlan | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
+    blend: Mapping[str, Any] | None = None,
     max_num_samples: int | None = None,
     seed: int = 1234,
     allow_tokenizer_mismatch: bool = False,
@@ -69,32 +73,38 @@ def create_sft_dataset(
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), or a list of these.
+            `plan`), a list of these, or names for them: `{"chats": path, "web": path}`.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
         seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs.
         split: of dataset directories.
         packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`, or a
             registered one.
         plan: a plan or its file; the path is a token store then.
-        weights: one per path of a list: a blend in that proportion. Without weights the list is laid end to end.
+        weights: one per path of a list, or by name: a blend in that proportion. Without weights or `blend`, the paths
+            are laid end to end.
+        blend: weights that change over the run, such as `{"start": {"chats": 1, "web": 0}, "end": {"chats": 1, "web":
+            1}, "from": 0.8, "to": 1.0}`: the start weights up to that share of the run, the end weights from the other
+            one on, and a straight line in between.
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
-            as many samples as all sources together.
+            as many samples as all sources together. With `blend` it must be given: the samples of the whole run.
         seed: of the shuffle.
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
         arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
     """
-    source, order = open_bins(
+    source, blended = open_bins(
         path,
         split=split,
         packed_storage=packed_storage,
         plan=plan,
         weights=weights,
+        blend=blend,
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
     )
+    order = None if blended is None else blended.order(max_num_samples)
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
@@ -120,19 +130,20 @@ def create_sft_dataset(
 
 
 class OpenedBins(NamedTuple):
-    """Bins that are open but not yet a dataset: their figures are known, and for a blend the order to draw them in."""
+    """Bins that are open but not yet a dataset: their figures are known, and for a blend its sources."""
 
     source: BinReader
-    order: BlendOrder | None
+    blended: BlendedSources | None
 
 
 def open_bins(
-    path: PathLike | Sequence[PathLike],
+    path: Paths,
     *,
     split: str = "train",
     packed_storage: str = AUTO,
     plan: PathLike | PackPlan | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
+    blend: Mapping[str, Any] | None = None,
     seed: int = 1234,
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
@@ -140,33 +151,59 @@ def open_bins(
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
     Args:
-        path, split, packed_storage, plan, weights, seed: as in `create_sft_dataset`.
+        path, split, packed_storage, plan, weights, blend, seed: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
     """
     tolerance = tolerance or Tolerance()
-    given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
-    paths = [found for item in given for found in _expand(item)]
-    if weights is not None and len(weights) != len(paths):
-        raise InvalidInputError(f"{len(weights)} weights were given for {len(paths)} paths; give one each")
+    names, groups = _named_groups(path)
+    paths = [found for group in groups for found in group]
+    mixing = _mixing(weights, blend, names, len(groups))
     if plan is not None:
         if len(paths) != 1 or wanted is not None:
             raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
         sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
-    elif weights is None:
+    elif mixing is None:
         sources = _open_end_to_end(paths, split, wanted, tolerance)
     else:
-        sources = [_open(one, split, wanted, tolerance) for one in paths]
-    source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
+        sources = [_joined(_open_end_to_end(group, split, wanted, tolerance)) for group in groups]
+    source = _joined(sources)
     if len(sources) > 1:
         refuse_mixed(source.made_with(), tolerance)
-    order = None
-    if weights is not None:
-        blend = Blend(weights, [len(one) for one in sources])
-        order = BlendOrder(blend, [SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources])
-    return OpenedBins(source, order)
+    blended = None
+    if mixing is not None:
+        orders = tuple(SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources)
+        blended = BlendedSources(orders, mixing, tuple(names or _path_names(paths)))
+    return OpenedBins(source, blended)
+
+
+def _named_groups(path: Paths) -> tuple[list[str], list[list[Path]]]:
+    """Return the names of the sources, if they have any, and the paths of each; the finds of a glob are listed."""
+    if isinstance(path, Mapping):
+        return [str(name) for name in path], [_expand(one) for one in path.values()]
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    return [], [[found] for one in given for found in _expand(one)]
+
+
+def _path_names(paths: Sequence[Path]) -> list[str]:
+    return [str(path) if paths.count(path) == 1 else f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def _mixing(
+    weights: Weights | None, blend: Mapping[str, Any] | None, names: Sequence[str], num_sources: int
+) -> tuple[int, ...] | BlendSchedule | None:
+    """Return how sources are mixed; None lays them end to end."""
+    if blend is not None and weights is not None:
+        raise InvalidInputError("weights and blend were both given; blend has start and end weights of its own")
+    if blend is not None:
+        return BlendSchedule.parse(blend, names, num_sources=num_sources)
+    return None if weights is None else whole_weights(weights_in_order(weights, names, num_sources=num_sources))
+
+
+def _joined(sources: list[BinReader]) -> BinReader:
+    return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
 
 
 def _class_over(source: BinReader) -> type[PackedDataset]:
