@@ -125,8 +125,11 @@ class DataConfig:
     """The data to train on.
 
     Args:
-        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, or a list of these.
-        weights: one per path of a list: blend the paths in this proportion.
+        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, a list of these, or
+            names for them such as {chats: PATH, web: PATH}.
+        weights: one per path of a list, or by name such as {chats: 0.7, web: 0.3}: blend the paths in this proportion.
+        blend: weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
+            0.8, to: 1.0}; from and to are shares of the run.
         plan: a plan file, when data.path is a token store.
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
@@ -142,7 +145,8 @@ class DataConfig:
     """
 
     path: Any = MISSING
-    weights: list[float] | None = None
+    weights: Any = None
+    blend: Any = None
     plan: str | None = None
     split: str = "train"
     sequence_length: int | None = None

@@ -13,7 +13,8 @@ from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
-from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -40,6 +41,7 @@ class TrainingData:
         vocab_size: all ids are below it.
         notes: what the user should know.
         tokenizer: of data.tokenizer, or of the folder in model.path.
+        blended: the sources of a blend, whose order depends on the length of the run.
         watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
             None when nobody asks.
     """
@@ -50,6 +52,7 @@ class TrainingData:
     vocab_size: int
     notes: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
+    blended: BlendedSources | None = None
     watched: str | None = None
 
     @property
@@ -79,6 +82,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         packed_storage=config.packed_storage if data.plan is None else AUTO,
         plan=data.plan,
         weights=data.weights,
+        blend=data.blend,
         seed=config.seed,
         pad_id=eos_id or 0,
         tolerance=tolerance,
@@ -112,8 +116,6 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             opened.source,
             eos_id,
             max_seq_length=length,
-            order=opened.order,
-            max_num_samples=None if opened.order is None else len(opened.source),
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
@@ -126,6 +128,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         vocab_size=vocab_size,
         notes=[*_template_notes(tokenizers, sources)],
         tokenizer=tokenizer,
+        blended=trained.blended,
         watched=_watched(config.validation, list(held_out)),
     )
 
@@ -145,6 +148,7 @@ def training_loader(
     data: TrainingData,
     config: TrainConfig,
     *,
+    num_bins: int,
     global_batch_size: int | None = None,
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
@@ -154,13 +158,16 @@ def training_loader(
     Args:
         data: what `open_data` returned.
         config: gives the seed and what may differ on resume.
+        num_bins: bins of the whole run, over which the weights of a blend may change.
         global_batch_size: bins per step.
         data_parallel_rank: this rank's share of them.
         data_parallel_size: number of ranks that share them.
     """
     dataset = data.dataset
-    order = None
-    if dataset.sampling_order is None:
+    order: Order
+    if data.blended is not None:
+        order = data.blended.order(num_bins)
+    else:
         # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
         # records the dataset's fingerprint.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
@@ -227,15 +234,20 @@ class CountedBatches(Iterator[Batch]):
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
-    own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
+    own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
     splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
-    return {
-        **named_paths(config.validation.paths),
-        **{name: path for name, path in own.items() if split in splits.get(path, ())},
-    }
+    further = named_paths(config.validation.paths)
+    own = {name: path for name, path in own.items() if split in splits.get(path, ())}
+    for name in further.keys() & own.keys():
+        if further[name] != own[name]:
+            raise InvalidInputError(
+                f"the name {name!r} is that of {further[name]} in validation.paths and of {own[name]} in data.path, "
+                "which has a validation split of its own; give one of them another name"
+            )
+    return {**further, **own}
 
 
 def _tokenizers(config: TrainConfig) -> dict[str, Tokenizer]:

@@ -150,13 +150,15 @@ class BlendSchedule:
     finish: Fraction
 
     @classmethod
-    def parse(cls, document: Any, names: Sequence[str], *, num_sources: int, where: str = "blend") -> BlendSchedule:
+    def parse(
+        cls, document: Any, names: Sequence[str], *, num_sources: int | None, where: str = "blend"
+    ) -> BlendSchedule:
         """Read `{"start": weights, "end": weights, "from": 0.8, "to": 1.0}`; from and to may be left out: 0 and 1.
 
         Args:
             document: that mapping; weights are a list, or a mapping by name.
             names: of the sources; empty if they have none.
-            num_sources: how many there are.
+            num_sources: how many there are; None if that is not known yet.
             where: what the user calls the mapping, for messages.
 
         Example:
@@ -166,7 +168,7 @@ class BlendSchedule:
         """
         if not isinstance(document, Mapping) or not {"start", "end"} <= set(document) <= _KEYS:
             raise InvalidInputError(
-                f"{where} is {document!r}; give it start and end weights, and from and to as shares of the run, such as "
+                f"{where} is {document!r}; give it start and end weights, and from and to as shares of the run, as in "
                 "{start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from: 0.8, to: 1.0}"
             )
         shares = {key: _share_of_run(document.get(key, default), f"{where}.{key}") for key, default in _SHARES}
@@ -195,13 +197,15 @@ def _share_of_run(value: Any, where: str) -> Fraction:
     return Fraction(str(value))
 
 
-def weights_in_order(weights: Any, names: Sequence[str], *, num_sources: int, where: str = "weights") -> list[Fraction]:
+def weights_in_order(
+    weights: Any, names: Sequence[str], *, num_sources: int | None, where: str = "weights"
+) -> list[Fraction]:
     """Return one exact weight for each source, in their order.
 
     Args:
         weights: a list, or a mapping by name.
         names: of the sources; empty if they have none.
-        num_sources: how many there are.
+        num_sources: how many there are; None if that is not known yet.
         where: what the user calls the weights, for messages.
 
     Example:
@@ -214,7 +218,7 @@ def weights_in_order(weights: Any, names: Sequence[str], *, num_sources: int, wh
         listed = {str(number): weight for number, weight in enumerate(weights)}
     else:
         raise InvalidInputError(f"{where} is {weights!r}; give a list of numbers, or a number for each name")
-    if len(listed) != num_sources:
+    if num_sources not in (None, len(listed)):
         raise InvalidInputError(f"{len(listed)} weights were given for {num_sources} paths in {where}; give one each")
     exact = [_exact(weight, f"{where}.{name}") for name, weight in listed.items()]
     if not any(exact):

@@ -89,9 +89,9 @@ def _deadline(
         if weight > 0:
             num_steps = (amount + weight - 1) // weight
             if num_steps <= ends[stage] - step:
-                return step + num_steps
+                return int(step + num_steps)
             amount -= weight * (ends[stage] - step)  # no overflow: it is less than the amount
         stage += 1
         if stage == ends.size:
-            return _NEVER
+            return int(_NEVER)
         step = ends[stage - 1]
