@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.factory import create_sft_dataset
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
+    from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BinBlock": "storage.bins",
     "BinFigures": "storage.bins",
+    "AnnealedWeights": "data.order.blend_weights",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
@@ -152,6 +154,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnnealedWeights",
     "BinBlock",
     "BinFigures",
     "Blend",
