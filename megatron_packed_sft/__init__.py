@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AnnealedWeights": "data.order.blend_weights",
     "BinBlock": "storage.bins",
     "BinFigures": "storage.bins",
-    "AnnealedWeights": "data.order.blend_weights",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
@@ -154,6 +154,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnnealedWeights",
     "AnnealedWeights",
     "BinBlock",
     "BinFigures",
