@@ -155,7 +155,6 @@ _HOMES = {
 
 __all__ = [
     "AnnealedWeights",
-    "AnnealedWeights",
     "BinBlock",
     "BinFigures",
     "Blend",
