@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.parquet.reader import ParquetShard
     from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
     from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
+    from megatron_packed_sft.storage.token_stream.options import StreamOptions
+    from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
     from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
@@ -95,6 +98,7 @@ _HOMES = {
     "LegacyShard": "storage.legacy.reader",
     "MemmapShard": "storage.memmap_v1.reader",
     "MemmapShardWriter": "storage.memmap_v1.writer",
+    "MemoryMappedDataset": "data.token_streams",
     "MicroBatchSampler": "data.order.samplers",
     "OrderedShardWriter": "storage.ordered_writer",
     "PackOptions": "packing.options",
@@ -115,10 +119,13 @@ _HOMES = {
     "ShardManifest": "storage.memmap_v1.manifest",
     "Steps": "packing.options",
     "Storage": "storage.interface",
+    "StreamOptions": "storage.token_stream.options",
     "TemplateOptions": "encode.options",
     "TextRecord": "records.record",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
+    "TokenStream": "storage.token_stream.reader",
+    "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
     "convert": "storage.convert",
@@ -136,6 +143,7 @@ _HOMES = {
     "open_dataset": "storage.dataset_directory",
     "open_shard": "storage.registry",
     "open_token_store": "tokens.store",
+    "open_token_stream": "storage.token_stream.reader",
     "pack": "packing.packer",
     "publish_store": "tokens.store",
     "register_family": "megatron.weights.families",
@@ -176,6 +184,7 @@ __all__ = [
     "LegacyShard",
     "MemmapShard",
     "MemmapShardWriter",
+    "MemoryMappedDataset",
     "MicroBatchSampler",
     "OrderedShardWriter",
     "PackOptions",
@@ -196,10 +205,13 @@ __all__ = [
     "ShardManifest",
     "Steps",
     "Storage",
+    "StreamOptions",
     "TemplateOptions",
     "TextRecord",
     "TokenPartWriter",
     "TokenStore",
+    "TokenStream",
+    "TokenStreamDataset",
     "TokenizedRecord",
     "ValidationReport",
     "__version__",
@@ -218,6 +230,7 @@ __all__ = [
     "open_dataset",
     "open_shard",
     "open_token_store",
+    "open_token_stream",
     "pack",
     "publish_store",
     "register_family",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data._tokenizer_ids import eos_id_of
+from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
 from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, PlanBinReader, ShardBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -24,6 +24,7 @@ from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend_order import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order, whole_weights
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -31,6 +32,8 @@ from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
@@ -61,6 +64,10 @@ def create_sft_dataset(
     blend: Mapping[str, Any] | None = None,
     max_num_samples: int | None = None,
     seed: int = 1234,
+    pack_sequences: bool = False,
+    eos_id: int | None = None,
+    file_pattern: str | None = None,
+    dtype: str | None = None,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
     **arguments: Any,
@@ -68,17 +75,20 @@ def create_sft_dataset(
     """Open packed data as a dataset.
 
     One memmap_v1 shard is a `GPTSFTPackedMemmapDataset`, several shards or a dataset directory are a
-    `GPTSFTPackedMultiShardDataset`, a legacy file is a `GPTSFTPackedDataset` and a token store with a plan is a
-    `GPTSFTPlannedDataset`; anything else is a `PackedDataset`, the base of them all.
+    `GPTSFTPackedMultiShardDataset`, a legacy file is a `GPTSFTPackedDataset`, a token store with a plan is a
+    `GPTSFTPlannedDataset` and a token stream a `TokenStreamDataset`; anything else is a `PackedDataset`, the base of
+    them all.
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), a list of these, or names for them: `{"chats": path, "web": path}`.
+            `plan`), a directory of flat .npy or .bin files (a token stream), a list of these, or names for them:
+            `{"chats": path, "web": path}`.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
-        seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs.
+        seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs. Token
+            streams are cut into windows of so many predictions.
         split: of dataset directories.
-        packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`, or a
-            registered one.
+        packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`,
+            `token_stream`, or a registered one.
         plan: a plan or its file; the path is a token store then.
         weights: one per path of a list, or by name: a blend in that proportion. Without weights or `blend`, the paths
             are laid end to end.
@@ -88,6 +98,7 @@ def create_sft_dataset(
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
             as many samples as all sources together. With `blend` it must be given: the samples of the whole run.
         seed: of the shuffle.
+        pack_sequences, eos_id, file_pattern, dtype: of token streams, as in `TokenStreamDataset`; refused without one.
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
@@ -103,6 +114,14 @@ def create_sft_dataset(
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
+        stream=StreamOptions(
+            seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
+            pack_sequences=pack_sequences,
+            eos_id=document_end(tokenizer, eos_id),
+            file_pattern=file_pattern,
+            dtype=dtype,
+            vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
+        ),
     )
     order = None if blended is None else blended.order(max_num_samples)
     if order is not None and max_num_samples is None:
@@ -147,6 +166,7 @@ def open_bins(
     seed: int = 1234,
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
+    stream: StreamOptions | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -154,8 +174,9 @@ def open_bins(
         path, split, packed_storage, plan, weights, blend, seed: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
+        stream: how to read the token streams among the paths.
     """
-    tolerance = tolerance or Tolerance()
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions())
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     names, groups = _named_groups(path)
     paths = [found for group in groups for found in group]
@@ -164,14 +185,14 @@ def open_bins(
         if len(paths) != 1 or wanted is not None:
             raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
-    elif mixing is None:
-        sources = _open_end_to_end(paths, split, wanted, tolerance)
+        opened: list[list[BinReader]] = [[PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]]
     else:
-        sources = [_joined(_open_end_to_end(group, split, wanted, tolerance)) for group in groups]
+        opened = [opening.end_to_end(group, wanted) for group in (groups if mixing is not None else [paths])]
+    _refuse_stream_options([one for group in opened for one in group], opening.stream)
+    sources = [_joined(group) for group in opened] if mixing is not None else opened[0]
     source = _joined(sources)
     if len(sources) > 1:
-        refuse_mixed(source.made_with(), tolerance)
+        refuse_mixed(source.made_with(), opening.tolerance)
     blended = None
     if mixing is not None:
         orders = tuple(SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources)
@@ -212,45 +233,84 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
+    if isinstance(source.storage, TokenStreamStorage):
+        return TokenStreamDataset
     if len(source.paths) == 1 and not source.of_directory:
         return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
     return GPTSFTPackedMultiShardDataset
 
 
-def _open_end_to_end(
-    paths: Sequence[Path], split: str, wanted: Storage | None, tolerance: Tolerance
-) -> list[BinReader]:
-    """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
-    storages = [storage_of(path) for path in paths]
-    first = storages[0]
-    if len(paths) > 1 and first is not None and all(one is first for one in storages):
-        _check_wanted(paths[0], first, wanted)
-        return [ShardBinReader.of_shards(first, paths, tolerance)]
-    return [_open(path, split, wanted, tolerance) for path in paths]
+class _Opening(NamedTuple):
+    """How paths are opened."""
 
+    split: str
+    tolerance: Tolerance
+    stream: StreamOptions
 
-def _open(path: Path, split: str, wanted: Storage | None, tolerance: Tolerance) -> BinReader:
-    if is_token_store(path):
-        raise InvalidInputError(f"{path} is a token store; name a plan to read bins out of it, or materialize it first")
-    if (path / DATASET).exists():
-        dataset = open_dataset(path)
-        _check_wanted(path, dataset.storage, wanted)
-        return ShardBinReader.of_dataset(dataset, split)
-    storage = storage_of(path)
-    if storage is not None:
+    def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
+        """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
+        storages = [storage_of(path) for path in paths]
+        first = storages[0]
+        if len(paths) > 1 and first is not None and all(one is first for one in storages):
+            _check_wanted(paths[0], first, wanted)
+            return [ShardBinReader.of_shards(self._configured(first), paths, self.tolerance)]
+        return [self.one(path, wanted) for path in paths]
+
+    def one(self, path: Path, wanted: Storage | None) -> BinReader:
+        """Open one path."""
+        if is_token_store(path):
+            raise InvalidInputError(
+                f"{path} is a token store; name a plan to read bins out of it, or materialize it first"
+            )
+        if (path / DATASET).exists():
+            dataset = open_dataset(path)
+            _check_wanted(path, dataset.storage, wanted)
+            return ShardBinReader.of_dataset(dataset, self.split)
+        storage = storage_of(path)
+        if storage is not None:
+            _check_wanted(path, storage, wanted)
+            return ShardBinReader.of_shards(self._configured(storage), [path])
+        inside = shards_inside(path)
+        if not inside and isinstance(wanted, TokenStreamStorage):
+            return ShardBinReader.of_shards(self._configured(wanted), [path])  # or it says why it is none
+        if not inside:
+            is_empty = path.is_dir() and not any(path.iterdir())
+            raise InvalidInputError(
+                f"{path} is an empty directory; check the path"
+                if is_empty
+                else f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
+            )
+        return self._directory(path, inside, wanted)
+
+    def _directory(self, path: Path, inside: Sequence[tuple[Path, Storage]], wanted: Storage | None) -> BinReader:
+        kinds = {storage.name: storage for _, storage in inside}
+        if len(kinds) > 1:
+            raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
+        [storage] = kinds.values()
         _check_wanted(path, storage, wanted)
-        return ShardBinReader.of_shards(storage, [path])
-    inside = shards_inside(path)
-    if not inside:
-        raise InvalidInputError(
-            f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
-        )
-    kinds = {storage.name: storage for _, storage in inside}
-    if len(kinds) > 1:
-        raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
-    [storage] = kinds.values()
-    _check_wanted(path, storage, wanted)
-    return ShardBinReader.of_shards(storage, [shard for shard, _ in inside], tolerance, of_directory=True)
+        shards = [shard for shard, _ in inside]
+        if isinstance(storage, TokenStreamStorage):
+            raise InvalidInputError(
+                f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
+                "train on"
+            )
+        return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
+
+    def _configured(self, storage: Storage) -> Storage:
+        return TokenStreamStorage(self.stream) if isinstance(storage, TokenStreamStorage) else storage
+
+
+def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
+    """Refuse what is said about token streams where there is none: it would be ignored in silence."""
+    if any(isinstance(one, ShardBinReader) and isinstance(one.storage, TokenStreamStorage) for one in sources):
+        return
+    given = {name: getattr(options, name) for name in ("pack_sequences", "file_pattern", "dtype")}
+    for name, value in given.items():
+        if value:
+            raise InvalidInputError(
+                f"{name} is {value!r}, but {sources[0].description} is no token stream; leave {name} out, packed data "
+                "knows its own sequences and dtype"
+            )
 
 
 def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:
