@@ -21,7 +21,8 @@ def add_parser(commands: Any) -> None:
         epilog="examples:\n  packed-sft convert training_4096.npy shards/shard_000000\n"
         "  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096\n"
         "  packed-sft convert my_dataset legacy_files --to legacy\n"
-        "  packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet",
+        "  packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet\n"
+        "  packed-sft convert texts/train/shard_000000 texts_text_document --to megatron_indexed",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -44,6 +45,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
     parser.add_argument("--pad-id", type=int, metavar="ID", help="fills the bins up (default: the source's, or 0)")
     parser.add_argument("--split", default="train", help="split for the shards of several files (default: train)")
+    parser.add_argument(
+        "--drop-masks",
+        action="store_true",
+        help="with --to megatron_indexed: accept tokens that are not trained; whoever reads the result trains on them",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_quiet(parser)
@@ -63,6 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
         vocab_size=arguments.vocab_size,
         pad_id=arguments.pad_id,
         split=arguments.split,
+        drop_masks=arguments.drop_masks,
         overwrite=arguments.overwrite,
         progress=wants_progress(arguments),
     )
@@ -81,5 +88,10 @@ def _run(arguments: argparse.Namespace) -> int:
             print(
                 f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
                 "they predict nothing and no collate reads them"
+            )
+        if report.num_dropped_masks:
+            print(
+                f"note: {report.num_dropped_masks:,} predictions that were not trained are now as good as any other; "
+                f"{report.packed_storage} keeps no loss masks"
             )
     return 0

@@ -30,9 +30,12 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
+from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import open_token_store
@@ -46,6 +49,7 @@ Weights = Sequence[float] | Mapping[str, float]
 
 AUTO = "auto"
 _DEFAULT_SEQ_LENGTH = 2048  # Megatron-Bridge's
+_STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
     MemmapShard: GPTSFTPackedMemmapDataset,
     LegacyShard: GPTSFTPackedDataset,
@@ -68,6 +72,7 @@ def create_sft_dataset(
     eos_id: int | None = None,
     file_pattern: str | None = None,
     dtype: str | None = None,
+    documents: bool = False,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
     **arguments: Any,
@@ -81,8 +86,8 @@ def create_sft_dataset(
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), a directory of flat .npy or .bin files (a token stream), a list of these, or names for them:
-            `{"chats": path, "web": path}`.
+            `plan`), a directory of flat .npy or .bin files (a token stream), PREFIX or PREFIX.idx of Megatron's indexed
+            datasets, a list of these, or names for them: `{"chats": path, "web": path}`.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
         seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs. Token
             streams are cut into windows of so many predictions.
@@ -99,6 +104,7 @@ def create_sft_dataset(
             as many samples as all sources together. With `blend` it must be given: the samples of the whole run.
         seed: of the shuffle.
         pack_sequences, eos_id, file_pattern, dtype: of token streams, as in `TokenStreamDataset`; refused without one.
+        documents: of Megatron's indexed datasets: a sample is a whole document. By default they are token streams.
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
@@ -120,6 +126,7 @@ def create_sft_dataset(
             eos_id=document_end(tokenizer, eos_id),
             file_pattern=file_pattern,
             dtype=dtype,
+            documents=documents,
             vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
         ),
     )
@@ -233,8 +240,8 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
-    if isinstance(source.storage, TokenStreamStorage):
-        return TokenStreamDataset
+    if isinstance(source.storage, _STREAMED):
+        return TokenStreamDataset if isinstance(source.shard(0), TokenStream) else PackedDataset
     if len(source.paths) == 1 and not source.of_directory:
         return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
     return GPTSFTPackedMultiShardDataset
@@ -297,14 +304,16 @@ class _Opening(NamedTuple):
         return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        return TokenStreamStorage(self.stream) if isinstance(storage, TokenStreamStorage) else storage
+        return type(storage)(self.stream) if isinstance(storage, _STREAMED) else storage
 
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
     """Refuse what is said about token streams where there is none: it would be ignored in silence."""
-    if any(isinstance(one, ShardBinReader) and isinstance(one.storage, TokenStreamStorage) for one in sources):
+    found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
+    if TokenStreamStorage in found:
         return
-    given = {name: getattr(options, name) for name in ("pack_sequences", "file_pattern", "dtype")}
+    indexed = () if MegatronIndexedStorage in found else ("pack_sequences", "documents")
+    given = {name: getattr(options, name) for name in (*indexed, "file_pattern", "dtype")}
     for name, value in given.items():
         if value:
             raise InvalidInputError(
@@ -321,7 +330,7 @@ def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:
 
 
 def _expand(path: PathLike) -> list[Path]:
-    location = local_path(path)
+    location = indexed_path(local_path(path))
     if os.path.lexists(location):
         return [location]
     found = [Path(name) for name in sorted(glob.glob(str(location)))]

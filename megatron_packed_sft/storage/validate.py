@@ -24,6 +24,7 @@ from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
@@ -42,7 +43,7 @@ def validate(
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
-    location = local_path(path)
+    location = indexed_path(local_path(path))
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
         if os.path.lexists(location / DATASET):

@@ -23,6 +23,7 @@ class StreamOptions:
         file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
         dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
         vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
+        documents: of Megatron's indexed datasets: a bin is a whole document instead of a window.
         overlap: windows share one token, so that every token but a file's first is predicted once. Without it they
             share none, and the first token of each window is predicted by nobody.
 
@@ -37,6 +38,7 @@ class StreamOptions:
     file_pattern: str | None = None
     dtype: str | None = None
     vocab_size: int | None = None
+    documents: bool = False
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -49,6 +51,10 @@ class StreamOptions:
         if self.file_pattern is not None and (not self.file_pattern or os.sep in self.file_pattern):
             raise InvalidInputError(
                 f"file_pattern is {self.file_pattern!r}; it names files of the directory, such as *.npy"
+            )
+        if self.documents and self.pack_sequences:
+            raise InvalidInputError(
+                "documents and pack_sequences cannot be combined: a document is one sequence; leave one of them out"
             )
         if self.dtype is not None:
             parse_dtype(self.dtype, "dtype")
