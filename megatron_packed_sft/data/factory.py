@@ -317,8 +317,8 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
     for name, value in given.items():
         if value:
             raise InvalidInputError(
-                f"{name} is {value!r}, but {sources[0].description} is no token stream; leave {name} out, packed data "
-                "knows its own sequences and dtype"
+                f"{options.spelled(name)} is {value!r}, but {sources[0].description} is no token stream; leave it out, "
+                "packed data knows its own sequences and dtype"
             )
 
 

@@ -26,6 +26,7 @@ SUFFIXES = (NPY, BIN)
 _FOREIGN = ("manifest.json", "dataset.json")
 _INDEX = ".idx"  # with it, a .bin file is Megatron's indexed dataset
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so: the pytorch_model.bin of a model's folder
+_PICKLED = b"'descr': '|O'"
 _SMALL_HEADER = 256  # that of a one-dimensional array has 128 bytes
 # No tokenizer has so many ids, but pairs of uint16 that are read as uint32 give nearly no others.
 GUESSED_ID_LIMIT = 1 << 20
@@ -73,8 +74,8 @@ def find_files(path: Path, options: StreamOptions, metadata: StreamMetadata) -> 
         _refuse_mixed_dtypes(files)
         if options.dtype is not None and parse_dtype(options.dtype, "dtype") != files[0].dtype:
             raise InvalidInputError(
-                f"dtype is {options.dtype!r}, but the header of {paths[0]} says {_name(files[0].dtype)}; leave dtype "
-                "out, a .npy file knows its own"
+                f"{options.spelled('dtype')} is {options.dtype!r}, but the header of {paths[0]} says "
+                f"{_name(files[0].dtype)}; leave it out, a .npy file knows its own"
             )
         return files
     sizes = [_size(one) for one in paths]
@@ -93,7 +94,7 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
     if options.file_pattern is not None:
         names = [name for name in names if fnmatch.fnmatchcase(name, options.file_pattern)]
         if not names:
-            raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check file_pattern")
+            raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check the pattern")
     elif not names:
         raise InvalidInputError(f"{path} is an empty directory; name one that holds .npy or .bin files of tokens")
     else:
@@ -103,10 +104,10 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
     if len(suffixes := {os.path.splitext(name)[1] for name in names}) > 1:
         raise InvalidInputError(
             f"{path} holds {' and '.join(sorted(suffixes))} files, and a stream is made of one kind; choose with "
-            "file_pattern, such as *.npy"
+            f"{options.spelled('file_pattern')}, such as *.npy"
         )
     if not suffixes <= set(SUFFIXES):
-        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let file_pattern name those with tokens")
+        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let the pattern name those with tokens")
     return [path / name for name in names]
 
 
@@ -114,11 +115,7 @@ def _npy_file(path: Path) -> FlatFile:
     header, size = _npy_header(path)
     dtype = np.dtype(header.dtype)
     if len(header.shape) != 1 or dtype.kind not in "iu":
-        what = "Python objects (a pickle)" if dtype.kind == "O" else f"{dtype.name} of shape {header.shape}"
-        raise UnsupportedFormatError(
-            f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
-            "choose the others with file_pattern"
-        )
+        raise _not_flat(path, f"{dtype.name} of shape {header.shape}")
     expected = header.data_offset + header.shape[0] * dtype.itemsize
     if size != expected:
         raise ShardFileError(
@@ -135,7 +132,16 @@ def _npy_header(path: Path) -> tuple[NpyHeader, int]:
         try:
             return parse_npy_header(start, str(path)), size
         except ShardFileError:
+            if _PICKLED in start:
+                raise _not_flat(path, "Python objects (a pickle)") from None
             return parse_npy_header(start + file.read(MAX_HEADER - _SMALL_HEADER), str(path)), size
+
+
+def _not_flat(path: Path, what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
+        "choose the others with file_pattern"
+    )
 
 
 def _open_regular(path: str, flags: int) -> int:

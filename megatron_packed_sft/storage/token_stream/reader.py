@@ -61,8 +61,8 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
     options = options or StreamOptions()
     if options.documents:
         raise InvalidInputError(
-            f"{location} has no .idx that tells its documents apart; leave documents out, or use pack_sequences with "
-            "the EOS id"
+            f"{location} has no .idx that tells its documents apart; leave {options.spelled('documents')} out, or use "
+            f"{options.spelled('pack_sequences')} with the EOS id"
         )
     metadata = read_metadata(location if location.is_dir() else location.parent)
     return TokenStream(location, find_files(location, options, metadata), options, metadata)
@@ -105,8 +105,8 @@ class TokenStream:
         self._refuse_no_window()
         if options.pack_sequences and self.eos_id is None:
             raise InvalidInputError(
-                f"pack_sequences tells the documents of {path} apart by their EOS, and nobody says which id that is; "
-                "pass a tokenizer or eos_id"
+                f"{options.spelled('pack_sequences')} tells the documents of {path} apart by their EOS, and nobody "
+                f"says which id that is; pass a tokenizer or {options.spelled('eos_id')}"
             )
         samples = self._samples()
         self._refuse_wrong_guess(samples)
@@ -220,7 +220,7 @@ class TokenStream:
         value = int(file.tokens(start + position, start + position + 1)[0])
         return ShardFileError(
             f"{file.path}: the token at position {start + position:,} is {value}, not in 0..{self._id_limit - 1}; use "
-            "the tokenizer that made the stream, or pass the right dtype"
+            f"the tokenizer that made the stream, or pass the right {self.options.spelled('dtype')}"
         )
 
     def _refuse_no_window(self) -> None:
@@ -228,7 +228,8 @@ class TokenStream:
             longest = max(one.num_tokens for one in self.files)
             raise InvalidInputError(
                 f"{self.path}: no file is as long as a window of {self.pack_size:,} tokens, the longest has "
-                f"{longest:,}; lower seq_length to at most {max(longest - 1, 1):,}, or name other files"
+                f"{longest:,}; lower {self.options.spelled('seq_length')} to at most {max(longest - 1, 1):,}, or name "
+                "other files"
             )
 
     def _samples(self) -> list[npt.NDArray[Any]]:
@@ -253,7 +254,8 @@ class TokenStream:
         if largest >= GUESSED_ID_LIMIT:
             raise InvalidInputError(
                 f"{self.path}: by the sizes of its .bin files the tokens are {self.dtype}, but then there is the id "
-                f"{largest:,}, which no tokenizer has; pass dtype='uint16', or dtype='{self.dtype}' if it is right"
+                f"{largest:,}, which no tokenizer has; set {self.options.spelled('dtype')} to uint16, or to "
+                f"{self.dtype} if that is right"
             )
 
     def _refuse_no_eos(self, samples: Sequence[npt.NDArray[Any]]) -> None:
@@ -266,9 +268,9 @@ class TokenStream:
                 return
             num_searched += count
         raise InvalidInputError(
-            f"{self.path}: pack_sequences is on, but the EOS id {self.eos_id} is not among the first "
-            f"{num_searched:,} tokens nor in {len(samples)} samples of the rest; check the tokenizer or eos_id, or "
-            "leave pack_sequences out"
+            f"{self.path}: {self.options.spelled('pack_sequences')} is on, but the EOS id {self.eos_id} is not among "
+            f"the first {num_searched:,} tokens nor in {len(samples)} samples of the rest; check the tokenizer or "
+            f"{self.options.spelled('eos_id')}, or leave pack_sequences out"
         )
 
     def _fingerprint(self, samples: Sequence[npt.NDArray[Any]]) -> str:
@@ -291,7 +293,8 @@ class TokenStream:
             warnings.append(
                 f"{self.path}: {len(short):,} of {counted(len(self.files), 'file')} {are} shorter than a window of "
                 f"{self.pack_size:,} tokens and {are} skipped, such as {short[0].path.name} with "
-                f"{short[0].num_tokens:,}; lower seq_length to use {'it' if len(short) == 1 else 'them'}"
+                f"{short[0].num_tokens:,}; lower {self.options.spelled('seq_length')} to use "
+                f"{'it' if len(short) == 1 else 'them'}"
             )
         num_held = sum((count - 1) * self.options.stride + self.pack_size for count in counts if count)
         num_unused = self.num_tokens - num_held
