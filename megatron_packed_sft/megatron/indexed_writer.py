@@ -90,7 +90,13 @@ class IndexedDatasetWriter(OrderedShardWriter):
                     os.link(staged, self._tokens_path)  # unlike rename, never replaces another writer's file
                 except FileExistsError:
                     raise self._exists() from None
+            self._cleanup.callback(self._remove_orphan)
             fsync_directory(self._tokens_path.parent)
+
+    def _remove_orphan(self) -> None:
+        """Take the tokens back if their index could not be published."""
+        if not os.path.lexists(self.path):
+            os.unlink(self._tokens_path)
 
     def _refuse_existing_tokens(self) -> None:
         if not self._overwrite and os.path.lexists(self._tokens_path):

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import create_sft_dataset, open_shard, validate
 from megatron_packed_sft.errors import PackedSFTError, ShardError
-
-MAGIC = b"MMIDIDX\x00\x00"
-
-
-def index_bytes(
-    lengths: list[int],
-    edges: list[int],
-    *,
-    magic: bytes = MAGIC,
-    version: int = 1,
-    code: int = 8,
-    num_sequences: int | None = None,
-    num_edges: int | None = None,
-    places: list[int] | None = None,
-) -> bytes:
-    """An index as megatron-core writes it, or as it would never do."""
-    offsets = np.concatenate(([0], np.cumsum(lengths)))[:-1] * 2 if places is None else places
-    counts = (len(lengths) if num_sequences is None else num_sequences, len(edges) if num_edges is None else num_edges)
-    header = struct.pack("<9sQBQQ", magic, version, code, *counts)
-    return (
-        header
-        + np.array(lengths, "<i4").tobytes()
-        + np.array(offsets, "<i8").tobytes()
-        + np.array(edges, "<i8").tobytes()
-    )
+from tests.indexed_files import index_bytes
 
 
 def save(home: Path, index: bytes, tokens: bytes | None = b"\x01\x00" * 10) -> Path:

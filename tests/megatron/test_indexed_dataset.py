@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import subprocess
 import sys
 import warnings
@@ -28,7 +30,7 @@ from megatron_packed_sft import (
     validate,
 )
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.errors import InvalidInputError, TargetExistsError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, UnsupportedFormatError
 from tests.packed_bins import make_bins, write_shard
 
 with warnings.catch_warnings():  # what megatron-core says when it is imported
@@ -267,6 +269,23 @@ def test_published_files_are_replaced_only_on_request(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == before
     convert(tmp_path / "other", tmp_path / "out", to="megatron_indexed", overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "out"))) == sum(one.num_sequences for one in make_bins(4, 16, seed=2))
+
+
+def test_tokens_are_taken_back_when_their_index_cannot_be_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shard(tmp_path / "shard", trained(make_bins(3, 16, seed=1)), 16)
+    link = os.link
+
+    def failing(source: Any, target: Any) -> None:
+        if str(target).endswith(".idx"):
+            raise OSError(errno.EIO, "no")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", failing)
+    with pytest.raises(StorageIOError, match=r"cannot publish .*out\.idx"):
+        convert(tmp_path / "shard", tmp_path / "out", to="megatron_indexed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard"]
 
 
 def test_padding_for_parallel_ranks_does_not_become_text(tmp_path: Path) -> None:

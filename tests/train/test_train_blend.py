@@ -6,19 +6,25 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from megatron_packed_sft.config.schema import build
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import open_data, training_loader
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, read_metrics, step_record
-from tests.train.counting_chats import write_dataset
+from tests.indexed_files import write_indexed
+from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset
+from tests.train.launch import run_in_turn
+from tests.train.test_train_token_stream import write_counting_stream
 
 NAMED = "data.path={a: first, b: second}"
 SCHEDULE = {"start": {"chats": 1, "web": 0}, "end": {"chats": 0.5, "web": 0.5}, "from": 0.5, "to": 1.0}
@@ -136,6 +142,104 @@ def test_a_blend_can_be_written_on_the_command_line(
     assert main([f"data.path={named}", f"data.blend={inline}", "--cfg", "job"]) == 0
     config = build(TrainConfig, yaml.safe_load(capsys.readouterr().out))
     assert (config.data.path, config.data.blend) == (sources, SCHEDULE)
+
+
+class Runs(NamedTuple):
+    """A run on a stream, an indexed dataset and chats that are annealed, whole and stopped, and what was printed."""
+
+    home: Path
+    printed: str
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        return read_metrics(self.home / name / "metrics.jsonl")
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        checkpoint = TorchDistCheckpoint(self.home / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
+        with checkpoint:
+            return {tensor: checkpoint.read(tensor) for tensor in checkpoint.tensors}
+
+
+NUM_STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    home = tmp_path_factory.mktemp("runs")
+    write_dataset(home / "chats", 40)
+    write_counting_stream(home / "text")
+    write_indexed(home / "web_text_document", np.concatenate([np.load(home / "text" / "shard_00001.npy")] * 2))
+    path = f"{{chats: {home / 'chats'}, text: {home / 'text'}, web: {home / 'web_text_document'}}}"
+
+    def arguments(name: str, *more: str) -> list[str]:
+        return [
+            f"data.path={path}",
+            "data.blend={start: {chats: 0, text: 3, web: 1}, end: {chats: 1, text: 0, web: 1}, from: 0.25, to: 0.75}",
+            f"data.sequence_length={PACK_SIZE}",
+            "data.pack_sequences=true",
+            "data.eos_id=2",
+            f"output={home / name}",
+            f"train.steps={NUM_STEPS}",
+            "train.global_batch_size=4",
+            "checkpoint.every=0",
+            f"model.vocab_size={VOCAB_SIZE}",
+            "validation.at_start=false",
+            "logger=none",
+            *more,
+        ]
+
+    # Stopped by a signal in the middle of the line, at whatever step that is, and started again by the same command.
+    stopped = arguments("stopped", "--sigterm-after=6")
+    return Runs(home, run_in_turn(2, [arguments("straight"), stopped, arguments("stopped")]))
+
+
+def test_an_annealed_blend_of_streams_and_chats_resumes_bit_for_bit_under_torchrun(runs: Runs) -> None:
+    assert "stopped by SIGTERM at step" in runs.printed
+    straight, stopped = runs.steps("straight"), runs.steps("stopped")
+    assert len(straight) == NUM_STEPS
+    assert [record["loss"] for record in stopped] == [record["loss"] for record in straight]
+    assert [record["grad_norm"] for record in stopped] == [record["grad_norm"] for record in straight]
+    weights, resumed = runs.weights("straight"), runs.weights("stopped")
+    assert weights.keys() == resumed.keys()
+    assert len(weights) > 10
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
+
+
+def test_the_metrics_of_a_run_show_the_mixture_that_was_asked_for(runs: Runs) -> None:
+    total = 4 * NUM_STEPS
+    for record in [*runs.steps("straight"), *runs.steps("stopped")]:
+        position, sources = record["consumed_samples"], record["sources"]
+        assert list(sources) == ["chats", "text", "web"]
+        assert sum(source["num_samples"] for source in sources.values()) == position
+        moved = min(max(position - total / 4, 0), total / 2)  # samples on the line between the weights
+        after = max(position - 3 * total / 4, 0)
+        due = moved * moved / total / 2 + after / 2  # the area below the rising weight of the chats
+        assert abs(sources["chats"]["num_samples"] - due) < 1
+        for name, num_bins in {"chats": 40, "text": 2 * 40, "web": 2 * 40}.items():
+            source = sources[name]
+            assert source["share"] == source["num_samples"] / position
+            assert source["epochs"] == pytest.approx(source["num_samples"] / num_bins, rel=0.03)
+    assert [source["weight"] for source in runs.steps("straight")[0]["sources"].values()] == [0.0, 0.75, 0.25]
+    assert [source["weight"] for source in runs.steps("straight")[-1]["sources"].values()] == [0.5, 0.0, 0.5]
+
+
+def test_a_run_says_how_it_blends_at_the_start_and_what_it_blended_at_the_end(runs: Runs) -> None:
+    begins = "blend: chats 0.00% to 50.00%, text 75.00% to 0.00%, web 25.00% to 50.00%, from bin 16 to bin 48 of 64"
+    assert runs.printed.count(begins) == 3
+    last = runs.steps("straight")[-1]["sources"]["chats"]
+    ends = f"blend: chats {last['share']:.2%} ({last['num_samples']} bins, {last['epochs']:.2f} epochs), text"
+    assert ends in runs.printed
+
+
+def test_a_longer_run_is_refused_before_anything_starts(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((runs.home / "stopped" / "config.yaml").read_text())
+    given = [f"data.{key}={json.dumps(config['data'][key])}" for key in ("path", "blend")]
+    given = [one.replace('"', "") for one in given]
+    more = [f"data.sequence_length={PACK_SIZE}", "data.pack_sequences=true", "data.eos_id=2"]
+    more += [f"output={runs.home / 'stopped'}", f"train.steps={2 * NUM_STEPS}", "train.global_batch_size=4"]
+    assert main([*given, *more, f"model.vocab_size={VOCAB_SIZE}"]) == 2
+    message = capsys.readouterr().err
+    assert "schedule was 'to 1:0:1 over samples 16 to 48' and is 'to 1:0:1 over samples 32 to 96' now" in message
+    assert "or set data.allow_mismatch=[schedule] to resume anyway" in message
 
 
 class Shown:
