@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from typing import Any
 
 from megatron_packed_sft.cli._common import add_quiet, wants_progress
+from megatron_packed_sft.cli._stream_options import stream_options
 
 
 def add_parser(commands: Any) -> None:
@@ -15,11 +17,15 @@ def add_parser(commands: Any) -> None:
         "validate",
         help="check a shard or a dataset: checksums, structure, every bin",
         description="Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all.",
-        epilog="example:\n  packed-sft validate my_dataset --level full --json > report.json",
+        epilog=(
+            "examples:\n  packed-sft validate my_dataset --level full --json > report.json\n"
+            "  packed-sft validate tokens --tokenizer my_model --seq-length 4096"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "path", help="a shard or packed file, a dataset directory, a directory of shards, or a token store"
+        "path",
+        help="a shard or packed file, a dataset directory, a directory of shards, a token store or a token stream",
     )
     parser.add_argument(
         "--level",
@@ -31,6 +37,13 @@ def add_parser(commands: Any) -> None:
         "--max-findings", type=int, default=100, metavar="N", help="print at most N findings (default: 100)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    stream = parser.add_argument_group("token streams", "directories of flat .npy or .bin files of tokens")
+    stream.add_argument("--tokenizer", metavar="PATH", help="gives the EOS id and the vocabulary")
+    stream.add_argument("--eos-id", type=int, metavar="ID", help="the token that ends a document")
+    stream.add_argument("--vocab-size", type=int, metavar="N", help="all ids must be below it")
+    stream.add_argument("--dtype", help="of .bin files, such as uint16")
+    stream.add_argument("--seq-length", type=int, metavar="N", help="predictions of a window (default: 2048)")
+    stream.add_argument("--file-pattern", metavar="GLOB", help="which files, such as '*.npy'")
     add_quiet(parser)
     parser.set_defaults(run=_run)
 
@@ -40,7 +53,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.support.wording import counted
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
-    report = (validate_token_store if is_token_store(arguments.path) else validate)(
+    names = ("tokenizer", "eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
+    stream = stream_options(**{name: getattr(arguments, name) for name in names})
+    is_store = stream is None and is_token_store(arguments.path)
+    report = (validate_token_store if is_store else functools.partial(validate, stream=stream))(
         arguments.path,
         level=arguments.level,
         max_findings=arguments.max_findings,

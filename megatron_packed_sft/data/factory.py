@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from megatron_packed_sft.data.datasets import (
 )
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend_order import BlendedSources
-from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order, whole_weights
+from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
@@ -127,8 +129,8 @@ def create_sft_dataset(
             file_pattern=file_pattern,
             dtype=dtype,
             documents=documents,
-            vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
         ),
+        id_limit=None if allow_tokenizer_mismatch else functools.partial(id_limit_of, tokenizer),
     )
     order = None if blended is None else blended.order(max_num_samples)
     if order is not None and max_num_samples is None:
@@ -174,6 +176,7 @@ def open_bins(
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
     stream: StreamOptions | None = None,
+    id_limit: Callable[[], int | None] | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -182,12 +185,14 @@ def open_bins(
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
         stream: how to read the token streams among the paths.
+        id_limit: tells what the ids of token streams must be below, if `stream` does not; only asked if there is one,
+            because some tokenizers are slow to say.
     """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions())
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     names, groups = _named_groups(path)
     paths = [found for group in groups for found in group]
-    mixing = _mixing(weights, blend, names, len(groups))
+    mixing = mixing_of(weights, blend, names, num_sources=len(groups))
     if plan is not None:
         if len(paths) != 1 or wanted is not None:
             raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
@@ -219,17 +224,6 @@ def _path_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) if paths.count(path) == 1 else f"{path} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def _mixing(
-    weights: Weights | None, blend: Mapping[str, Any] | None, names: Sequence[str], num_sources: int
-) -> tuple[int, ...] | BlendSchedule | None:
-    """Return how sources are mixed; None lays them end to end."""
-    if blend is not None and weights is not None:
-        raise InvalidInputError("weights and blend were both given; blend has start and end weights of its own")
-    if blend is not None:
-        return BlendSchedule.parse(blend, names, num_sources=num_sources)
-    return None if weights is None else whole_weights(weights_in_order(weights, names, num_sources=num_sources))
-
-
 def _joined(sources: list[BinReader]) -> BinReader:
     return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
 
@@ -253,6 +247,7 @@ class _Opening(NamedTuple):
     split: str
     tolerance: Tolerance
     stream: StreamOptions
+    id_limit: Callable[[], int | None] | None
 
     def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
         """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
@@ -260,7 +255,14 @@ class _Opening(NamedTuple):
         first = storages[0]
         if len(paths) > 1 and first is not None and all(one is first for one in storages):
             _check_wanted(paths[0], first, wanted)
-            return [ShardBinReader.of_shards(self._configured(first), paths, self.tolerance)]
+            configured = self._configured(first)
+            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(paths):
+                # One stream: their dtype is decided together, and short ones are skipped.
+                configured = TokenStreamStorage(
+                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in paths))
+                )
+                paths = [paths[0].parent]
+            return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
         return [self.one(path, wanted) for path in paths]
 
     def one(self, path: Path, wanted: Storage | None) -> BinReader:
@@ -301,10 +303,18 @@ class _Opening(NamedTuple):
                 f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
                 "train on"
             )
-        return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
+        return ShardBinReader.of_shards(self._configured(storage), shards, self.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        return type(storage)(self.stream) if isinstance(storage, _STREAMED) else storage
+        if not isinstance(storage, _STREAMED):
+            return storage
+        if self.stream.vocab_size is None and self.id_limit is not None:
+            return type(storage)(replace(self.stream, vocab_size=self.id_limit()))
+        return type(storage)(self.stream)
+
+
+def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
+    return len({path.parent for path in paths}) == 1 and not any(path.is_dir() for path in paths)
 
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:

@@ -271,8 +271,17 @@ def test_streams_of_several_directories_are_laid_end_to_end(tmp_path: Path) -> N
     assert len(both) == 54
     last = create_sft_dataset(tmp_path / "b", EOS, seq_length=SEQ_LENGTH)
     assert both[53]["input_ids"].tolist() == last[3]["input_ids"].tolist()
-    files = create_sft_dataset(str(tmp_path / "a" / "*.npy"), EOS, seq_length=SEQ_LENGTH)
-    assert len(files) == 50
+
+
+def test_files_that_a_glob_finds_are_one_stream(tmp_path: Path) -> None:
+    write_stream(tmp_path, [101, 3, 100], suffix=".bin", vocab=VOCAB)  # by its own size alone, the last is uint32
+    dataset = create_sft_dataset(str(tmp_path / "*.bin"), EOS, seq_length=SEQ_LENGTH)
+    assert len(dataset) == 4 + 0 + 4
+    [stream] = dataset.streams
+    assert (stream.dtype, len(stream.files)) == ("uint16", 3)
+    again = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
+    assert again.fingerprint == dataset.fingerprint
+    assert len(create_sft_dataset([tmp_path / "shard_00002.bin"], EOS, SEQ_LENGTH, dtype="uint16")) == 4
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -191,6 +191,8 @@ def test_several_indexed_datasets_and_directories_of_them_are_laid_end_to_end(tm
     of_list = create_sft_dataset([tmp_path / "many" / "a", tmp_path / "many" / "b"], EOS, seq_length=64, documents=True)
     for dataset in (of_directory, of_list):
         assert [dataset[index]["input_ids"].tolist() for index in range(40)] == [ids for [ids] in first + second]
+    windows = create_sft_dataset(tmp_path / "many", EOS, seq_length=16)
+    assert windows[0]["input_ids"].tolist() == [token for [ids] in first for token in ids][:16]
     blended = create_sft_dataset(
         {"a": tmp_path / "many" / "a", "b": tmp_path / "many" / "b"}, EOS, seq_length=16, weights={"a": 1, "b": 3}
     )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -471,6 +473,24 @@ def test_validate_prints_lines_that_train_on_the_stream(tmp_path: Path) -> None:
     dataset = eval(call.removeprefix("python: "), {"create_sft_dataset": create_sft_dataset})
     assert len(dataset) == report.num_bins
     json.dumps(report.to_json())
+
+
+@pytest.mark.parametrize("name", ["tokens", "a folder", "it's, {odd}=1"])
+def test_the_printed_lines_are_taken_by_a_shell_the_recipe_and_python(name: str, tmp_path: Path) -> None:
+    home = tmp_path / name
+    write_stream(home, [41, 30], suffix=".bin")
+    options = StreamOptions(seq_length=8, eos_id=EOS, vocab_size=50, file_pattern="shard_*.bin", spelling="flag")
+    notes = validate(home, stream=options).notes
+    [line] = [note.removeprefix("train: packed-sft ") for note in notes if note.startswith("train: ")]
+    script = f"{shlex.quote(sys.executable)} -m megatron_packed_sft {line} --cfg job"
+    done = subprocess.run(script, shell=True, capture_output=True, text=True, check=True)
+    settings = yaml.safe_load(done.stdout)
+    assert settings["data"]["path"] == str(home)
+    assert settings["data"]["file_pattern"] == "shard_*.bin"
+    assert (settings["data"]["dtype"], settings["data"]["pack_sequences"]) == ("uint16", True)
+    assert (settings["data"]["eos_id"], settings["model"]["vocab_size"]) == (EOS, 50)
+    [call] = [note.removeprefix("python: ") for note in notes if note.startswith("python: ")]
+    assert len(eval(call, {"create_sft_dataset": create_sft_dataset})) == 5 + 3
 
 
 def test_validate_says_what_nobody_knows(tmp_path: Path) -> None:

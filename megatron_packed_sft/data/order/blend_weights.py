@@ -190,6 +190,28 @@ class BlendSchedule:
         )
 
 
+def mixing_of(
+    weights: Any, blend: Mapping[str, Any] | None, names: Sequence[str], *, num_sources: int
+) -> tuple[int, ...] | BlendSchedule | None:
+    """Return how sources are mixed: by whole weights, by weights that change, or not at all.
+
+    Args:
+        weights: one per source, as a list or by name, or None.
+        blend: what `BlendSchedule.parse` reads, or None.
+        names: of the sources; empty if they have none.
+        num_sources: how many there are.
+
+    Example:
+        >>> mixing_of({"chats": 0.5, "web": 1}, None, ["chats", "web"], num_sources=2)
+        (1, 2)
+    """
+    if blend is not None and weights is not None:
+        raise InvalidInputError("weights and blend were both given; blend has start and end weights of its own")
+    if blend is not None:
+        return BlendSchedule.parse(blend, names, num_sources=num_sources)
+    return None if weights is None else whole_weights(weights_in_order(weights, names, num_sources=num_sources))
+
+
 def _share_of_run(value: Any, where: str) -> Fraction:
     is_number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= 1:

@@ -91,7 +91,9 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
         return [path]
     with os_errors("list", path):
         names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    if options.file_pattern is not None:
+    if options.file_names is not None:
+        names = sorted(options.file_names)
+    elif options.file_pattern is not None:
         names = [name for name in names if fnmatch.fnmatchcase(name, options.file_pattern)]
         if not names:
             raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check the pattern")

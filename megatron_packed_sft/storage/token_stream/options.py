@@ -22,6 +22,7 @@ class StreamOptions:
         pack_sequences: tell the documents of a window apart; needs an EOS id.
         eos_id: the token that ends a document; None takes the one recorded beside the files.
         file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
+        file_names: exactly these files of the directory, instead of a pattern.
         dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
         vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
         documents: of Megatron's indexed datasets: a bin is a whole document instead of a window.
@@ -38,6 +39,7 @@ class StreamOptions:
     pack_sequences: bool = False
     eos_id: int | None = None
     file_pattern: str | None = None
+    file_names: tuple[str, ...] | None = None
     dtype: str | None = None
     vocab_size: int | None = None
     documents: bool = False

@@ -264,7 +264,7 @@ class TokenStream:
         num_searched = 0
         for file in self.files:
             count = min(file.num_tokens, _NUM_TOKENS_SEARCHED - num_searched)
-            if (file.tokens(0, count) == self.eos_id).any():
+            if any((tokens == self.eos_id).any() for _, tokens in file.blocks(0, count)):
                 return
             num_searched += count
         raise InvalidInputError(
