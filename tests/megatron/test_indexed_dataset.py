@@ -312,20 +312,40 @@ def test_validate_counts_documents_and_says_how_to_train(tmp_path: Path) -> None
     build(tmp_path / "web", documents)
     report = validate(tmp_path / "web")
     num_tokens = sum(len(ids) for [ids] in documents)
-    assert (report.ok, report.num_bins, report.num_tokens) == (True, 10, num_tokens)
+    assert (report.ok, report.num_bins, report.num_tokens) == (True, 1, num_tokens)
     shown = "\n".join(report.notes)
     assert "10 documents of up to" in shown
-    assert "1 empty one" in shown
-    python = next(note for note in report.notes if note.startswith("python: ")).removeprefix("python: ")
-    dataset = eval(python, {"create_sft_dataset": create_sft_dataset, "tokenizer": EOS})
-    assert len(dataset) >= 1
+    assert "1 empty document left out" in shown
+    lengths = []
+    for start in ("python: ", "python, by document: "):
+        [call] = [note.removeprefix(start) for note in report.notes if note.startswith(start)]
+        lengths.append(len(eval(call, {"create_sft_dataset": create_sft_dataset, "tokenizer": EOS})))
+    assert lengths == [1, 10]
+
+
+def test_validate_checks_the_vocabulary_and_counts_documents_by_their_eos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(tmp_path / "web", texts(10, vocab_size=200))
+    command = ["validate", str(tmp_path / "web"), "--eos-id", str(EOS), "--seq-length", "16"]
+    assert main([*command, "--vocab-size", "200"]) == 0
+    printed = capsys.readouterr().out
+    assert "the EOS id 2 ends 10 documents" in printed
+    assert (
+        f"train: packed-sft train data.path={tmp_path}/web.idx data.sequence_length=16 data.pack_sequences=true"
+        in printed
+    )
+    assert main([*command, "--vocab-size", "50"]) == 1
+    assert "not in 0..49" in capsys.readouterr().out
+    assert main([*command, "--dtype", "uint16"]) == 2
+    assert "--dtype says nothing about" in capsys.readouterr().err
 
 
 def test_validate_finds_a_token_that_is_no_id(tmp_path: Path) -> None:
     build(tmp_path / "web", [[[1, 2, 3]], [[4, -7, 6]]])
     report = validate(tmp_path / "web.idx")
     assert [str(finding) for finding in report.findings] == [
-        f"{tmp_path}/web.bin: the token at position 4 is -7, which is no id"
+        f"{tmp_path}/web.bin: the token at position 4 is -7, not in 0..2147483647"
     ]
 
 

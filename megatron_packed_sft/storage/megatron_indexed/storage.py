@@ -108,7 +108,7 @@ class MegatronIndexedStorage(Storage):
         """Look at every token; see `validate_indexed`."""
         from megatron_packed_sft.storage.megatron_indexed.validate import validate_indexed
 
-        return validate_indexed(path, report, bar)
+        return validate_indexed(path, self.options or StreamOptions(), report, bar)
 
 
 STORAGE = MegatronIndexedStorage()
