@@ -51,6 +51,8 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("report_to", "loggers"), "logger.names"),
     **dict.fromkeys(("data_path", "train_path", "dataset_path"), "data.path"),
     "tokenizer_path": "data.tokenizer",
+    **dict.fromkeys(("datasets", "mixture"), "data.path={name: PATH, ...} with data.weights or data.blend"),
+    **dict.fromkeys(("annealing", "anneal"), "data.blend={start: ..., end: ..., from: 0.8, to: 1.0}"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
     **dict.fromkeys(
