@@ -45,6 +45,7 @@ class IndexedDatasetWriter(OrderedShardWriter):
         self._overwrite = overwrite
         self._num_untrained = 0
         self._num_predictions = 0
+        self._has_tokens = False
         self._refuse_existing_tokens()
         indexed_dataset = _megatron_core()
         super().__init__(index, overwrite=overwrite, **options)
@@ -79,24 +80,34 @@ class IndexedDatasetWriter(OrderedShardWriter):
         return size
 
     def _publish_tokens(self, staged: Path) -> None:
-        """Put the tokens in place; the index, which makes them a dataset, follows, and an old one is gone before."""
+        """Put the tokens in place; the index, which makes them a dataset, follows. Old files step aside before."""
+        self._cleanup.callback(self._undo)
         with os_errors("publish", self._tokens_path):
             if self._overwrite:
-                if os.path.lexists(self.path):
-                    os.unlink(self.path)  # or a crash would leave it beside tokens that it does not describe
+                for path in (self.path, self._tokens_path):
+                    if os.path.lexists(path):
+                        os.rename(path, self._aside(path))
                 os.rename(staged, self._tokens_path)
             else:
                 try:
                     os.link(staged, self._tokens_path)  # unlike rename, never replaces another writer's file
                 except FileExistsError:
                     raise self._exists() from None
-            self._cleanup.callback(self._remove_orphan)
+            self._has_tokens = True
             fsync_directory(self._tokens_path.parent)
 
-    def _remove_orphan(self) -> None:
-        """Take the tokens back if their index could not be published."""
-        if not os.path.lexists(self.path):
+    def _undo(self) -> None:
+        """Unless the index was published, take the tokens back and put the old files where they were."""
+        if os.path.lexists(self.path):
+            return
+        if self._has_tokens:
             os.unlink(self._tokens_path)
+        for path in (self._tokens_path, self.path):
+            if os.path.lexists(self._aside(path)):
+                os.rename(self._aside(path), path)
+
+    def _aside(self, path: Path) -> Path:
+        return self._staging.path / f"old{path.suffix}"
 
     def _refuse_existing_tokens(self) -> None:
         if not self._overwrite and os.path.lexists(self._tokens_path):

@@ -31,7 +31,8 @@ from megatron_packed_sft import (
 )
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, UnsupportedFormatError
-from tests.packed_bins import make_bins, write_shard
+from tests.faults.injection import Injector
+from tests.packed_bins import files_of, make_bins, write_shard
 
 with warnings.catch_warnings():  # what megatron-core says when it is imported
     warnings.simplefilter("ignore")
@@ -273,21 +274,40 @@ def test_published_files_are_replaced_only_on_request(tmp_path: Path) -> None:
     assert len(IndexedDataset(str(tmp_path / "out"))) == sum(one.num_sequences for one in make_bins(4, 16, seed=2))
 
 
-def test_tokens_are_taken_back_when_their_index_cannot_be_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_error_at_any_step_is_ours_and_leaves_all_as_it_was_or_as_it_should_be(
+    tmp_path: Path, replaces: bool
 ) -> None:
     write_shard(tmp_path / "shard", trained(make_bins(3, 16, seed=1)), 16)
-    link = os.link
+    write_shard(tmp_path / "before", trained(make_bins(2, 16, seed=2)), 16)
 
-    def failing(source: Any, target: Any) -> None:
-        if str(target).endswith(".idx"):
-            raise OSError(errno.EIO, "no")
-        link(source, target)
+    def place(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        if replaces:
+            convert(tmp_path / "before", tmp_path / name / "out", to="megatron_indexed")
+        return tmp_path / name
 
-    monkeypatch.setattr(os, "link", failing)
-    with pytest.raises(StorageIOError, match=r"cannot publish .*out\.idx"):
-        convert(tmp_path / "shard", tmp_path / "out", to="megatron_indexed")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard"]
+    def write(home: Path) -> None:
+        convert(tmp_path / "shard", home / "out", to="megatron_indexed", overwrite=replaces)
+
+    reference = place("reference")
+    before = files_of(reference)
+    with Injector() as counter:
+        write(reference)
+    for step in range(len(counter.calls)):
+        home = place(str(step))
+        error = None
+        try:
+            with Injector(step, error=errno.EIO):
+                write(home)
+        except StorageIOError as caught:
+            error = caught
+            assert str(home) in str(error)
+            assert len(os.listdir(home)) == len(files_of(home))  # nothing hidden is left
+        left = {name: data for name, data in files_of(home).items() if not name.startswith(".")}
+        assert left in (before, files_of(reference)), (step, counter.calls[step], error)
+        if error is None:  # only tidying up after the publication may fail without a word
+            assert (counter.calls[step], left) == ("unlink", files_of(reference))
 
 
 def test_padding_for_parallel_ranks_does_not_become_text(tmp_path: Path) -> None:
