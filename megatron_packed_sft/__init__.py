@@ -31,6 +31,9 @@ if TYPE_CHECKING:
         PackedDataset,
     )
     from megatron_packed_sft.data.factory import create_sft_dataset
+    from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn
+    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM
+    from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
     from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
@@ -83,6 +86,7 @@ _HOMES = {
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
     "ConversionReport": "storage.convert",
+    "DataCollatorForCausalLM": "data.huggingface.collator",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
@@ -128,6 +132,7 @@ _HOMES = {
     "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
+    "block_tokenize_fn": "data.huggingface.blocks",
     "convert": "storage.convert",
     "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
@@ -135,6 +140,7 @@ _HOMES = {
     "doc_ids_from_boundaries": "data.batch.attention_masks",
     "document_mask_mod": "data.batch.attention_masks",
     "effective_batch": "packing.effective_batch",
+    "get_pos_ids_for_packed_sequence": "data.huggingface.positions",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
@@ -169,6 +175,7 @@ __all__ = [
     "ChatTemplate",
     "Conversation",
     "ConversionReport",
+    "DataCollatorForCausalLM",
     "DatasetDirectory",
     "DatasetWriter",
     "EncodeOptions",
@@ -215,6 +222,7 @@ __all__ = [
     "TokenizedRecord",
     "ValidationReport",
     "__version__",
+    "block_tokenize_fn",
     "convert",
     "convert_legacy_to_memmap",
     "create_sft_dataset",
@@ -222,6 +230,7 @@ __all__ = [
     "doc_ids_from_boundaries",
     "document_mask_mod",
     "effective_batch",
+    "get_pos_ids_for_packed_sequence",
     "known_strategies",
     "load_template",
     "load_tokenizer",

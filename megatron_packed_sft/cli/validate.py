@@ -2,80 +2,87 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-from typing import Any
+from typing import Literal
 
-from megatron_packed_sft.cli._common import add_quiet, wants_progress
+import click
+
 from megatron_packed_sft.cli._stream_options import stream_options
+from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 
 
-def add_parser(commands: Any) -> None:
-    """Add the verb to the command line."""
-    parser = commands.add_parser(
-        "validate",
-        help="check a shard or a dataset: checksums, structure, every bin",
-        description="Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all.",
-        epilog=(
-            "examples:\n  packed-sft validate my_dataset --level full --json > report.json\n"
-            "  packed-sft validate tokens --tokenizer my_model --seq-length 4096"
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "path",
-        help="a shard or packed file, a dataset directory, a directory of shards, a token store or a token stream",
-    )
-    parser.add_argument(
-        "--level",
-        choices=("structure", "full"),
-        default="full",
-        help="structure: manifests, sizes and headers; full: also every byte and every bin (default: full)",
-    )
-    parser.add_argument(
-        "--max-findings", type=int, default=100, metavar="N", help="print at most N findings (default: 100)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    stream = parser.add_argument_group("token streams", "directories of flat .npy or .bin files of tokens")
-    stream.add_argument("--tokenizer", metavar="PATH", help="gives the EOS id and the vocabulary")
-    stream.add_argument("--eos-id", type=int, metavar="ID", help="the token that ends a document")
-    stream.add_argument("--vocab-size", type=int, metavar="N", help="all ids must be below it")
-    stream.add_argument("--dtype", help="of .bin files, such as uint16")
-    stream.add_argument("--seq-length", type=int, metavar="N", help="predictions of a window (default: 2048)")
-    stream.add_argument("--file-pattern", metavar="GLOB", help="which files, such as '*.npy'")
-    add_quiet(parser)
-    parser.set_defaults(run=_run)
+@verb(
+    examples="""
+        packed-sft validate my_dataset
+        packed-sft validate my_dataset/train/shard_000000 --level structure
+        packed-sft validate my_dataset --level full --json > report.json
+        packed-sft validate tokens --tokenizer my_model --seq-length 4096
+    """
+)
+@argument("path", help="a shard or packed file, a dataset directory, a directory of shards, a token store or stream")
+@click.option(
+    "--level",
+    type=click.Choice(("structure", "full")),
+    default="full",
+    show_default=True,
+    help="structure: manifests, sizes and headers; full: also every byte and every bin",
+)
+@click.option("--max-findings", type=int, default=100, metavar="N", show_default=True, help="print at most N findings")
+@click.option(
+    "--tokenizer", type=click.Path(), metavar="PATH", help="token streams: gives the EOS id and the vocabulary"
+)
+@click.option("--eos-id", type=int, metavar="ID", help="token streams: the token that ends a document")
+@click.option("--vocab-size", type=int, metavar="N", help="token streams: all ids must be below it")
+@click.option("--dtype", metavar="NAME", help="token streams: of .bin files, such as uint16")
+@click.option("--seq-length", type=int, metavar="N", help="token streams: predictions of a window  [default: 2048]")
+@click.option("--file-pattern", metavar="GLOB", help="token streams: which files, such as '*.npy'")
+@quiet_option
+def command(
+    path: str,
+    level: Literal["structure", "full"],
+    max_findings: int,
+    tokenizer: str | None,
+    eos_id: int | None,
+    vocab_size: int | None,
+    dtype: str | None,
+    seq_length: int | None,
+    file_pattern: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all."""
+    from rich.text import Text
 
-
-def _run(arguments: argparse.Namespace) -> int:
     from megatron_packed_sft.storage.validate import validate
+    from megatron_packed_sft.support.terminal import show, show_json
     from megatron_packed_sft.support.wording import counted
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
-    names = ("tokenizer", "eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
-    stream = stream_options(**{name: getattr(arguments, name) for name in names})
-    is_store = stream is None and is_token_store(arguments.path)
-    report = (validate_token_store if is_store else functools.partial(validate, stream=stream))(
-        arguments.path,
-        level=arguments.level,
-        max_findings=arguments.max_findings,
-        progress=wants_progress(arguments),
+    stream = stream_options(
+        tokenizer=tokenizer,
+        eos_id=eos_id,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        seq_length=seq_length,
+        file_pattern=file_pattern,
     )
-    if arguments.json:
-        print(json.dumps(report.to_json(), indent=2))
+    is_store = stream is None and is_token_store(path)
+    report = (validate_token_store if is_store else functools.partial(validate, stream=stream))(
+        path, level=level, max_findings=max_findings, progress=not quiet
+    )
+    if as_json:
+        show_json(report.to_json())
         return 0 if report.ok else 1
     for finding in report.findings:
         print(finding)
-    hidden = report.num_findings - len(report.findings)
-    if hidden:
+    if hidden := report.num_findings - len(report.findings):
         print(f"... and {hidden:,} more findings")
-    if not arguments.quiet:
+    if not quiet:
         for note in report.notes:
             print(f"note: {note}")
-        verdict = "sound" if report.ok else counted(report.num_findings, "finding")
+        verdict = ("sound", "green") if report.ok else (counted(report.num_findings, "finding"), "bold red")
         counts = f"{counted(report.num_shards, 'shard')}, {counted(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
         if report.level == "full":
             counts += f", {counted(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
-        print(f"{report.path}: {verdict} ({report.level}: {counts})")
+        show(Text.assemble(f"{report.path}: ", verdict, f" ({report.level}: {counts})"))
     return 0 if report.ok else 1

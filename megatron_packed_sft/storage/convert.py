@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -33,6 +31,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 PathLike = str | os.PathLike[str]
 
@@ -121,7 +120,7 @@ def convert(
         raise InvalidInputError(f"{storage.name} keeps loss masks, so there are none to drop; leave --drop-masks out")
     conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id, drop_masks=drop_masks)
     conversion.survey(found)
-    with tqdm(total=conversion.num_bins, unit="bin", desc=f"convert to {storage.name}", disable=not progress) as bar:
+    with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not progress) as bar:
         if not storage.keeps_masks:
             return conversion.join(found, location, bar, overwrite=overwrite)
         if found[0].number is None:
@@ -221,7 +220,7 @@ class _Conversion:
             raise masks_would_be_lost(str(source.path), num_untrained, num_predictions)
         self._num_untrained += num_untrained
 
-    def join(self, sources: Sequence[_Source], target: Path, bar: tqdm[Any], *, overwrite: bool) -> ConversionReport:
+    def join(self, sources: Sequence[_Source], target: Path, bar: Progress, *, overwrite: bool) -> ConversionReport:
         """Write all bins of each split into one shard; all are published when all are written."""
         by_split: dict[str, list[_Source]] = {}
         for source in sources:
@@ -261,7 +260,7 @@ class _Conversion:
             "provenance": provenance,
         }
 
-    def copy(self, source: _Source, writer: PackedShardWriter, bar: tqdm[Any], first_bin: int = 0) -> int:
+    def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress, first_bin: int = 0) -> int:
         """Write all bins of a source, as bins from `first_bin` on; return the next one."""
         shard = self._opened.pop(source.path, None) or source.open()
         for block in blocks_of(shard, self._pack_size, self._pad_id or 0):

@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
@@ -31,6 +30,7 @@ from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 _STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
@@ -57,7 +57,7 @@ def validate(
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
     location = indexed_path(local_path(path))
     report = ValidationReport(str(location), level, max_findings=max_findings)
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
+    with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
             _refuse_stream_options(location, [], stream)
             _validate_dataset(location, report, bar)
@@ -98,7 +98,7 @@ def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
     return found
 
 
-def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) -> None:
+def _validate_dataset(location: Path, report: ValidationReport, bar: Progress) -> None:
     try:
         dataset = open_dataset(location)
     except PackedSFTError as error:
@@ -124,7 +124,7 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
 
 
 def _validate_shard(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     report.num_shards += 1
     return storage.validate(path, report, bar, shard)
@@ -142,7 +142,7 @@ def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigur
 
 
 def validate_bins(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     """Check one shard of any storage: it opens, unless it is open already, and every bin obeys the rules."""
     try:

@@ -176,10 +176,15 @@ def test_documents_are_sequences_with_boundaries_and_positions_of_their_own(tmp_
 
 def test_a_window_of_nothing_but_eos_trains_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.full(33, EOS, np.uint16))
-    dataset = create_sft_dataset(tmp_path, EOS, seq_length=8, pack_sequences=True)
-    batch = dataset.fetch_batch([0, 1])
-    assert not batch["loss_mask"].any()
-    assert batch["tokens"].shape == (2, 8)
+    for answer_only_loss in (True, False):
+        dataset = create_sft_dataset(
+            tmp_path, EOS, seq_length=8, pack_sequences=True, answer_only_loss=answer_only_loss
+        )
+        assert set(dataset[0]["labels"].tolist()) == {-100}
+        for batch in (dataset.fetch_batch([0, 1]), dataset.collate_fn([dataset[0], dataset[1]])):
+            assert not batch["loss_mask"].any()
+            assert batch["tokens"].shape == (2, 8)
+            assert batch["cu_seqlens_q"].tolist() == [[0, 7, 8]] * 2  # a model can run on it
 
 
 def test_padding_samples_train_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import (
@@ -79,6 +79,7 @@ def test_windows_are_slices_of_the_files_in_the_order_of_their_names(suffix: str
     assert gathered.ids.tolist() == [window.tolist() for window in expected[::-1]]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
     seq_length=st.integers(1, 9),
@@ -108,6 +109,7 @@ def test_every_token_but_the_first_of_a_file_and_its_rest_is_predicted_once(
         assert f": {num_unused:,} of {sum(lengths):,} tokens" in stream.notes[0]
 
 
+@settings(deadline=None)  # kernels are compiled at the first call
 @given(tokens=st.lists(st.integers(0, 3), min_size=2, max_size=60), seq_length=st.integers(1, 12))
 def test_documents_end_with_their_eos_and_the_bins_are_sound(
     tokens: list[int], seq_length: int, tmp_path_factory: pytest.TempPathFactory
@@ -123,7 +125,11 @@ def test_documents_end_with_their_eos_and_the_bins_are_sound(
             window = window[:-1]  # the last token would be a document of its own, without a prediction
         one = stream[index]
         assert one.input_ids.tolist() == window
-        assert one.seq_start_id.tolist() == [0, *(k + 1 for k in range(len(window) - 1) if window[k] == EOS)]
+        starts = [0, *(k + 1 for k in range(len(window) - 1) if window[k] == EOS)]
+        if len(starts) == len(window):  # nothing but EOS: one sequence, so that it has places in a batch
+            assert not one.loss_mask.any()
+            starts, window = [0], window[:1]
+        assert one.seq_start_id.tolist() == starts
         violations, _ = find_violations(block_of([one], stream.pack_size), vocab_size=4, pad_id=None)
         assert not violations
         assert int(one.loss_mask.sum()) == len(window) - one.num_sequences

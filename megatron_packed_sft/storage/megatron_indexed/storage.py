@@ -16,9 +16,8 @@ from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.support.progress import Progress
 
 # By name, as the registry names storages: what imports megatron.core lives in that room, and nobody else pays for it.
 _WRITER = ("megatron_packed_sft.megatron.indexed_writer", "IndexedDatasetWriter")
@@ -103,7 +102,7 @@ class MegatronIndexedStorage(Storage):
         return hasher.hexdigest()
 
     def validate(
-        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+        self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
         """Look at every token; see `validate_indexed`."""
         from megatron_packed_sft.storage.megatron_indexed.validate import validate_indexed

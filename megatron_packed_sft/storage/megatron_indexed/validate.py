@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
@@ -16,10 +16,10 @@ from megatron_packed_sft.storage.validation_report import Finding, ValidationRep
 from megatron_packed_sft.support.wording import counted
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from megatron_packed_sft.support.progress import Progress
 
 
-def validate_indexed(path: Path, options: StreamOptions, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+def validate_indexed(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check an indexed dataset: that it opens, and with level `full` every token, as of a stream.
 
     Args:

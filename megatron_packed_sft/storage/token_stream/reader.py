@@ -39,6 +39,7 @@ class GatheredWindows(NamedTuple):
     lengths: npt.NDArray[np.int64]  # [N]: W, or one less where the last token would be a document of its own
     seq_offsets: npt.NDArray[np.int64]  # [N + 1]
     seq_starts: npt.NDArray[np.uint32]
+    is_empty: npt.NDArray[np.bool_]  # [N]: nothing but EOS, so that nothing is predicted
 
 
 def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | None = None) -> TokenStream:
@@ -158,7 +159,7 @@ class TokenStream:
         gathered = self.gather([index])
         length = int(gathered.lengths[0])
         starts = gathered.seq_starts[: int(gathered.seq_offsets[1])]
-        loss_mask = np.ones(length, np.uint8)
+        loss_mask = np.full(length, not gathered.is_empty[0], np.uint8)
         loss_mask[starts[1:] - 1] = 0
         loss_mask[-1] = 0
         return PackedBin(gathered.ids[0, :length], loss_mask, starts)
@@ -196,10 +197,13 @@ class TokenStream:
         seq_offsets = np.empty(num_windows + 1, np.int64)
         eos_id = self.eos_id if self.options.pack_sequences and self.eos_id is not None else -1
         seq_starts = np.empty(num_windows if eos_id < 0 else num_windows * width, np.uint32)
-        window, position = window_kernel.find_documents(ids, eos_id, self._id_limit, lengths, seq_offsets, seq_starts)
+        is_empty = np.empty(num_windows, np.bool_)
+        window, position = window_kernel.find_documents(
+            ids, eos_id, self._id_limit, lengths, seq_offsets, seq_starts, is_empty
+        )
         if window >= 0:
             raise self._outside(windows[window], position)
-        return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]])
+        return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]], is_empty)
 
     def advise(self, windows: Iterable[int]) -> None:
         """Have the kernel read these windows ahead: they are needed soon."""

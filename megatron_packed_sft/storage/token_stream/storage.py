@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, Storage
@@ -11,10 +11,9 @@ from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from megatron_packed_sft.storage.token_stream.reader import TokenStream
     from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.support.progress import Progress
 
 
 class TokenStreamStorage(Storage):
@@ -45,7 +44,7 @@ class TokenStreamStorage(Storage):
         return open_token_stream(path, self.options)
 
     def validate(
-        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+        self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
         """Look at every token; see `validate_stream`."""
         from megatron_packed_sft.storage.token_stream.validate import validate_stream

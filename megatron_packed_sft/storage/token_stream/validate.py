@@ -21,7 +21,7 @@ from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from megatron_packed_sft.support.progress import Progress
 
 _PLAIN = re.compile(r"[\w./-]+")  # what neither a shell nor Hydra takes for something else
 
@@ -35,7 +35,7 @@ class _Seen:
     largest: int = -1
 
 
-def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check a stream: that it opens, and with level `full` that every id is one of the vocabulary.
 
     Args:
@@ -53,7 +53,7 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
     return stream.figures
 
 
-def check_stream(stream: TokenStream, report: ValidationReport, bar: tqdm[Any]) -> None:
+def check_stream(stream: TokenStream, report: ValidationReport, bar: Progress) -> None:
     """Check an open stream, and say how to train on it."""
     num_findings = report.num_findings
     report.notes += [*stream.warnings, *stream.notes]
