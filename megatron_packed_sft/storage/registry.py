@@ -77,8 +77,7 @@ directory is made of it; write memmap_v1, and then run packed-sft convert --to m
             f"storage {storage.name!r} keeps no loss masks, so no dataset directory is made of it; write "
             f"{DEFAULT_STORAGE}, and then run packed-sft convert --to {storage.name}"
         )
-    if type(storage).create_writer is Storage.create_writer:
-        raise InvalidInputError(f"storage {storage.name!r} is read-only; choose another one to write")
+    storage.refuse_read_only()
     return storage
 
 

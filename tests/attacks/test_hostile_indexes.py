@@ -60,6 +60,7 @@ def test_the_sound_one_opens(tmp_path: Path) -> None:
         (b"", "is not the index of an indexed dataset of Megatron"),
         (b"MMIDIDX" + SOUND, "is not the index of an indexed dataset of Megatron"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "index",
 )
 def test_a_broken_index_is_one_sentence(index: bytes, sentence: str, tmp_path: Path) -> None:
     path = save(tmp_path, index)
