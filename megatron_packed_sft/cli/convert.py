@@ -17,6 +17,7 @@ from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096
         packed-sft convert my_dataset legacy_files --to legacy
         packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet
+        packed-sft convert texts/train/shard_000000 texts_text_document --to megatron_indexed
     """
 )
 @argument(
@@ -48,6 +49,11 @@ from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
 @click.option(
     "--split", default="train", metavar="NAME", show_default=True, help="split for the shards of several files"
 )
+@click.option(
+    "--drop-masks",
+    is_flag=True,
+    help="with --to megatron_indexed: accept tokens that are not trained; whoever reads the result trains on them",
+)
 @click.option("--overwrite", is_flag=True, help="replace TARGET if it exists")
 @quiet_option
 def command(
@@ -59,6 +65,7 @@ def command(
     vocab_size: int | None,
     pad_id: int | None,
     split: str,
+    drop_masks: bool,
     overwrite: bool,
     quiet: bool,
     as_json: bool,
@@ -79,6 +86,7 @@ def command(
         vocab_size=vocab_size,
         pad_id=pad_id,
         split=split,
+        drop_masks=drop_masks,
         overwrite=overwrite,
         progress=not quiet,
     )
@@ -97,5 +105,10 @@ def command(
             print(
                 f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
                 "they predict nothing and no collate reads them"
+            )
+        if report.num_dropped_masks:
+            print(
+                f"note: {report.num_dropped_masks:,} predictions that were not trained will be, by whoever reads this: "
+                f"{report.packed_storage} keeps no loss masks"
             )
     return 0

@@ -50,7 +50,7 @@ from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, Spli
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, scan
 from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
-from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.storage.registry import dataset_storage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal
@@ -77,9 +77,7 @@ class Pipeline:
         if self.work_dir == self.output:
             raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
-        storage = storage_named(config.packed_storage)
-        storage.refuse_read_only()
-        self.packed_storage = storage.name
+        self.packed_storage = dataset_storage(config.packed_storage).name
         self._sources = _sources(config)
         self._executor = create_executor(config.executor.kind, config.executor.num_workers)
         self._packing = config.packing.options()

@@ -86,6 +86,7 @@ class Storage(abc.ABC):
     in_memory: bool = False  # opening reads the whole shard
     one_shard_per_split: bool = False  # its consumers take one file and not several
     has_manifest: bool = False  # its shards record their own sizes, checksums, vocabulary and padding id
+    keeps_masks: bool = True  # otherwise its readers train on every token, and it makes no dataset directories
     keeps_weights: bool = False  # a loss mask of floats comes back as it was; otherwise its writer refuses one
 
     @abc.abstractmethod
