@@ -29,6 +29,7 @@ VERBS = {
     "train": "train on packed data with Megatron-Core",
     "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
+    "compare": "are two datasets, shards or packed files the same, and what differs",
     "convert": "packed data from one storage to another",
     "export": "a trained model as a Hugging Face folder",
     "env": "versions, machine and plugins, for a bug report",
