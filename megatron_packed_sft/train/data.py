@@ -206,6 +206,11 @@ class CountedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
+        if not batch["tokens"].numel():
+            raise InvalidInputError(
+                "a batch of the data holds only sequences of a single id, which predict nothing; leave them out of the "
+                "input of packed-sft prepare, or raise train.micro_batch_size"
+            )
         largest = max(int(batch[key].max()) for key in ("tokens", "labels"))
         if largest >= self._vocab_size:
             raise InvalidInputError(
