@@ -184,6 +184,21 @@ def test_a_shards_directory_is_described_as_one(tmp_path: Path) -> None:
     assert (facts["kind"], facts["num_shards"], facts["total"]["num_bins"]) == ("directory of shards", 3, 12)
 
 
+def test_a_token_stream_tells_its_files_its_windows_and_what_they_leave_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        np.save(tmp_path / f"shard_{number}.npy", np.arange(10_000, dtype=np.uint16))
+    facts = describe(tmp_path)
+    assert (facts["kind"], facts["dtype"]) == ("token stream", "uint16")
+    assert (facts["total"]["num_files"], facts["total"]["num_tokens_in_files"]) == (3, 30_000)
+    assert facts["total"]["num_bins"] == 12  # windows of 2,049 tokens that do not cross files
+    assert facts["notes"]
+    assert "seq_length=2048)" in said(tmp_path, capsys=capsys)
+    deep = describe(tmp_path / "shard_0.npy", deep=True)
+    assert sum(deep["histograms"]["train"]["sequence lengths"]["counts"]) == 4
+
+
 def test_a_token_store_and_one_of_its_parts_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "data.work" / "tokens" / "train"
     store = open_token_store(path)
