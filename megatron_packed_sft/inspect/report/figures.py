@@ -1,4 +1,4 @@
-"""What the charts and tables show: totals, histograms, attention costs by step and rank, and the strategies compared."""
+"""What charts and tables show: totals, histograms, attention costs by step and rank, and the strategies compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class StepShape(NamedTuple):
             lower = batch // ranks * ranks
             nearest = f"{lower} or {lower + ranks}" if lower else f"{ranks}"
             raise InvalidInputError(
-                f"a global batch of {batch} bins cannot be shared by {ranks} ranks; choose --global-batch-size {nearest}"
+                f"a global batch of {batch} bins cannot be shared by {ranks} ranks; choose --global-batch-size "
+                f"{nearest}"
             )
         return StepShape(batch, ranks)
 

@@ -142,7 +142,7 @@
       { title: "by source", cell: (one) => Object.entries(one.sources).map(([name, number]) => `${name} ${count(number)}`).join(", ") || "–" },
     ], data.drops),
     data.drops.map((one) => make("details", {}, make("summary", {}, `${one.reason}: examples`),
-      one.examples.length ? make("ul", { class: "plain" }, one.examples.map((example) => make("li", { class: "mono" }, example)))
+      one.examples.length ? make("ul", { class: "plain" }, one.examples.map((example) => make("li", {}, example.where, example.record ? make("pre", { class: "said", tabindex: "0", "aria-label": "The record", dir: "auto" }, example.record) : null)))
         : make("p", { class: "soft" }, "Not recorded here; prepare with rejects=FILE lists the records."))));
   }
 
