@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from megatron_packed_sft.config.application import run_application
+from megatron_packed_sft.config.application import completions, run_application
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import PrepareConfig
-from megatron_packed_sft.prepare.pipeline import Pipeline
-from megatron_packed_sft.prepare.summary import summary
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.prepare.pipeline import Pipeline
 
 DESCRIPTION = """
 Turn chat files into packed, checksummed shards that training opens in a millisecond. Stages: scan, encode, plan,
@@ -31,6 +33,7 @@ FLAGS = {
     "--overwrite": "overwrite=true",
     "--force": "force=true",
     "--quiet": "quiet=true",
+    "--json": "json=true",
 }
 LOOK_ALIKES = {
     **dict.fromkeys(
@@ -52,7 +55,7 @@ LOOK_ALIKES = {
 
 # Called before the work begins, so that a page that cannot be written is refused then; the result writes it and
 # returns its path.
-PageMaker = Callable[[Pipeline], Callable[[], str]]
+PageMaker = Callable[["Pipeline"], Callable[[], str]]
 
 
 def main(argv: Sequence[str] | None = None, *, make_page: PageMaker | None = None) -> int:
@@ -74,7 +77,17 @@ def main(argv: Sequence[str] | None = None, *, make_page: PageMaker | None = Non
     )
 
 
+def complete(words: Sequence[str], incomplete: str) -> list[str]:
+    """Return what the shell may complete the beginning of a word to."""
+    return completions(words, incomplete, name="prepare", schema=PrepareConfig, flags=FLAGS)
+
+
 def _run(config: PrepareConfig, make_page: PageMaker | None) -> None:
+    # --help and mistakes in the settings do not wait for these.
+    from megatron_packed_sft.prepare.pipeline import Pipeline
+    from megatron_packed_sft.prepare.summary import summary
+    from megatron_packed_sft.support.terminal import show, show_json
+
     pipeline = Pipeline(config)
     write_page = None
     if config.report and not config.dry_run:
@@ -86,8 +99,9 @@ def _run(config: PrepareConfig, make_page: PageMaker | None) -> None:
     report = pipeline.estimate() if config.dry_run else pipeline.run()
     if write_page is not None:
         report = replace(report, stages=[*report.stages, ("report", f"{write_page()} written")])
-    if config.quiet:
-        return
-    print(summary(report), flush=True)
-    if warning := report.warning():
+    if config.json:
+        show_json(report.to_json())
+    elif not config.quiet:
+        show(*summary(report))
+    if not config.quiet and (warning := report.warning()):
         print(f"packed-sft prepare: warning: {warning}", file=sys.stderr)

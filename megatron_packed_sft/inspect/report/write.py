@@ -64,7 +64,7 @@ def write_report(
     """
     location = local_path(source)
     target = Path.cwd() / f"{location.resolve().name}{SUFFIX}" if output is None else local_path(output, "output")
-    _refuse_other_file(target)
+    refuse_other_file(target)
     if is_run(location):
         return _write(run_page(location), target)
     data = open_data(location, work_dir=work_dir)
@@ -94,7 +94,17 @@ def _write(page: dict[str, Any], target: Path) -> WrittenReport:
     )
 
 
-def _refuse_other_file(path: Path) -> None:
+def page_beside(path: Path) -> Path:
+    """Return where `prepare report=true` writes the page of a dataset.
+
+    Example:
+        >>> page_beside(Path("data/my_dataset")).name
+        'my_dataset.report.html'
+    """
+    return path.with_name(f"{path.name}{SUFFIX}")
+
+
+def refuse_other_file(path: Path) -> None:
     """Refuse to replace anything but an earlier page."""
     if not path.exists():
         return
