@@ -76,7 +76,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> P
             f"output={home / 'my_dataset'}",
             f"tokenizer.path={tokenizer_path}",
             "template=chatml",
-            "packing.pack_size=65536",
+            "packing.pack_size=131072",
             "packing.max_seqs_per_bin=9",
             "executor.num_workers=1",
             "on_error=skip",

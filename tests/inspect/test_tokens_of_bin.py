@@ -15,7 +15,7 @@ from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, tokens_of_bi
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer, save_folder
 from tests.inspect.conftest import HOSTILE
 
-TEXTS = [*HOSTILE.values(), "plain words, twice  spaced\n\n\tand a tab", "αβγ ﷽ 𝔘𝔫𝔦 🇺🇳🇺🇳", "a"]
+TEXTS = [*HOSTILE.values(), "plain words, twice  spaced\n\n\tand a tab", "αβγ ﷽ 🇺🇳🇺🇳 ٣٤", "a"]
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "byte_level", "metaspace"])

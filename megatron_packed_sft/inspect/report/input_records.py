@@ -19,7 +19,7 @@ def record_text(where: str) -> str | None:
 
     Example:
         >>> import pathlib, tempfile; path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
-        >>> _ = path.write_text('{"a": 1}\\n{"b": 2}\\n')
+        >>> _ = path.write_text('{"a": 1}\n{"b": 2}\n')
         >>> record_text(f"{path}, line 2: it has no messages")
         '{"b": 2}'
     """
