@@ -10,9 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron_packed_sft import convert
+from megatron_packed_sft import PackedBin, convert
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
@@ -152,6 +153,20 @@ def test_an_earlier_page_is_replaced_and_anything_else_is_not(prepared: Prepared
     write_report(prepared.path, tmp_path / "new" / "page.html")
     write_report(prepared.path, tmp_path / "new" / "page.html")
     assert (tmp_path / "notes.html").read_text() == "<p>mine"
+
+
+def test_a_page_stays_below_5_megabytes_whatever_is_in_the_bins(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bins = []
+    for _ in range(600):  # no id repeats itself, and no run of the mask is longer than it must be
+        mask = np.resize(np.array([0, 1], np.uint8), 1024)
+        mask[-1] = 0
+        bins.append(PackedBin(rng.integers(0, 150_000, 1024).astype(np.int32), mask, np.array([0], np.uint32)))
+    write_shard(tmp_path / "shard", bins, 1024)
+    written = write_report(tmp_path / "shard", tmp_path / "page.html")
+    assert 1_500_000 < written.num_bytes <= 5_000_000
+    assert written.num_bins_shown is not None
+    assert 100 < written.num_bins_shown < 600
 
 
 def test_the_verb_says_what_it_wrote(

@@ -62,6 +62,7 @@ def dataset_page(
         "tokenizer_note": found.note,
         "chat_template": next((one.figures.chat_template_fingerprint for one in data.splits.values()), None),
         "splits": splits,
+        "num_bins_shown": sum(one["shown"]["num_bins"] for one in splits.values()),
         "bins": in_page.to_json(),
         "sources": _sources(data),
         "drops": _drops(data),
