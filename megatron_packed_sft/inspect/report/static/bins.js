@@ -6,9 +6,13 @@ const Bins = (() => {
   const control = new Set(source.control);
   const decoded = new Map(); // the bin as it came -> the bin with arrays
   const MOST_RESULTS = 60;
-  const LONG = 20000; // tokens; the sequences of longer bins are laid out when they are scrolled to
+  // Browsers lay out a paragraph as a whole, which takes seconds for 100,000 tokens: so there are stretches, which end
+  // with a line where there is one, and those of long bins are laid out when they are scrolled to.
+  const SHORTEST_STRETCH = 200, LONGEST_STRETCH = 1500, LONG = 8000;
   let split = null, bins = [], current = null, place = -1, packSize = 0;
   let ui = null;
+  let pointer = {};
+  let spans = []; // of the bin that is shown, by token
 
   function bytesOf(text) {
     const raw = atob(text);
@@ -71,7 +75,12 @@ const Bins = (() => {
     const details = make("div", { class: "panel details", id: "token-details", "aria-live": "polite" });
     const attention = make("div", { class: "panel", id: "attention-picture" });
     const sampled = make("p", { class: "soft" });
-    view.addEventListener("pointerover", (event) => { if (event.target.dataset.at) describe(Number(event.target.dataset.at)); });
+    view.addEventListener("pointerover", (event) => {
+      // A token that was scrolled below a resting pointer is not pointed at.
+      const rests = pointer.x === event.clientX && pointer.y === event.clientY;
+      if (event.target.dataset.at && !rests) describe(Number(event.target.dataset.at));
+    });
+    for (const name of ["pointermove", "pointerdown"]) addEventListener(name, (event) => { pointer = { x: event.clientX, y: event.clientY }; }, { capture: true, passive: true });
     view.addEventListener("click", (event) => { if (event.target.dataset.at) move(Number(event.target.dataset.at), false); });
     view.addEventListener("focusin", (event) => { if (event.target.dataset.sequence) enter(Number(event.target.dataset.sequence)); });
     view.addEventListener("keydown", onKey);
@@ -138,6 +147,8 @@ const Bins = (() => {
     const trained = current.weights.reduce((sum, weight) => sum + (weight > 0 ? 1 : 0), 0);
     ui.shown.textContent = `Bin ${count(current.number)}: ${Page.counted(current.starts.length, "sequence")}, ${Page.counted(current.tokens.length, "token")}, ` +
       `${percent(current.tokens.length / packSize)} full, ${percent(trained / current.tokens.length)} trained.`;
+    spans = new Array(current.tokens.length);
+    ui.view.classList.toggle("long", current.tokens.length > LONG);
     ui.view.replaceChildren(...current.starts.map((start, one) => sequenceView(one)));
     ui.attention.replaceChildren(...attentionPicture());
     describe(null);
@@ -150,10 +161,16 @@ const Bins = (() => {
   function sequenceView(sequence) {
     const bin = current, start = bin.starts[sequence], end = bin.ends[sequence];
     let trained = 0;
-    const tokens = make("div", { class: "tokens", tabindex: "0", role: "group", dir: "auto", "data-sequence": sequence,
+    const tokens = make("div", { class: "tokens", tabindex: "0", role: "group", "data-sequence": sequence,
       "aria-label": `Tokens of sequence ${sequence + 1}; the arrow keys move from token to token` });
+    let stretch = null;
     for (let at = start; at < end; at++) {
       const text = bin.texts[at];
+      const size = stretch ? stretch.childElementCount : 0;
+      if (!stretch || size >= LONGEST_STRETCH || (size >= SHORTEST_STRETCH && bin.texts[at - 1].endsWith("\n"))) {
+        stretch = make("div", { class: "stretch", dir: "auto" });
+        tokens.append(stretch);
+      }
       let kind = "t";
       if (bin.weights[at] > 0) { kind += " on"; trained++; }
       if (control.has(bin.tokens[at])) kind += " control";
@@ -163,15 +180,14 @@ const Bins = (() => {
       span.className = kind;
       span.dataset.at = at;
       span.textContent = text;
-      tokens.append(span);
+      stretch.append(span);
+      spans[at] = span;
     }
     const origin = originOf(bin, sequence);
-    return make("div", { class: bin.tokens.length > LONG ? "sequence long" : "sequence", id: `sequence-${sequence + 1}` },
-      make("h4", {}, `Sequence ${sequence + 1}`, make("span", {}, `${Page.counted(end - start, "token")}, ${percent(trained / (end - start))} trained`),
+    return make("div", { class: "sequence", id: `sequence-${sequence + 1}` },
+      make("h3", {}, `Sequence ${sequence + 1}`, make("span", {}, `${Page.counted(end - start, "token")}, ${percent(trained / (end - start))} trained`),
         origin ? make("span", {}, `${origin.file.split("/").pop()}, line ${count(origin.line)}`) : null), tokens);
   }
-
-  function spanAt(at) { return ui.view.querySelector(`[data-at="${at}"]`); }
 
   function describe(at) {
     if (at === null) {
@@ -195,14 +211,19 @@ const Bins = (() => {
   }
 
   function move(at, scroll) {
-    if (ui.at >= 0) { const before = spanAt(ui.at); if (before) before.classList.remove("now"); }
+    if (ui.at >= 0) spans[ui.at].classList.remove("now");
     ui.at = at;
-    const span = spanAt(at);
-    if (span) {
-      span.classList.add("now");
-      if (scroll) span.scrollIntoView({ block: "center" });
-    }
+    spans[at].classList.add("now");
+    if (scroll) bringIntoView(at, 12);
     describe(at);
+  }
+
+  // Stretches that are laid out on the way there move it, so it is looked after for some frames.
+  function bringIntoView(at, frames) {
+    if (ui.at !== at || !frames) return;
+    const box = spans[at].getBoundingClientRect();
+    if (frames === 12 || box.top < 60 || box.bottom > innerHeight * 0.8) spans[at].scrollIntoView({ block: "center", behavior: "instant" });
+    requestAnimationFrame(() => bringIntoView(at, frames - 1));
   }
 
   function enter(sequence) {
@@ -217,12 +238,11 @@ const Bins = (() => {
     if (to === undefined) return;
     event.preventDefault();
     move(Math.max(first, Math.min(last, to)), false);
-    const span = spanAt(ui.at);
-    if (span) span.scrollIntoView({ block: "nearest" });
+    spans[ui.at].scrollIntoView({ block: "nearest" });
   }
 
   function attentionPicture() {
-    const bin = current, size = Math.max(packSize, bin.tokens.length);
+    const bin = current, size = bin.tokens.length;
     const picture = make("svg", { class: "attention", viewBox: `0 0 ${size} ${size}`, role: "img",
       "aria-label": `Block-diagonal attention: ${Page.counted(bin.starts.length, "block")}, one for each sequence` });
     picture.append(make("path", { class: "whole", d: `M0 0L0 ${size}L${size} ${size}Z` }));
@@ -236,7 +256,7 @@ const Bins = (() => {
       picture.append(block);
     });
     return [make("h3", {}, "Attention"), picture,
-      make("p", { class: "soft" }, `Each token attends to the earlier ones of its own sequence. The bin costs ${percent(cost / size ** 2)} of one sequence that fills it (dashed).`)];
+      make("p", { class: "soft" }, `Each token attends to the earlier ones of its own sequence. That costs ${percent(cost / size ** 2)} of one sequence of the same length (dashed).`)];
   }
 
   function textOf(bin) {
@@ -262,7 +282,7 @@ const Bins = (() => {
 
   function search(wanted) {
     const text = wanted.toLowerCase();
-    for (const span of ui.view.querySelectorAll(".hit")) span.classList.remove("hit");
+    spans.forEach((span) => span.classList.remove("hit"));
     if (!text.trim()) { ui.results.replaceChildren(); return; }
     const found = [];
     let total = 0;
@@ -281,7 +301,7 @@ const Bins = (() => {
       return make("li", {}, make("a", { href: address(one.bin.number, sequence, one.token - one.bin.starts[sequence]), on: { click: (event) => {
         event.preventDefault();
         go(one.number, sequence, one.token - one.bin.starts[sequence]);
-        for (let at = one.token; at <= one.last; at++) { const span = spanAt(at); if (span) span.classList.add("hit"); }
+        for (let at = one.token; at <= one.last; at++) spans[at].classList.add("hit");
       } } }, `Bin ${count(one.bin.number)}, sequence ${sequence + 1}`), ` … ${original.replace(/\s+/g, " ").slice(0, 160)} …`);
     }));
     ui.results.replaceChildren(make("p", {}, `${Page.counted(total, "match")}`.replace("matchs", "matches") + ` in the ${where}${total > found.length ? `; the first ${found.length} are listed` : ""}.`), list);
