@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_a_dataset_tells_splits_sources_drops_and_how_to_train(home: Path, capsy
         assert one["trained_share"] == pytest.approx(one["num_trained_tokens"] / one["num_tokens"])
     assert facts["total"]["num_bins"] == sum(one["num_bins"] for one in facts["splits"].values())
     assert facts["sources"]["input"]["num_records"] == 92
+    assert facts["sources"]["input"]["num_sequences"] == 90  # those in bins
     assert facts["sources"]["input"]["dropped"] == {"longer_than_pack": 1, "bad_row": 1}
     assert facts["fingerprint"] == dataset.fingerprint
     assert facts["tokenizer"]["name"] == "sp.model"
@@ -124,6 +126,13 @@ def test_the_size_of_very_many_shards_is_estimated_and_said_to_be(
     assert facts["num_bytes_is_estimated"]
     assert facts["num_bytes"] == pytest.approx(whole, rel=0.2)
     assert ", about " in said(home / "data", capsys=capsys)
+
+
+def test_a_shard_that_is_missing_is_named(home: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(home / "data", tmp_path / "copy"))
+    shutil.rmtree(copied / "validation" / "shard_000000")
+    [note] = describe(copied)["notes"]
+    assert note == f"{copied / 'validation' / 'shard_000000'} is missing; copy the dataset again"
 
 
 def test_a_shard_a_packed_file_and_parquet_tell_what_they_record(home: Path) -> None:

@@ -221,21 +221,24 @@ def _size_of(dataset: DatasetDirectory) -> Facts:
     recorded = [entry.num_bytes for _, entry in entries]
     if all(one is not None for one in recorded):
         return {"num_bytes": sum(one or 0 for one in recorded)}
-    measured = [
-        (entry.num_bins, stored_size(dataset.shard_path(split, entry)))
-        for split, entry in islice(entries, _MOST_SHARDS_MEASURED)
-        if os.path.lexists(dataset.shard_path(split, entry))
-    ]
+    measured, missing = [], []
+    for split, entry in islice(entries, _MOST_SHARDS_MEASURED):
+        path = dataset.shard_path(split, entry)
+        if os.path.lexists(path):
+            measured.append((entry.num_bins, stored_size(path)))
+        else:
+            missing.append(f"{path} is missing; copy the dataset again")
     num_bytes = sum(size for _, size in measured)
     if len(measured) == len(entries):
         return {"num_bytes": num_bytes}
     share = sum(entry.num_bins for _, entry in entries) / max(sum(bins for bins, _ in measured), 1)
-    return {"num_bytes": round(num_bytes * share), "num_bytes_is_estimated": True}
+    return {"num_bytes": round(num_bytes * share), "num_bytes_is_estimated": True, "notes": missing}
 
 
 def _source(recorded: Mapping[str, Any]) -> Facts:
     """Return what is told of a source: its files, what was read, what was dropped and why, and what was kept."""
-    splits = recorded.get("splits", {}).values()
+    in_bins = recorded.get("in_bins")  # not recorded by earlier releases
+    splits = [in_bins] if in_bins else list(recorded.get("splits", {}).values())
     num_tokens = sum(one["num_tokens"] for one in splits)
     num_trained = sum(one["num_trained_tokens"] for one in splits)
     dropped = dict(recorded.get("dropped", {}))
