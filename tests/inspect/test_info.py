@@ -275,6 +275,7 @@ def test_a_run_tells_its_losses_speed_and_checkpoints(run: Path, capsys: pytest.
     assert [one["step"] for one in facts["checkpoints"]] == [100, 7000]
     shown = said(run, capsys=capsys)
     assert "step_007000" in shown
+    assert ["first", "loss", "5.0000"] in [line.split() for line in shown.splitlines()]
     assert "packed-sft export" in shown
     assert "so --deep adds nothing" in said(run, "--deep", capsys=capsys)
 
