@@ -24,21 +24,31 @@ from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, Dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
+_STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
+
 
 def validate(
-    path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "full",
+    max_findings: int = 100,
+    progress: bool = False,
+    stream: StreamOptions | None = None,
 ) -> ValidationReport:
-    """Check a shard, a dataset directory, or a directory of shards, of any storage.
+    """Check a shard, a dataset directory, a directory of shards, of any storage, or a token stream.
 
     Args:
         path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
         level: `structure` or `full`.
         max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
+        stream: the dtype, vocabulary, EOS id and length that a token stream is meant to be read with.
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
@@ -46,11 +56,27 @@ def validate(
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
+            _refuse_stream_options(location, [], stream)
             _validate_dataset(location, report, bar)
         else:
-            for shard, storage in _shards_at(location):
-                _validate_shard(storage, shard, report, bar)
+            shards = _shards_at(location)
+            _refuse_stream_options(location, shards, stream)
+            for shard, storage in shards:
+                is_stream = isinstance(storage, TokenStreamStorage)
+                _validate_shard(TokenStreamStorage(stream) if is_stream else storage, shard, report, bar)
     return report
+
+
+def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], options: StreamOptions | None) -> None:
+    """Refuse what is said about a token stream where there is none: it would be ignored in silence."""
+    if options is None or any(isinstance(storage, TokenStreamStorage) for _, storage in shards):
+        return
+    defaults = StreamOptions()
+    named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
+    raise InvalidInputError(
+        f"{location} is no token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} says nothing about it; "
+        "leave it out"
+    )
 
 
 def _shards_at(location: Path) -> list[tuple[Path, Storage]]:

@@ -34,6 +34,12 @@ def test_sequential_micro_batches_are_those_of_megatron() -> None:
     assert all_ranks(MicroBatchSampler, 2, 10, 4, 2) == [[[4, 5]], [[6, 7]]]
 
 
+def test_a_seed_without_a_shuffle_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="seed is 5, but nothing is shuffled; pass shuffle=True"):
+        MicroBatchSampler(10, seed=5)
+    assert list(MicroBatchSampler(4, seed=5, shuffle=False)) == [[0], [1], [2], [3]]
+
+
 def test_shuffled_batches_follow_the_order_over_all_ranks() -> None:
     order = SampleOrder(24, 5, "data")
     for size in (1, 2, 3, 4, 6):

@@ -136,6 +136,13 @@ def test_an_id_beyond_the_models_vocabulary_never_reaches_the_model(dataset: Pat
         next(CountedBatches(iter([batch]), vocab_size=largest))
 
 
+def test_a_batch_of_single_ids_is_refused_in_one_sentence(dataset: Path) -> None:
+    [batch] = first_batches(config_of(str(dataset)), 1)
+    empty = {key: value[:, :0] for key, value in batch.items() if key in ("tokens", "labels", "padding_mask")}
+    with pytest.raises(InvalidInputError, match="only sequences of a single id"):
+        next(CountedBatches(iter([empty]), vocab_size=VOCAB_SIZE))
+
+
 def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_path: Path) -> None:
     model = train_sentencepiece(["one two three four"] * 9, tmp_path / "small.model", vocab_size=300)
     with pytest.raises(InvalidInputError, match="was made with tokenizer 'counting'"):

@@ -28,6 +28,7 @@ from megatron_packed_sft.errors import InvalidInputError
 _log = logging.getLogger(__name__)
 
 PADDING = -1
+_DEFAULT_SEED = 1234
 _INDICES_AT_ONCE = 1024  # asking the order batch by batch would cost more than the order itself
 
 
@@ -51,7 +52,7 @@ class SamplerArguments(TypedDict, total=False):
     pad_samples_to_global_batch_size: bool | None
     num_epochs: int | None
     shuffle: bool | None
-    seed: int
+    seed: int | None
     order: Order | None
     allow_mismatch: Collection[str]
 
@@ -76,7 +77,7 @@ class StreamSampler:
             the stream.
         shuffle: True gives every epoch an order of its own, as training needs; False keeps the stored order, for
             validation; None keeps it, too, and logs a warning when a second epoch begins.
-        seed: the seed of the shuffle.
+        seed: the seed of the shuffle, by default 1234; refused with shuffle=None, which would ignore it.
         fingerprint: identifies the dataset.
         order: an order to use instead of one made from the three above, such as that of a blend.
         allow_mismatch: names of fields in which a loaded state may differ, such as ("seed",).
@@ -99,12 +100,17 @@ class StreamSampler:
         *,
         num_epochs: int | None = 1,
         shuffle: bool | None = None,
-        seed: int = 1234,
+        seed: int | None = None,
         fingerprint: str = "",
         order: Order | None = None,
         allow_mismatch: Collection[str] = (),
     ) -> None:
         refuse_unknown(allow_mismatch)
+        if seed is not None and shuffle is None and order is None:
+            raise InvalidInputError(
+                f"seed is {seed}, but nothing is shuffled; pass shuffle=True as well, or shuffle=False if the stored "
+                "order is meant"
+            )
         self.total_samples = operator.index(total_samples)
         self.consumed_samples = operator.index(consumed_samples)  # trainers may count in NumPy's or torch's integers
         self.micro_batch_size = micro_batch_size
@@ -120,7 +126,9 @@ class StreamSampler:
         self.num_epochs = num_epochs
         self.allow_mismatch = tuple(allow_mismatch)
         self._check()
-        self.order: Order = order or SampleOrder(total_samples, seed, fingerprint, bool(shuffle))
+        self.order: Order = order or SampleOrder(
+            total_samples, _DEFAULT_SEED if seed is None else seed, fingerprint, bool(shuffle)
+        )
         self._warns_of_repetition = shuffle is None and order is None and data_parallel_rank == 0
         self._samples_per_step, self._offsets = self._layout()
 
