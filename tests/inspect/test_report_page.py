@@ -148,6 +148,25 @@ def test_other_storages_show_the_same_bins(prepared: Prepared, tmp_path: Path, s
     assert other["splits"]["train"]["attention"] == same["splits"]["train"]["attention"]
 
 
+def test_a_token_stream_is_shown_as_its_windows(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "stream").mkdir()
+    np.save(tmp_path / "stream" / "tokens.npy", np.random.default_rng(0).integers(300, 900, 9_000).astype(np.uint16))
+    page = dataset_page(open_data(tmp_path / "stream"), tokenizer=prepared.tokenizer)
+    assert page["storage"] == "token_stream"
+    assert page["splits"]["train"]["totals"]["num_tokens"] >= 8_000
+    [truncated] = [one for one in page["splits"]["train"]["suspicions"] if one["kind"] == "truncated"]
+    assert "end anywhere" in truncated["unchecked"]
+
+
+def test_weights_of_tokens_are_shown(tmp_path: Path) -> None:
+    mask = np.array([0, 0.5, 0.5, 2, 0], np.float32)
+    write_shard(tmp_path / "shard", [PackedBin(np.arange(5, 10), mask, np.array([0]))], 8)
+    page = dataset_page(open_data(tmp_path / "shard"))
+    [shown] = page["bins"]["splits"]["train"]
+    assert shown["runs"] == [2, 0, 2, 0.5, 1, 2], "of the tokens, one behind the positions that predict them"
+    assert page["splits"]["train"]["totals"]["sum_weights"] == 3
+
+
 def test_an_earlier_page_is_replaced_and_anything_else_is_not(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("<p>mine")
     with pytest.raises(InvalidInputError, match=r"notes\.html exists and is not a page"):

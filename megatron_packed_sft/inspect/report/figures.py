@@ -183,7 +183,8 @@ def _step_costs(costs: Int64, shape: StepShape) -> npt.NDArray[np.float64]:
     """Return the attention of each whole step over that of the mean step."""
     num_steps = len(costs) // shape.global_batch
     steps = costs[: num_steps * shape.global_batch].reshape(num_steps, shape.global_batch).sum(axis=1)
-    return steps / steps.mean()
+    over_mean: npt.NDArray[np.float64] = steps / steps.mean()
+    return over_mean
 
 
 def _balance(costs: Int64, shape: StepShape) -> dict[str, float]:

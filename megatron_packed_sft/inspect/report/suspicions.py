@@ -57,13 +57,16 @@ class Suspicion:
         return {**vars(self), "examples": [one._asdict() for one in self.examples]}
 
 
-def find_suspicions(read: TokensRead, decoder: TokenDecoder, pad_id: int | None) -> list[Suspicion]:
+def find_suspicions(
+    read: TokensRead, decoder: TokenDecoder, pad_id: int | None, *, are_windows: bool = False
+) -> list[Suspicion]:
     """Return everything that looks odd, by kind; kinds of which nothing was found are listed, too.
 
     Args:
         read: the tokens to look at.
         decoder: knows the control tokens and the texts, if there is a tokenizer.
         pad_id: fills sequences up where they are padded one by one.
+        are_windows: whether sequences are windows of a stream, which end anywhere.
     """
     return [
         _little_trained(read),
@@ -71,7 +74,7 @@ def find_suspicions(read: TokensRead, decoder: TokenDecoder, pad_id: int | None)
         _repeated(read),
         _control_text(read, decoder),
         _misplaced_control(read, decoder),
-        _truncated(read, decoder, pad_id),
+        _truncated(read, decoder, pad_id, are_windows),
     ]
 
 
@@ -263,13 +266,16 @@ def ends_of_turns(read: TokensRead, decoder: TokenDecoder) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None) -> Suspicion:
+def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None, are_windows: bool) -> Suspicion:
     suspicion = Suspicion(
         "truncated",
         "Answers without an end",
         "The last token is trained and is no end of turn, so the model learns to stop nowhere: a sequence that was "
         "cut, or a chunk of one that was split.",
     )
+    if are_windows:
+        suspicion.unchecked = "the windows of a token stream end anywhere"
+        return suspicion
     ends = ends_of_turns(read, decoder)
     if not ends:
         suspicion.unchecked = "no token ends most of the trained stretches, so nobody can tell what an end of turn is"
