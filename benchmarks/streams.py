@@ -13,8 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -178,7 +177,7 @@ class _Tokenizer:
     eod = EOS
     pad = VOCAB_SIZE
     vocab_size = VOCAB_SIZE
-    unique_identifiers = MappingProxyType({"class": "benchmark"})
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "benchmark"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

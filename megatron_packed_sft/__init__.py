@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.static_packs import StaticPackDataset
     from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
@@ -119,6 +120,7 @@ _HOMES = {
     "SamplePackDataset": "data.sample_packs",
     "Schema": "records.schemas.registry",
     "ShardManifest": "storage.memmap_v1.manifest",
+    "StaticPackDataset": "data.static_packs",
     "Steps": "packing.options",
     "Storage": "storage.interface",
     "StreamOptions": "storage.token_stream.options",
@@ -207,6 +209,7 @@ __all__ = [
     "SamplePackDataset",
     "Schema",
     "ShardManifest",
+    "StaticPackDataset",
     "Steps",
     "Storage",
     "StreamOptions",

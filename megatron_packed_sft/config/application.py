@@ -3,7 +3,7 @@
     command line ─▶ Hydra composes ─▶ keys and values checked ─▶ the task gets a dataclass
                     YAML files         against the dataclass
 
-Hydra is used through its public functions, and only to compose: nothing that a configuration names is ever called.
+Hydra is used through its public functions, and only to compose: it never calls what a configuration names.
 """
 
 from __future__ import annotations

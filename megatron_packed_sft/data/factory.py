@@ -25,7 +25,9 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
+from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
+from megatron_packed_sft.data.static_packs import create_static_dataset
+from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -52,7 +54,7 @@ _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
 
 
 def create_sft_dataset(
-    path: PathLike | Sequence[PathLike],
+    path: PathLike | Sequence[PathLike] | Any,
     tokenizer: Any = None,
     seq_length: int | None = None,
     *,
@@ -68,18 +70,21 @@ def create_sft_dataset(
     dtype: str | None = None,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
+    packing_mode: str = PREPARED,
     **arguments: Any,
 ) -> PackedDataset:
-    """Open packed data as a dataset.
+    """Open packed data as a dataset, or pack raw samples now.
 
     One memmap_v1 shard is a `GPTSFTPackedMemmapDataset`, several shards or a dataset directory are a
     `GPTSFTPackedMultiShardDataset`, a legacy file is a `GPTSFTPackedDataset`, a token store with a plan is a
     `GPTSFTPlannedDataset` and a token stream a `TokenStreamDataset`; anything else is a `PackedDataset`, the base of
-    them all.
+    them all. With `packing_mode="static"` a token store or a map-style dataset of encoded samples is a
+    `StaticPackDataset`.
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), a directory of flat .npy or .bin files (a token stream), or a list of these.
+            `plan`), a directory of flat .npy or .bin files (a token stream), or a list of these. With
+            `packing_mode="static"`: a token store, or a map-style dataset of encoded samples.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
         seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs. Token
             streams are cut into windows of so many predictions.
@@ -95,8 +100,19 @@ def create_sft_dataset(
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
-        arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
+        packing_mode: `prepared` opens bins that were packed before; `static` packs raw samples now, into packs of
+            `seq_length`.
+        arguments: further ones of `PackedDataset`, such as `contract` and `loss`; for static packs also those of
+            `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
+    if packing_mode != PREPARED or not _is_path(path):
+        given = {"plan": plan, "weights": weights, "eos_id": eos_id, "file_pattern": file_pattern, "dtype": dtype}
+        given |= {"pack_sequences": pack_sequences or None, "split": None if split == "train" else split}
+        _refuse_for_static(path, packing_mode, given, packed_storage)
+        arguments |= {"allow_tokenizer_mismatch": allow_tokenizer_mismatch}
+        return create_static_dataset(
+            path, tokenizer, seq_length, max_num_samples=max_num_samples, seed=seed, **arguments
+        )
     source, order = open_bins(
         path,
         split=split,
@@ -109,7 +125,8 @@ def create_sft_dataset(
         stream=StreamOptions(
             seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
             pack_sequences=pack_sequences,
-            eos_id=document_end(tokenizer, eos_id),
+            eos_id=eos_id,
+            tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
             file_pattern=file_pattern,
             dtype=dtype,
         ),
@@ -137,6 +154,30 @@ def create_sft_dataset(
         f"{len(dataset):,}",
     )
     return dataset
+
+
+def _is_path(path: Any) -> bool:
+    """Return whether this is a path or a list of paths, rather than a dataset."""
+    items = path if isinstance(path, list | tuple) else [path]
+    return all(isinstance(item, str | os.PathLike) for item in items)
+
+
+def _refuse_for_static(path: Any, packing_mode: str, given: dict[str, Any], packed_storage: str) -> None:
+    if packing_mode not in MODES:
+        raise InvalidInputError(
+            f"packing_mode is {packing_mode!r}; choose from {', '.join(MODES)}: packs are planned before training, "
+            "never while it runs"
+        )
+    if packing_mode != STATIC:
+        raise InvalidInputError(
+            f"a {type(path).__name__} is not a path; to pack its samples now, set packing_mode='static'"
+        )
+    if isinstance(path, list | tuple) and path and _is_path(path):
+        raise InvalidInputError("packing_mode='static' packs one token store or dataset, not a list of paths; name one")
+    names = [name for name, value in given.items() if value is not None]
+    names += ["packed_storage"] if packed_storage != AUTO else []
+    if names:
+        raise InvalidInputError(f"{names[0]} goes with prepared bins, and packing_mode='static' has none; leave it out")
 
 
 class OpenedBins(NamedTuple):
@@ -236,7 +277,8 @@ class _Opening(NamedTuple):
         """Open one path."""
         if is_token_store(path):
             raise InvalidInputError(
-                f"{path} is a token store; name a plan to read bins out of it, or materialize it first"
+                f"{path} is a token store; name a plan to read bins out of it, pack it now (packing_mode static), or "
+                "materialize it first"
             )
         if (path / DATASET).exists():
             dataset = open_dataset(path)

@@ -78,7 +78,9 @@ class Pipeline:
         if self.work_dir == self.output:
             raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
-        self.packed_storage = storage_named(config.packed_storage).name
+        storage = storage_named(config.packed_storage)
+        storage.refuse_read_only()
+        self.packed_storage = storage.name
         self._sources = _sources(config)
         self._executor = create_executor(config.executor.kind, config.executor.num_workers)
         self._packing = config.packing.options()

@@ -112,7 +112,15 @@ class Storage(abc.ABC):
         provenance: Mapping[str, Any] | None = None,
     ) -> PackedShardWriter:
         """Create a writer of one shard; `provenance` are `PROVENANCE_KEYS` of `bins`, to keep where there is room."""
-        raise InvalidInputError(f"storage {self.name!r} is read-only; choose another one to write")
+        raise self._read_only()
+
+    def refuse_read_only(self) -> None:
+        """Refuse to be written to, if there is no writer: for callers who have much to do before they need one."""
+        if type(self).create_writer is Storage.create_writer:
+            raise self._read_only()
+
+    def _read_only(self) -> InvalidInputError:
+        return InvalidInputError(f"storage {self.name!r} is read-only; choose another one to write")
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return about how many bytes bins take on disk."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -40,7 +41,8 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train model=from_pretrained model.path=Qwen3-0.6B optimizer=adam_fine_tune data.path=my_dataset
-  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
+  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000
+  packed-sft train packing_mode=static data.path=my_dataset.work/tokens/train data.sequence_length=4096"""
 
 _FLAGS = {"--json": "json=true"}
 _LOSSES = {
@@ -153,6 +155,7 @@ def _run(
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
+    _refuse_different_data(data.dataset.fingerprint)
     schedule = _schedule(config, data, resumption)
     weights = None
     if resumption is None and config.model.path is not None:
@@ -232,11 +235,27 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
         loader.load_state_dict(dict(state.data))
     except StateMismatchError as error:  # the loader names its own argument; here it is a key
         override = f"data.allow_mismatch=[{', '.join(error.differing)}]"
+        static = " (static packs are aligned to the data-parallel ranks, so their number counts, too)"
+        hint = static if config.packing_mode == STATIC else ""
         raise InvalidInputError(
-            f"cannot resume from {checkpoint}: {error.problem}, or set {override} to resume anyway"
+            f"cannot resume from {checkpoint}: {error.problem}{hint}, or set {override} to resume anyway"
         ) from None
     except InvalidInputError as error:
         raise InvalidInputError(f"cannot resume from {checkpoint}: {error}") from None
+
+
+def _refuse_different_data(fingerprint: str) -> None:
+    """Refuse ranks that opened different data, or planned different packs of it; a collective call."""
+    import torch
+
+    found: list[Any] = [None] * num_ranks()
+    torch.distributed.all_gather_object(found, fingerprint)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InvalidInputError(
+                f"rank {rank} opened other data than rank 0 (fingerprint {other} instead of {found[0]}); give all "
+                "ranks the same files, and samples that do not depend on the rank"
+            )
 
 
 def _silence_known_warnings() -> None:

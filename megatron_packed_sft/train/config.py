@@ -21,6 +21,7 @@ LOOK_ALIKES: Final = {
             "max_seq_len",
             "max_length",
             "max_model_len",
+            "global_max_length",
             "max_sequence_length",
         ),
         "data.sequence_length",
@@ -29,6 +30,8 @@ LOOK_ALIKES: Final = {
         ("effective_batch_size", "batch_size", "gbs"),
         "train.global_batch_size (gradient accumulation follows from it)",
     ),
+    "packing": "packing_mode (prepared or static)",
+    **dict.fromkeys(("drop_last", "dataloader_drop_remainder"), "dataloader_drop_last"),
     "gradient_accumulation_steps": "train.gradient_accumulation",
     **dict.fromkeys(("per_device_train_batch_size", "mbs"), "train.micro_batch_size"),
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
@@ -130,9 +133,14 @@ class DataConfig:
             .npy or .bin files (a token stream); or a list of these.
         weights: one per path of a list: blend the paths in this proportion.
         plan: a plan file, when data.path is a token store.
+        samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
+            dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_import.
+        allow_import: import and call the function that data.samples names.
+        length_cache: where the lengths of these samples are kept; null is a directory in output.
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
-            streams need it: they are cut into windows of so many predictions.
+            streams need it: they are cut into windows of so many predictions. With packing_mode=static, what a pack of
+            several samples holds at most.
         pack_sequences: tell the documents of a token stream's windows apart, by their EOS.
         file_pattern: which files of a token stream's directory, such as '*.npy'; null takes all .npy or all .bin files.
         dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
@@ -151,6 +159,9 @@ class DataConfig:
     path: Any = MISSING
     weights: list[float] | None = None
     plan: str | None = None
+    samples: str | None = None
+    allow_import: bool = False
+    length_cache: str | None = None
     split: str = "train"
     sequence_length: int | None = None
     pack_sequences: bool = False
@@ -345,6 +356,13 @@ class TrainConfig:
 
     Args:
         packed_storage: the storage that data.path must have, such as memmap_v1 or legacy; auto accepts any.
+        packing_mode: prepared trains on bins that were packed before; static packs a token store, or the samples of
+            data.samples, when the run starts.
+        dataloader_drop_last: static packs are made a multiple of the data-parallel ranks by dropping the last ones;
+            false repeats the first ones.
+        packing_allow_single_long: a sample longer than data.sequence_length is a static pack of its own; false leaves
+            it out.
+        packing_full_is_oversized: a sample of exactly data.sequence_length counts as longer, too.
         output: the run's directory: checkpoints, metrics.jsonl, config.yaml, tensorboard.
         resume: auto resumes from the newest checkpoint in output, never starts from scratch, or a checkpoint's path.
         seed: seed of the initial weights and of the data order.
@@ -361,6 +379,10 @@ class TrainConfig:
     """
 
     packed_storage: str = "auto"
+    packing_mode: str = "prepared"
+    dataloader_drop_last: bool = False
+    packing_allow_single_long: bool = True
+    packing_full_is_oversized: bool = False
     output: str = "runs/sft"
     resume: str = "auto"
     seed: int = 1234

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from megatron_packed_sft.data.order.state import COMPARED
+from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -54,6 +55,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         if not getattr(config, key):  # it would mean the working directory
             yield f"{key} is empty; give it a value, or leave the key out"
     yield from _data_problems(config.data)
+    yield from _static_problems(config)
     yield from _optimizer_problems(config.optimizer)
     yield from _step_problems(config.train)
     yield from _peft_problems(config.peft, config.model)
@@ -74,7 +76,7 @@ def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "validation.paths", path
     if config.model.path is not None:
         yield "model.path", config.model.path
-    for name in ("plan", "tokenizer"):
+    for name in ("plan", "tokenizer", "length_cache"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
 
@@ -100,6 +102,44 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
     yield from _below(0, {"data.prefetch": data.prefetch, "data.eos_id": data.eos_id})
+
+
+def _static_problems(config: TrainConfig) -> Iterator[str]:
+    data, default = config.data, TrainConfig()
+    if config.packing_mode not in MODES:
+        yield (
+            f"packing_mode is {config.packing_mode!r}; choose from {', '.join(MODES)}: packs are planned before the "
+            "first step, never on the way"
+        )
+    if config.packing_mode != STATIC:
+        names = ("dataloader_drop_last", "packing_allow_single_long", "packing_full_is_oversized")
+        keys = [name for name in names if getattr(config, name) != getattr(default, name)]
+        keys += [f"data.{name}" for name in ("samples", "length_cache") if getattr(data, name) is not None]
+        for key in keys:
+            yield f"{key} goes with packing_mode=static; set that, or leave it out"
+        return
+    if data.sequence_length is None:
+        yield "packing_mode=static needs data.sequence_length: what a pack of several samples holds at most"
+    yield from _below(1, {"data.sequence_length": data.sequence_length})
+    for key, is_given in {
+        "data.weights": data.weights is not None,
+        "data.plan": data.plan is not None,
+        "data.pack_sequences": data.pack_sequences,
+        "data.file_pattern": data.file_pattern is not None,
+        "data.dtype": data.dtype is not None,
+        "a list in data.path": isinstance(data.path, list),
+        f"packed_storage={config.packed_storage}": config.packed_storage != default.packed_storage,
+    }.items():
+        if is_given:
+            yield (
+                f"packing_mode=static packs one token store or dataset when the run starts, so {key} has no meaning; "
+                "leave it out"
+            )
+    if data.samples is not None and not data.allow_import:
+        yield (
+            f"data.samples={data.samples} would import and call code of that name; set data.allow_import=true if that "
+            "is meant"
+        )
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:

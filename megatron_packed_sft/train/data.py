@@ -10,10 +10,11 @@ from pathlib import Path
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
+from megatron_packed_sft.data.factory import OpenedBins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -23,8 +24,9 @@ from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
-from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
+from megatron_packed_sft.train.config import TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import named_paths
+from megatron_packed_sft.train.data_sources import open_held_out, open_trained
 from megatron_packed_sft.train.pretrained import has_tokenizer
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
@@ -75,20 +77,11 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
     tolerance = Tolerance(
         tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
     )
+    layout = parallel_layout(config)
     stream = _stream_options(config, tokenizer, pretrained)
-    trained = open_bins(
-        data.path,
-        split=data.split,
-        packed_storage=config.packed_storage if data.plan is None else AUTO,
-        plan=data.plan,
-        weights=data.weights,
-        seed=config.seed,
-        pad_id=eos_id or 0,
-        tolerance=tolerance,
-        stream=stream,
-    )
+    trained, static_lines = open_trained(config, eos_id or 0, layout, tolerance, stream)
     held_out = {
-        name: open_bins(path, split=config.validation.split, tolerance=tolerance, stream=_for_path(stream, path))
+        name: open_held_out(config, path, eos_id or 0, layout, tolerance, _for_path(stream, path))
         for name, path in _validation_paths(config).items()
     }
     sources = [trained.source, *(opened.source for opened in held_out.values())]
@@ -99,11 +92,10 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             refuse_other_tokenizer(one, source.made_with(), tolerance, name=f"that of {key}")
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
-    layout = parallel_layout(config)
     _refuse_shared_windows(layout, sources)
     layout.refuse_unpadded((part.where, part.pad_seq_to_mult) for source in sources for part in source.made_with())
     multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
-    length = _sequence_length(data, sources, multiple)
+    length = _sequence_length(config, sources, multiple)
     if pretrained is None:
         vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
     else:
@@ -129,7 +121,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
-        notes=[*_template_notes(tokenizers, sources)],
+        notes=[*(f"static packs: {line}" for line in static_lines), *_template_notes(tokenizers, sources)],
         tokenizer=tokenizer,
         watched=_watched(config.validation, list(held_out)),
     )
@@ -153,7 +145,8 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
     return StreamOptions(
         seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
         pack_sequences=data.pack_sequences,
-        eos_id=tokenizer.eos_id if data.eos_id is None and tokenizer is not None else data.eos_id,
+        eos_id=data.eos_id,
+        tokenizer_eos_id=None if tokenizer is None else tokenizer.eos_id,
         file_pattern=data.file_pattern,
         dtype=data.dtype,
         vocab_size=vocab_size,
@@ -350,13 +343,17 @@ def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
     return settings.watch
 
 
-def _sequence_length(data: DataConfig, sources: list[BinReader], multiple: int) -> int:
+def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:
+    data = config.data
     longest = max(sources, key=lambda source: source.figures.num_positions)
     pack_size = longest.figures.num_positions
+    # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest bin;
+    # rounded up, its batches have the same shapes as those of shards, and the same losses.
+    rounded = -(-pack_size // multiple) * multiple
     if data.sequence_length is None:
-        # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest
-        # bin; rounded up, its batches have the same shapes as those of shards, and the same losses.
-        return -(-pack_size // multiple) * multiple
+        return rounded
+    if config.packing_mode == STATIC:  # a pack of one long sample may exceed it
+        return max(rounded, -(-data.sequence_length // multiple) * multiple)
     if data.sequence_length < pack_size:
         raise InvalidInputError(
             f"data.sequence_length is {data.sequence_length}, but bins of {longest.description} have up to "

@@ -22,6 +22,8 @@ from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
 from megatron_packed_sft.inspect.report.write import write_report
 from megatron_packed_sft.storage.validate import validate
+from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record
+from megatron_packed_sft.train.samples import Sample, as_text
 from tests.inspect.conftest import HOSTILE, LONG_TEXT, Prepared
 from tests.packed_bins import make_bins, write_shard
 
@@ -282,6 +284,31 @@ def test_a_run_is_shown_from_its_files(tmp_path: Path) -> None:
     assert "\\u202e" in prompt["said"]
     assert prompt["expected"].endswith("… (80,000 more characters)")
     assert assemble(page) == assemble(run_page(tmp_path / "first"))
+
+
+def test_what_training_writes_is_what_the_page_reads(tmp_path: Path) -> None:
+    totals = Totals(num_steps=2, loss_sum=6, num_trained=3, num_tokens=8, num_positions=16, seconds=2, data_seconds=0.1)
+    with MetricsFile(tmp_path, first_step=0) as metrics:
+        for step in (2, 4):
+            numbers = {"learning_rate": 1e-4, "grad_norm": 1.0, "consumed_samples": 4 * step, "num_samples": 8}
+            metrics.write_step(step_record(totals, step=step, **numbers))  # type: ignore[arg-type]
+        metrics.write_validation("maths", 4, 1.25, 99)
+    (tmp_path / "samples").mkdir()
+    samples = [
+        Sample(prompt=[5, 6], expected=[7], said=[8, 9], bin=3),
+        Sample(prompt=[1], expected=[2], said=[], bin=4),
+    ]
+    text = as_text(samples, step=4, name="maths", tokenizer=None)
+    (tmp_path / "samples" / "step_000004.txt").write_text(text)
+    page = run_page(tmp_path)
+    assert page["curves"]["loss"] == [2.0, 2.0]
+    assert page["curves"]["padding_share"] == [0.5, 0.5]
+    assert page["curves"]["data_share"] == [0.05, 0.05]
+    assert page["validation"]["loss"] == {"maths": [1.25]}
+    assert page["samples"][0]["prompts"] == [
+        {"bin": 3, "prompt": "5 6", "said": "8 9", "expected": "7"},
+        {"bin": 4, "prompt": "1", "said": "", "expected": "2"},
+    ]
 
 
 def test_many_steps_are_drawn_as_means_of_groups(tmp_path: Path) -> None:
