@@ -21,6 +21,7 @@ from megatron_packed_sft.inspect.report.assemble import assemble, embedded_json
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
 from megatron_packed_sft.inspect.report.write import write_report
+from megatron_packed_sft.prepare.app import main as application
 from megatron_packed_sft.storage.validate import validate
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record
 from megatron_packed_sft.train.samples import Sample, as_text
@@ -223,6 +224,7 @@ def test_prepare_writes_the_page_beside_the_dataset(prepared: Prepared, tmp_path
         *("prepare", f"input={prepared.good}", f"output={tmp_path / 'out'}", f"tokenizer.path={prepared.tokenizer}"),
         *("template=chatml", "packing.pack_size=512", "executor.num_workers=1", "quiet=true", "report=true"),
     ]
+    assert application(settings[1:]) == 2, "the application alone cannot make pages, and says so"
     page = tmp_path / "out.report.html"
     page.write_text("somebody's notes")
     assert main(settings) == 2, "before the work begins"
