@@ -21,7 +21,10 @@ from megatron_packed_sft.inspect.report.assemble import assemble, embedded_json
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
 from megatron_packed_sft.inspect.report.write import write_report
+from megatron_packed_sft.prepare.app import main as application
 from megatron_packed_sft.storage.validate import validate
+from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record
+from megatron_packed_sft.train.samples import Sample, as_text
 from tests.inspect.conftest import HOSTILE, LONG_TEXT, Prepared
 from tests.packed_bins import make_bins, write_shard
 
@@ -148,6 +151,25 @@ def test_other_storages_show_the_same_bins(prepared: Prepared, tmp_path: Path, s
     assert other["splits"]["train"]["attention"] == same["splits"]["train"]["attention"]
 
 
+def test_a_token_stream_is_shown_as_its_windows(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "stream").mkdir()
+    np.save(tmp_path / "stream" / "tokens.npy", np.random.default_rng(0).integers(300, 900, 9_000).astype(np.uint16))
+    page = dataset_page(open_data(tmp_path / "stream"), tokenizer=prepared.tokenizer)
+    assert page["storage"] == "token_stream"
+    assert page["splits"]["train"]["totals"]["num_tokens"] >= 8_000
+    [truncated] = [one for one in page["splits"]["train"]["suspicions"] if one["kind"] == "truncated"]
+    assert "end anywhere" in truncated["unchecked"]
+
+
+def test_weights_of_tokens_are_shown(tmp_path: Path) -> None:
+    mask = np.array([0, 0.5, 0.5, 2, 0], np.float32)
+    write_shard(tmp_path / "shard", [PackedBin(np.arange(5, 10), mask, np.array([0]))], 8)
+    page = dataset_page(open_data(tmp_path / "shard"))
+    [shown] = page["bins"]["splits"]["train"]
+    assert shown["runs"] == [2, 0, 2, 0.5, 1, 2], "of the tokens, one behind the positions that predict them"
+    assert page["splits"]["train"]["totals"]["sum_weights"] == 3
+
+
 def test_an_earlier_page_is_replaced_and_anything_else_is_not(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("<p>mine")
     with pytest.raises(InvalidInputError, match=r"notes\.html exists and is not a page"):
@@ -202,6 +224,7 @@ def test_prepare_writes_the_page_beside_the_dataset(prepared: Prepared, tmp_path
         *("prepare", f"input={prepared.good}", f"output={tmp_path / 'out'}", f"tokenizer.path={prepared.tokenizer}"),
         *("template=chatml", "packing.pack_size=512", "executor.num_workers=1", "quiet=true", "report=true"),
     ]
+    assert application(settings[1:]) == 2, "the application alone cannot make pages, and says so"
     page = tmp_path / "out.report.html"
     page.write_text("somebody's notes")
     assert main(settings) == 2, "before the work begins"
@@ -263,6 +286,31 @@ def test_a_run_is_shown_from_its_files(tmp_path: Path) -> None:
     assert "\\u202e" in prompt["said"]
     assert prompt["expected"].endswith("… (80,000 more characters)")
     assert assemble(page) == assemble(run_page(tmp_path / "first"))
+
+
+def test_what_training_writes_is_what_the_page_reads(tmp_path: Path) -> None:
+    totals = Totals(num_steps=2, loss_sum=6, num_trained=3, num_tokens=8, num_positions=16, seconds=2, data_seconds=0.1)
+    with MetricsFile(tmp_path, first_step=0) as metrics:
+        for step in (2, 4):
+            numbers = {"learning_rate": 1e-4, "grad_norm": 1.0, "consumed_samples": 4 * step, "num_samples": 8}
+            metrics.write_step(step_record(totals, step=step, **numbers))  # type: ignore[arg-type]
+        metrics.write_validation("maths", 4, 1.25, 99)
+    (tmp_path / "samples").mkdir()
+    samples = [
+        Sample(prompt=[5, 6], expected=[7], said=[8, 9], bin=3),
+        Sample(prompt=[1], expected=[2], said=[], bin=4),
+    ]
+    text = as_text(samples, step=4, name="maths", tokenizer=None)
+    (tmp_path / "samples" / "step_000004.txt").write_text(text)
+    page = run_page(tmp_path)
+    assert page["curves"]["loss"] == [2.0, 2.0]
+    assert page["curves"]["padding_share"] == [0.5, 0.5]
+    assert page["curves"]["data_share"] == [0.05, 0.05]
+    assert page["validation"]["loss"] == {"maths": [1.25]}
+    assert page["samples"][0]["prompts"] == [
+        {"bin": 3, "prompt": "5 6", "said": "8 9", "expected": "7"},
+        {"bin": 4, "prompt": "1", "said": "", "expected": "2"},
+    ]
 
 
 def test_many_steps_are_drawn_as_means_of_groups(tmp_path: Path) -> None:

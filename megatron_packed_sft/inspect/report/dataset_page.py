@@ -85,7 +85,8 @@ def _split(
     pack_size = reader.figures.pack_size
     read = read_tokens(reader, bins_to_read(lengths, np.array(asked, np.int64)))
     is_padded = (reader.figures.pad_seq_to_mult or 1) > 1
-    suspicions = find_suspicions(read, decoder, reader.pad_id if is_padded else None)
+    are_windows = data.storage == "token_stream"
+    suspicions = find_suspicions(read, decoder, reader.pad_id if is_padded else None, are_windows=are_windows)
     pointed_at = [one.bin for suspicion in suspicions for one in suspicion.examples]
     chosen = choose_bins(lengths, asked, pointed_at, room)
     for suspicion in suspicions:
