@@ -31,11 +31,16 @@ if TYPE_CHECKING:
         PackedDataset,
     )
     from megatron_packed_sft.data.factory import create_sft_dataset
+    from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn
+    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM
+    from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
+    from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.static_packs import StaticPackDataset
     from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
@@ -75,12 +80,14 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AnnealedWeights": "data.order.blend_weights",
     "BinBlock": "storage.bins",
     "BinFigures": "storage.bins",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
     "ConversionReport": "storage.convert",
+    "DataCollatorForCausalLM": "data.huggingface.collator",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
@@ -115,6 +122,7 @@ _HOMES = {
     "SamplePackDataset": "data.sample_packs",
     "Schema": "records.schemas.registry",
     "ShardManifest": "storage.memmap_v1.manifest",
+    "StaticPackDataset": "data.static_packs",
     "Steps": "packing.options",
     "Storage": "storage.interface",
     "StreamOptions": "storage.token_stream.options",
@@ -126,6 +134,7 @@ _HOMES = {
     "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
+    "block_tokenize_fn": "data.huggingface.blocks",
     "convert": "storage.convert",
     "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
@@ -133,6 +142,7 @@ _HOMES = {
     "doc_ids_from_boundaries": "data.batch.attention_masks",
     "document_mask_mod": "data.batch.attention_masks",
     "effective_batch": "packing.effective_batch",
+    "get_pos_ids_for_packed_sequence": "data.huggingface.positions",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
@@ -160,12 +170,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnnealedWeights",
     "BinBlock",
     "BinFigures",
     "Blend",
     "ChatTemplate",
     "Conversation",
     "ConversionReport",
+    "DataCollatorForCausalLM",
     "DatasetDirectory",
     "DatasetWriter",
     "EncodeOptions",
@@ -200,6 +212,7 @@ __all__ = [
     "SamplePackDataset",
     "Schema",
     "ShardManifest",
+    "StaticPackDataset",
     "Steps",
     "Storage",
     "StreamOptions",
@@ -212,6 +225,7 @@ __all__ = [
     "TokenizedRecord",
     "ValidationReport",
     "__version__",
+    "block_tokenize_fn",
     "convert",
     "convert_legacy_to_memmap",
     "create_sft_dataset",
@@ -219,6 +233,7 @@ __all__ = [
     "doc_ids_from_boundaries",
     "document_mask_mod",
     "effective_batch",
+    "get_pos_ids_for_packed_sequence",
     "known_strategies",
     "load_template",
     "load_tokenizer",

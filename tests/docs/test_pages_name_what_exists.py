@@ -18,6 +18,7 @@ from tests.docs.pages import PAGES, blocks
 
 # The modules, beside the package itself, that documents may import from.
 DOCUMENTED = {
+    "megatron_packed_sft.caches",
     "megatron_packed_sft.errors",
     "megatron_packed_sft.megatron.bridge",
     "megatron_packed_sft.megatron.megatron_lm",
