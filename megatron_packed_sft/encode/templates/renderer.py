@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -85,6 +85,7 @@ class Renderer:
         self.source = source
         self.date = date
         self.variables = {"documents": None, **(variables or {})}
+        self._globals = frozenset(defaults)
         self._variables = {**defaults, **self.variables}
         blocks = _generation_blocks(self.tree)
         if any(_generation_blocks(block) for block in blocks):
@@ -109,6 +110,16 @@ class Renderer:
         }
         with self.refusing():
             return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+
+    def asked_variables(self) -> list[str]:
+        r"""Return the variables that the template reads, besides the messages and what is always there.
+
+        Example:
+            >>> Renderer("{{ bos_token }}{% if enable_thinking %}<think>{% endif %}").asked_variables()
+            ['bos_token', 'enable_thinking']
+        """
+        always = {"messages", "add_generation_prompt", BLOCK_BEGINS, BLOCK_ENDS, *self._globals}
+        return sorted(meta.find_undeclared_variables(self.tree) - always)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
