@@ -112,14 +112,22 @@ class Renderer:
             return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
 
     def asked_variables(self) -> list[str]:
-        r"""Return the variables that the template reads, besides the messages and what is always there.
+        r"""Return the variables that the template wants from outside, besides the messages and what is always there.
 
         Example:
-            >>> Renderer("{{ bos_token }}{% if enable_thinking %}<think>{% endif %}").asked_variables()
+            >>> Renderer("{{ bos_token }}{% if enable_thinking is defined %}<think>{% endif %}").asked_variables()
             ['bos_token', 'enable_thinking']
         """
         always = {"messages", "add_generation_prompt", BLOCK_BEGINS, BLOCK_ENDS, *self._globals}
-        return sorted(meta.find_undeclared_variables(self.tree) - always)
+        own = {name.name for name in self.tree.find_all(nodes.Name) if name.ctx != "load"}
+        # What a template sets itself may still come from outside, if it asks whether it is there.
+        tested = {
+            test.node.name
+            for test in self.tree.find_all(nodes.Test)
+            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+        }
+        undeclared = meta.find_undeclared_variables(self.tree)
+        return sorted(((undeclared - own) | (undeclared & tested)) - always)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
