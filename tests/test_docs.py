@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron_packed_sft
-from megatron_packed_sft.cli.main import _parser
+from megatron_packed_sft.cli.main import PROGRAM, command_line
 from megatron_packed_sft.cli.main import main as packed_sft
 from megatron_packed_sft.errors import MissingDependencyError
 
@@ -96,8 +95,16 @@ def test_command_lines_are_accepted(page: Path, capsys: pytest.CaptureFixture[st
                 words,
                 capsys.readouterr().err,
             )
+        elif words[0].startswith("-"):  # not run: --install-completion would
+            context = command_line.make_context(PROGRAM, ["env"])
+            assert words[0] in {name for one in command_line.get_params(context) for name in one.opts}
+        elif "--help" in words:
+            assert packed_sft(words) == 0
         else:
-            assert isinstance(_parser().parse_args(words), argparse.Namespace)
+            with command_line.make_context(PROGRAM, list(words)) as context:
+                name, verb, rest = command_line.resolve_command(context, [*words])
+                assert verb is not None
+                verb.make_context(name, rest, parent=context)  # refuses wrong options
 
 
 @pages

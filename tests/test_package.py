@@ -35,19 +35,8 @@ ALLOWED = {
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
     "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
     "cli": {
-        *(
-            "records",
-            "encode",
-            "tokens",
-            "packing",
-            "storage",
-            "disk",
-            "data",
-            "megatron",
-            "prepare",
-            "train",
-            "inspect",
-        )
+        *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
+        *("megatron", "prepare", "train", "inspect"),
     },
 }
 # Packages that only some rooms may touch, because they are heavy or belong there.
@@ -66,6 +55,8 @@ ONLY_IN = {
     "ray": {"prepare"},
     "hydra": {"config"},
     "omegaconf": {"config"},
+    "click": {"cli"},
+    "rich": {"support", "prepare", "inspect", "cli"},
 }
 
 

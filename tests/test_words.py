@@ -34,8 +34,11 @@ ALLOWED: list[tuple[str, str]] = [
     ("prepare/encode_worker.py", r"num_(cut_)?rows"),
     ("prepare/summary.py", r"rows"),  # of a printed table
     ("prepare/audit.py", r"rows"),
-    ("prepare/progress.py", r"_?unit"),  # what a progress bar counts
+    ("support/progress.py", r"_?unit|rows"),  # what a progress bar counts
     ("prepare/pipeline.py", r"unit"),
+    ("train/report.py", r"unit"),
+    ("support/terminal.py", r"rows?"),  # of a printed table
+    ("cli/", r"rows"),
     ("train/config.py", r"batch_unit"),  # a key that users write
     ("train/config_checks.py", r"BATCH_UNITS"),
     ("records/samples/", r"_?(?i:units?)"),  # of a quantity

@@ -2,73 +2,89 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import asdict
-from typing import Any
+from typing import Literal
 
-from megatron_packed_sft.cli._common import add_quiet, wants_progress
+import click
+
+from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
 
 
-def add_parser(commands: Any) -> None:
-    """Add the verb to the command line."""
-    parser = commands.add_parser(
-        "convert",
-        help=f"packed data from one storage to another: {', '.join(storage_names())}",
-        description="Convert packed data from one storage to another. Bins stay equal, token by token. One file "
-        "becomes one shard; several become a dataset directory, published together or not at all.",
-        epilog="examples:\n  packed-sft convert training_4096.npy shards/shard_000000\n"
-        "  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096\n"
-        "  packed-sft convert my_dataset legacy_files --to legacy\n"
-        "  packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help=".npy or Parquet files, shards, datasets, directories, globs"
-    )
-    parser.add_argument("target", metavar="TARGET", help="the shard, file or directory to publish")
-    parser.add_argument(
-        "--to",
-        metavar="STORAGE",
-        default=DEFAULT_STORAGE,
-        help=f"one of {', '.join(storage_names())} (default: {DEFAULT_STORAGE})",
-    )
-    parser.add_argument("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest bin)")
-    parser.add_argument(
-        "--overlong",
-        choices=("grow", "error"),
-        default="grow",
-        help="bins longer than --pack-size widen the shards, or are an error (default: grow)",
-    )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
-    parser.add_argument("--pad-id", type=int, metavar="ID", help="fills the bins up (default: the source's, or 0)")
-    parser.add_argument("--split", default="train", help="split for the shards of several files (default: train)")
-    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_quiet(parser)
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+@verb(
+    examples="""
+        packed-sft convert training_4096.npy shards/shard_000000
+        packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096
+        packed-sft convert my_dataset legacy_files --to legacy
+        packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet
+    """
+)
+@argument(
+    "sources",
+    metavar="SOURCE...",
+    nargs=-1,
+    required=True,
+    help=".npy or Parquet files, shards, datasets, directories, globs",
+)
+@argument("target", help="the shard, file or directory to publish")
+@click.option(
+    "--to",
+    metavar="STORAGE",
+    default=DEFAULT_STORAGE,
+    show_default=True,
+    help=f"one of {', '.join(storage_names())}",
+    shell_complete=lambda ctx, parameter, start: [name for name in storage_names() if name.startswith(start)],
+)
+@click.option("--pack-size", type=int, metavar="N", help="width of the shards (default: the longest bin)")
+@click.option(
+    "--overlong",
+    type=click.Choice(("grow", "error")),
+    default="grow",
+    show_default=True,
+    help="bins longer than --pack-size widen the shards, or are an error",
+)
+@click.option("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
+@click.option("--pad-id", type=int, metavar="ID", help="fills the bins up (default: the source's, or 0)")
+@click.option(
+    "--split", default="train", metavar="NAME", show_default=True, help="split for the shards of several files"
+)
+@click.option("--overwrite", is_flag=True, help="replace TARGET if it exists")
+@quiet_option
+def command(
+    sources: tuple[str, ...],
+    target: str,
+    to: str,
+    pack_size: int | None,
+    overlong: Literal["grow", "error"],
+    vocab_size: int | None,
+    pad_id: int | None,
+    split: str,
+    overwrite: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Convert packed data from one storage to another. Bins stay equal, token by token. One file becomes one shard;
+    several become a dataset directory, published together or not at all.
+    """
     from megatron_packed_sft.storage.convert import convert
+    from megatron_packed_sft.support.terminal import show_json
     from megatron_packed_sft.support.wording import counted
 
     report = convert(
-        arguments.sources,
-        arguments.target,
-        to=arguments.to,
-        pack_size=arguments.pack_size,
-        overlong=arguments.overlong,
-        vocab_size=arguments.vocab_size,
-        pad_id=arguments.pad_id,
-        split=arguments.split,
-        overwrite=arguments.overwrite,
-        progress=wants_progress(arguments),
+        list(sources),
+        target,
+        to=to,
+        pack_size=pack_size,
+        overlong=overlong,
+        vocab_size=vocab_size,
+        pad_id=pad_id,
+        split=split,
+        overwrite=overwrite,
+        progress=not quiet,
     )
-    if arguments.json:
-        print(json.dumps(asdict(report), indent=2))
-    elif not arguments.quiet:
+    if as_json:
+        show_json(asdict(report))
+    elif not quiet:
         print(
             f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
             f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft._version import __version__
+from megatron_packed_sft.cli._verb import verb
 from megatron_packed_sft.plugins import Registry
 
 _PACKAGES = (
@@ -34,41 +33,40 @@ _PACKAGES = (
     "datasets",
     "orjson",
     "jinja2",
+    "click",
+    "rich",
     "fsspec",
 )
 _DRIVER = Path("/proc/driver/nvidia")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the verb to the command line."""
-    parser = commands.add_parser(
-        "env",
-        help="versions, machine and plugins, for a bug report",
-        description="Print what a bug report should contain: versions, the machine, and every storage, strategy, "
-        "schema and model family with the package it comes from. Exit code 1 if a plugin cannot be loaded.",
-        epilog="example:\n  packed-sft env --json > env.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
+@verb(examples="packed-sft env\npacked-sft env --json > env.json")
+def command(as_json: bool) -> int:
+    """Print what a bug report should contain: versions, the machine, and every storage, strategy, schema and model
+    family with the package it comes from. Exit code 1 if a plugin cannot be loaded.
+    """
+    from megatron_packed_sft.support.terminal import show_json
 
-
-def _run(arguments: argparse.Namespace) -> int:
     report = environment()
-    if arguments.json:
-        print(json.dumps(report, indent=2))
+    if as_json:
+        show_json(report)
     else:
-        for section in ("versions", "machine"):
-            width = max(map(len, report[section]))
-            print(f"{section}:")
-            for name, value in report[section].items():
-                print(f"  {name:<{width}}  {value or 'not installed'}")
-        for group, found in report["registered"].items():
-            print(f"{group}:")
-            width = max(len(one["name"]) for one in found)
-            for one in found:
-                print(f"  {one['name']:<{width}}  {one['origin']}{': ' + one['error'] if one['error'] else ''}")
+        _show(report)
     return 1 if any(one["error"] for found in report["registered"].values() for one in found) else 0
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Print sections of names and values."""
+    from rich.text import Text
+
+    from megatron_packed_sft.support.terminal import show, table
+
+    for section in ("versions", "machine"):
+        rows = [(f"  {name}", value or "not installed") for name, value in report[section].items()]
+        show(Text(f"{section}:", "bold"), table(["", ""], rows, left=2))
+    for group, found in report["registered"].items():
+        rows = [(f"  {one['name']}", one["origin"] + (f": {one['error']}" if one["error"] else "")) for one in found]
+        show(Text(f"{group}:", "bold"), table(["", ""], rows, left=2))
 
 
 def environment() -> dict[str, Any]:

@@ -1,90 +1,133 @@
 """`packed-sft`: the command line.
 
-Exit codes: 0 success, 1 the data or the machine is at fault, 2 the command line or a setting is wrong.
+Exit codes: 0 success, 1 the data or the machine is at fault, 2 the command line or a setting is wrong, 130 Ctrl-C.
+Each verb is a file beside this one, imported when it is called (cli/_verb.py shows the pattern).
 """
 
 from __future__ import annotations
 
-import argparse
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+
+import click
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.cli import convert, env, export, sample_data, validate
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.cli._completion import COMPLETION_OPTIONS, COMPLETION_VARIABLE, answer_shell
+from megatron_packed_sft.cli._verb import WIDTH, Helpful, debug_option
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.exits import ended
+from megatron_packed_sft.support.terminal import never_fail_on_characters
 
-_EPILOG = """examples:
-  packed-sft sample-data chats
-  packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
-  packed-sft train data.path=my_dataset train.steps=100
-  packed-sft validate my_dataset
-  packed-sft validate my_dataset/train/shard_000000 --level structure --json
-  packed-sft convert training_4096.npy shards/shard_000000
-  packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
-  packed-sft convert my_dataset legacy_files --to legacy
-  packed-sft export runs/sft my_model --dtype bf16
-  packed-sft env
-"""
+PROGRAM = "packed-sft"
+# The verbs in the order of --help. `sample-data` is the `command` of cli/sample_data.py.
+VERBS = {
+    "sample-data": "write synthetic chats in several file formats, for trying things out",
+    "prepare": "chat files to packed, checksummed shards",
+    "train": "train on packed data with Megatron-Core",
+    "validate": "check a shard or a dataset: checksums, structure, every bin",
+    "convert": "packed data from one storage to another",
+    "export": "a trained model as a Hugging Face folder",
+    "env": "versions, machine and plugins, for a bug report",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; an error is one sentence on stderr."""
+    never_fail_on_characters()
     given = list(sys.argv[1:] if argv is None else argv)
+    if instruction := os.environ.get(COMPLETION_VARIABLE):
+        return answer_shell(command_line, PROGRAM, instruction)
+    return ended(lambda: _run(given), name=PROGRAM, debug="--debug" in given)
+
+
+def _run(given: list[str]) -> int:
     try:
-        if given and given[0] in _APPLICATIONS:
-            return _APPLICATIONS[given[0]](given[1:])
-        arguments = _parser().parse_args(given)
-        code: int = arguments.run(arguments)
-    except PackedSFTError as error:
-        print(f"packed-sft: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidInputError) else 1
-    except BrokenPipeError:  # the other end of the pipe, such as head, has closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails, too
-        return 1
-    except KeyboardInterrupt:
-        print("packed-sft: interrupted; nothing was published", file=sys.stderr)
-        return 130
-    return code
+        with command_line.make_context(PROGRAM, given) as context:
+            code: int = command_line.invoke(context)
+            return code
+    except click.exceptions.Exit as done:  # --help, --version
+        return done.exit_code
+    except click.UsageError as error:
+        verb = next((word for word in given if word in VERBS), "")
+        raise InvalidInputError(_sentence(error, f"{PROGRAM} {verb}".strip())) from error
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors look like all others: one sentence that says what to do."""
+class _Verbs(Helpful, click.Group):
+    """The verbs, each imported when it is needed."""
 
-    def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2."""
-        self.exit(2, f"packed-sft: error: {message}; see {self.prog} --help\n")
+    examples = """
+        packed-sft sample-data chats
+        packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
+        packed-sft train data.path=my_dataset train.steps=100
+        packed-sft validate my_dataset
+        packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
+        packed-sft export runs/sft my_model --dtype bf16
+        packed-sft validate --help
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"megatron_packed_sft.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        command.short_help = VERBS[cmd_name]
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS and not ctx.resilient_parsing and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(VERBS)}"
+            raise InvalidInputError(f"{args[0]} is not a command; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_commands(ctx, formatter)
+        Helpful.format_options(self, ctx, formatter)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="packed-sft",
-        description="Packed SFT data for Megatron-style training.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"packed-sft {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    # These two are Hydra applications with a --help of their own; they are run before this parser sees them.
-    commands.add_parser("prepare", help="chat files to packed, checksummed shards (packed-sft prepare --help)")
-    commands.add_parser("train", help="train on packed data with Megatron-Core (packed-sft train --help)")
-
-    for verb in (sample_data, validate, convert, export, env):
-        verb.add_parser(commands)
-    return parser
+def _sentence(error: click.UsageError, called: str) -> str:
+    """Return what is wrong with the command line, and what to do."""
+    see = f"see {called} --help"
+    if isinstance(error, click.NoSuchOption):
+        near = difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
+        return f"{error.option_name} is not an option; {f'did you mean {near[0]}?' if near else see}"
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        name = error.param.metavar if error.param.param_type_name == "argument" else error.param.opts[0]
+        return f"{name or error.param.human_readable_name} is missing; {see}"
+    message = error.message.rstrip(".")
+    if isinstance(error, click.BadParameter) and error.param is not None and error.param.opts:
+        return f"{error.param.opts[0]}: {message}; {see}"
+    return f"{message[:1].lower()}{message[1:]}; {see}"
 
 
-def _prepare(argv: Sequence[str]) -> int:
-    from megatron_packed_sft.prepare.app import main as prepare
-
-    return prepare(argv)
-
-
-def _train(argv: Sequence[str]) -> int:
-    from megatron_packed_sft.train.app import main as train
-
-    return train(argv)
+def _no_verb(context: click.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise InvalidInputError(f"no command was given; see {PROGRAM} --help")
 
 
-_APPLICATIONS = {"prepare": _prepare, "train": _train}
+command_line = _Verbs(
+    PROGRAM,
+    callback=click.pass_context(_no_verb),
+    invoke_without_command=True,
+    help="Packed SFT data for Megatron-style training.",
+    context_settings={"max_content_width": WIDTH},
+    params=[
+        *COMPLETION_OPTIONS,
+        debug_option(),
+    ],
+)
+click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s", help="print the version")(
+    command_line
+)

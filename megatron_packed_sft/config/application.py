@@ -8,7 +8,6 @@ Hydra is used through its public functions, and only to compose: nothing that a 
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,13 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_packed_sft.config.command_line import parse_command_line
+from megatron_packed_sft.config.command_line import OPTIONS, parse_command_line
 from megatron_packed_sft.config.composition import Files
 from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.plugins import GROUPS, installed_plugins
+from megatron_packed_sft.support.exits import ended, refused
+from megatron_packed_sft.support.terminal import never_fail_on_characters
 
 ConfigT = TypeVar("ConfigT")
 _WIDTH, _INDENT = 110, 32  # of --help
@@ -52,7 +53,10 @@ def run_application(
         argv: arguments after the program's name; sys.argv's by default.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    try:
+    never_fail_on_characters()
+    program, debug = f"packed-sft {name}", "--debug" in arguments
+
+    def run() -> int:
         asked = parse_command_line(arguments, schema, flags or {}, look_alikes or {})
         files = Files.find(name, asked.config_name, asked.config_dir)
         if asked.help:
@@ -67,16 +71,38 @@ def run_application(
                 else:
                     codes.append(task(_typed(schema, config)) or 0)
             except PackedSFTError as error:  # the other combinations of a multirun may still be right
-                codes.append(_refused(name, error))
+                sentences = error.problems if isinstance(error, WrongKeysError) else ()
+                codes.append(refused(program, error, debug=debug, sentences=sentences))
         return max(codes, default=0)
-    except PackedSFTError as error:
-        return _refused(name, error)
-    except BrokenPipeError:  # the other end of the pipe, such as head, has closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails, too
-        return 1
-    except KeyboardInterrupt:
-        _say(f"packed-sft {name}: interrupted; run the same command again to resume")
-        return 130
+
+    return ended(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
+
+
+def completions(
+    words: Sequence[str], incomplete: str, *, name: str, schema: type, flags: Mapping[str, str]
+) -> list[str]:
+    """Return what the beginning of a word may become: options, keys, and the names of a group.
+
+    Args:
+        words: those before it. Some shells cut KEY=VALUE into three.
+        incomplete: the beginning of a word.
+        name: of the configuration file.
+        schema: the keys.
+        flags: options without a value.
+    """
+    kinds = {one.path: one.kind for one in keys(schema)}
+    groups = Files.find(name, None, None).groups()
+    words = [word for word in words if word != "="]
+    is_cut = bool(words) and words[-1] in {*kinds, *groups}  # a shell that cuts at = completes what stands behind it
+    if is_cut:
+        incomplete = f"{words[-1]}={incomplete.removeprefix('=')}"
+    if incomplete.startswith("-"):
+        return [option for option in (*flags, *OPTIONS) if option.startswith(incomplete)]
+    key, equals, _ = incomplete.partition("=")
+    if not equals:
+        return [f"{one}=" for one in sorted({*kinds, *groups}) if one.startswith(incomplete)]
+    values = groups.get(key) or (["true", "false"] if kinds.get(key) is bool else [])
+    return [value if is_cut else f"{key}={value}" for value in values if f"{key}={value}".startswith(incomplete)]
 
 
 def as_yaml(config: Any) -> str:
@@ -111,19 +137,6 @@ def _container(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     return container
 
 
-def _refused(name: str, error: PackedSFTError) -> int:
-    """Say what is wrong; return the exit code for it."""
-    for problem in error.problems if isinstance(error, WrongKeysError) else [str(error)]:
-        _say(f"packed-sft {name}: error: {problem}")
-    return 2 if isinstance(error, InvalidInputError) else 1
-
-
-def _say(text: str) -> None:
-    """Say it once: under torchrun every rank finds the same mistake, and the first one speaks."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
-
-
 def _help(name: str, schema: type, files: Files, description: str, examples: str, flags: Mapping[str, str]) -> str:
     shorthands = "".join(f"  {flag:<20}same as {override}\n" for flag, override in flags.items())
     groups = "".join(f"  {group:<20}{', '.join(choices)}\n" for group, choices in files.groups().items())
@@ -133,7 +146,8 @@ def _help(name: str, schema: type, files: Files, description: str, examples: str
         "  --config-name NAME  take NAME.yaml as the configuration, a file of your own that includes this one\n"
         "  --config-dir DIR    where that file is\n"
         "  --cfg job           print the configuration that would be used, and stop\n"
-        "  --multirun          run once for each combination of values, written as KEY=FIRST,SECOND\n\n"
+        "  --multirun          run once for each combination of values, written as KEY=FIRST,SECOND\n"
+        "  --debug             show the traceback of an error\n\n"
         f"groups of settings, chosen by GROUP=NAME:\n{groups}\n{_plugins()}"
         f"keys, their defaults and meaning (??? must be given):\n{_described(schema, files)}"
     )

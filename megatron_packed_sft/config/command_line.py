@@ -15,9 +15,10 @@ from hydra.errors import HydraException
 from megatron_packed_sft.config.schema import key_hint, keys
 from megatron_packed_sft.errors import InvalidInputError
 
-_SWITCHES = {"--help": "help", "-h": "help", "--multirun": "multirun", "-m": "multirun"}
+_SWITCHES = {"--help": "help", "-h": "help", "--multirun": "multirun", "-m": "multirun", "--debug": "debug"}
 _WITH_VALUE = {"--cfg": "cfg", "-c": "cfg", "--config-dir": "config_dir", "-cd": "config_dir",
                "--config-name": "config_name", "-cn": "config_name"}  # fmt: skip
+OPTIONS = tuple(option for option in (*_SWITCHES, *_WITH_VALUE) if option.startswith("--"))
 
 
 @dataclass
@@ -27,6 +28,7 @@ class CommandLine:
     overrides: list[str] = field(default_factory=list)
     help: bool = False
     multirun: bool = False
+    debug: bool = False
     cfg: str | None = None
     config_dir: str | None = None
     config_name: str | None = None
@@ -142,7 +144,6 @@ def _not_an_option(
             )
     if name in look_alikes:
         return InvalidInputError(f"{option} is not an option; {key_hint(schema, name, look_alikes)}, written KEY=VALUE")
-    options = [one for one in [*flags, *_SWITCHES, *_WITH_VALUE] if one.startswith("--")]
-    if near := difflib.get_close_matches(option, options, n=1, cutoff=0.75):
+    if near := difflib.get_close_matches(option, [*flags, *OPTIONS], n=1, cutoff=0.75):
         return InvalidInputError(f"{option} is not an option; did you mean {near[0]}?")
     return InvalidInputError(f"{option} is not an option; settings are written KEY=VALUE, and --help lists them")

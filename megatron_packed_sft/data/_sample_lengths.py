@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.array_file import ArrayFileWriter
@@ -30,6 +29,7 @@ from megatron_packed_sft.disk.json_document import MANIFEST, parse_file_records
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, TargetExistsError
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 FORMAT = "sample_lengths_v1"
 LENGTHS = "lengths.npy"
@@ -96,8 +96,10 @@ def compute_lengths(
 
 def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.NDArray[np.int64]:
     lengths = np.empty(len(dataset), np.int64)
-    for index in tqdm(range(len(dataset)), unit="sample", desc="lengths", disable=not progress):
-        lengths[index] = measured(dataset[index], length_of, index)
+    with Progress("lengths", len(dataset), "sample", quiet=not progress) as bar:
+        for index in range(len(dataset)):
+            lengths[index] = measured(dataset[index], length_of, index)
+            bar.update(1)
     # Measure a few samples twice: lengths that depend on chance or on the order of calls cannot be planned with.
     for index in np.unique(np.linspace(0, len(dataset) - 1, 16).astype(int)).tolist():
         check_unchanged(index, int(lengths[index]), measured(dataset[index], length_of, index))

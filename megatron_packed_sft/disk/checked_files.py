@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megatron_packed_sft.disk import npy
 from megatron_packed_sft.disk.atomic import os_errors, translated
@@ -19,6 +18,7 @@ from megatron_packed_sft.disk.checksum import Hasher, new_hasher
 from megatron_packed_sft.disk.file_maps import map_file
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
+from megatron_packed_sft.support.progress import Progress
 
 # O_NOFOLLOW: a shard's files are its own. O_NONBLOCK: a FIFO under that name must not hang the reader.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -130,7 +130,7 @@ class CheckedDirectory:
 class HashingReader:
     """Reads a file from front to back into the caller's buffers and hashes what it reads."""
 
-    def __init__(self, file: CheckedFile, algorithm: str, bar: tqdm[Any]) -> None:
+    def __init__(self, file: CheckedFile, algorithm: str, bar: Progress) -> None:
         self._path = file.path
         self._fd = file.fd
         self._bar = bar

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_packed_sft.config.application import run_application
+from megatron_packed_sft.config.application import completions, run_application
 from megatron_packed_sft.prepare.config import PrepareConfig
-from megatron_packed_sft.prepare.pipeline import Pipeline
-from megatron_packed_sft.prepare.summary import summary
 
 DESCRIPTION = """
 Turn chat files into packed, checksummed shards that training opens in a millisecond. Stages: scan, encode, plan,
@@ -28,6 +26,7 @@ FLAGS = {
     "--overwrite": "overwrite=true",
     "--force": "force=true",
     "--quiet": "quiet=true",
+    "--json": "json=true",
 }
 LOOK_ALIKES = {
     **dict.fromkeys(
@@ -61,11 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
+def complete(words: Sequence[str], incomplete: str) -> list[str]:
+    """Return what the shell may complete the beginning of a word to."""
+    return completions(words, incomplete, name="prepare", schema=PrepareConfig, flags=FLAGS)
+
+
 def _run(config: PrepareConfig) -> None:
+    # --help and mistakes in the settings do not wait for these.
+    from megatron_packed_sft.prepare.pipeline import Pipeline
+    from megatron_packed_sft.prepare.summary import summary
+    from megatron_packed_sft.support.terminal import show, show_json
+
     pipeline = Pipeline(config)
     report = pipeline.estimate() if config.dry_run else pipeline.run()
-    if config.quiet:
-        return
-    print(summary(report), flush=True)
-    if warning := report.warning():
+    if config.json:
+        show_json(report.to_json())
+    elif not config.quiet:
+        show(*summary(report))
+    if not config.quiet and (warning := report.warning()):
         print(f"packed-sft prepare: warning: {warning}", file=sys.stderr)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.support.wording import counted, table
+from megatron_packed_sft.support.terminal import table
+from megatron_packed_sft.support.wording import counted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _COLUMNS = {
     TurnKind.ANSWER: "answer",
@@ -98,19 +102,28 @@ class Audit:
         for name, count in other.odd.items():
             self._note(name, count, other.examples[name])
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers, for programs."""
+        counts = {name: getattr(self, name) for name in ("num_records", "num_sequences", "num_turns", "num_tokens")}
+        extremes = {
+            name: one and one._asdict() for name, one in (("shortest", self.shortest), ("longest", self.longest))
+        }
+        by_kind = {kind.name.lower(): int(self.by_kind[kind]) for kind in TurnKind}
+        return {**counts, "trained_by_kind": by_kind, **extremes, "odd": self.odd, "examples": self.examples}
+
     def _note(self, name: str, count: int, examples: Sequence[str]) -> None:
         self.odd[name] = self.odd.get(name, 0) + count
         shown = self.examples.setdefault(name, [])
         shown += examples[: _MAX_EXAMPLES - len(shown)]
 
 
-def audit_lines(audits: Mapping[str, Audit]) -> list[str]:
+def audit_parts(audits: Mapping[str, Audit]) -> list[RenderableType]:
     """Return a table of what is trained of each source, and its odd records.
 
     Example:
         >>> one = Audit(num_records=1, num_turns=1, num_tokens=8, by_kind=np.array([0, 3, 0, 0, 1]))
-        >>> for line in audit_lines({"input": one}):
-        ...     print(line)
+        >>> from megatron_packed_sft.support.terminal import as_text
+        >>> print(as_text(*audit_parts({"input": one})))
         trained by kind  records  turns  answer  end of turn  trained  shortest  longest
         input                  1      1       3            1   50.0 %         -        -
     """
@@ -130,7 +143,9 @@ def audit_lines(audits: Mapping[str, Audit]) -> list[str]:
             ]
         )
     header = ["trained by kind", "records", "turns", *(_COLUMNS[kind] for kind in shown)]
-    lines = table([*header, "trained", "shortest", "longest"], rows)
+    lines: list[RenderableType] = [
+        table([*header, "trained", "shortest", "longest"], rows, styles={"trained": "green"})
+    ]
     for name, audit in audits.items():
         if audit.shortest and audit.longest and audit.shortest.where != audit.longest.where:
             lines.append(

@@ -118,6 +118,7 @@ class PrepareConfig:
         overwrite: replace an output that was made with other settings or from other files.
         force: redo every stage, whatever earlier runs left.
         quiet: print errors only.
+        json: print the summary as JSON on stdout; progress and warnings go to stderr.
         log_interval: seconds between lines where no terminal shows a bar.
     """
 
@@ -145,6 +146,7 @@ class PrepareConfig:
     overwrite: bool = False
     force: bool = False
     quiet: bool = False
+    json: bool = False
     log_interval: float = 30.0
 
 

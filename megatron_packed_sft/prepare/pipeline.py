@@ -36,7 +36,6 @@ from megatron_packed_sft.prepare.plan_stage import (
     plan_splits,
     trained_of_items,
 )
-from megatron_packed_sft.prepare.progress import Progress
 from megatron_packed_sft.prepare.publish_stage import (
     MADE_BY,
     PublishRequest,
@@ -53,6 +52,8 @@ from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
+from megatron_packed_sft.support.terminal import is_terminal
 from megatron_packed_sft.support.wording import byte_count, counted
 
 
@@ -167,7 +168,7 @@ class Pipeline:
 
     @property
     def _shows_bars(self) -> bool:
-        return not self.config.quiet and sys.stderr.isatty()
+        return not self.config.quiet and is_terminal(sys.stderr)
 
     def _progress(self, stage: str, total: int | None, unit: str) -> Progress:
         return Progress(stage, total, unit, quiet=self.config.quiet, interval=self.config.log_interval)

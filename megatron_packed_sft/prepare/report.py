@@ -119,6 +119,31 @@ class PrepareReport:
         """Sequences of which at least one token is in a bin."""
         return sum(split.packed.num_sequences for split in self.splits.values())
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the same facts for programs."""
+        return {
+            "output": str(self.output),
+            "packed_storage": self.packed_storage,
+            "stages": dict(self.stages),
+            "share_of_input": self.looked_at,
+            "num_records": self.total.num_rows,
+            "num_packed": self.num_packed,
+            "dropped": {str(why): count for why, count in sorted(self.dropped.items())},
+            "dropped_tokens": {str(why): count for why, count in sorted(self.dropped_tokens.items())},
+            "sources": {name: source.to_json() for name, source in self.sources.items()},
+            "splits": {
+                name: {
+                    **split.to_json(),
+                    "packed": vars(split.packed).copy(),
+                    "num_shards": split.num_shards,
+                    "num_bytes": split.num_bytes,
+                }
+                for name, split in self.splits.items()
+            },
+            "audits": None if self.audits is None else {name: one.to_json() for name, one in self.audits.items()},
+            "warning": self.warning(),
+        }
+
     def check(self) -> None:
         """Make sure that nothing is lost: records read + repeated + added == packed + dropped, and tokens likewise."""
         total = self.total

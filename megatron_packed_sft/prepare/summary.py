@@ -6,22 +6,28 @@ import json
 import os
 import re
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.packing.accounting import REASONS
-from megatron_packed_sft.prepare.audit import audit_lines
+from megatron_packed_sft.prepare.audit import audit_parts
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
-from megatron_packed_sft.support.wording import byte_count, counted, table
+from megatron_packed_sft.support.terminal import as_text, table
+from megatron_packed_sft.support.wording import byte_count, counted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
+_STYLES = {"trained": "green", "dropped": "yellow"}
 
 
-def summary(report: PrepareReport) -> str:
-    """Return what was done, what became of every record, and how to use the result."""
+def summary(report: PrepareReport) -> list[RenderableType]:
+    """Return what was done, what became of every record, and how to use the result: texts and tables to show."""
     total = report.total
-    lines = [f"{stage:<8} {what}" for stage, what in report.stages]
-    lines += ["", *_accounting(report), "", *_source_table(report), "", *_split_table(report)]
+    lines: list[RenderableType] = [f"{stage:<8} {what}" for stage, what in report.stages]
+    lines += ["", _accounting(report), "", _source_table(report), "", _split_table(report)]
     if report.looked_at < 1:
         share = f"{100 * report.looked_at:.1f} %"
         lines += [
@@ -29,13 +35,13 @@ def summary(report: PrepareReport) -> str:
             f"These are counts over {share} of the input; multiply by {1 / report.looked_at:.1f} for all of it.",
         ]
     if report.audits is not None:
-        lines += ["", *audit_lines(report.audits)]
+        lines += ["", *audit_parts(report.audits)]
     notes = _notes(report)
     if notes:
         lines += ["", *notes]
     if total.num_rows and not report.stages[-1][0].startswith("dry"):
         lines += ["", *how_to_use(report)]
-    return "\n".join(lines)
+    return lines
 
 
 def how_to_use(report: PrepareReport) -> list[str]:
@@ -84,11 +90,7 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
             "## What is in it",
             "",
             "```",
-            *_split_table(report),
-            "",
-            *_accounting(report),
-            "",
-            *_source_table(report),
+            as_text(_split_table(report), "", _accounting(report), "", _source_table(report)),
             "```",
             "",
             "## Settings",
@@ -101,7 +103,7 @@ def card(report: PrepareReport, provenance: dict[str, Any]) -> str:
     )
 
 
-def _accounting(report: PrepareReport) -> list[str]:
+def _accounting(report: PrepareReport) -> Table:
     total = report.total
     plans = [split.plan.accounting for split in report.splits.values()]
     rows: list[tuple[str, int | str, int | str]] = [("records read", total.num_rows, "")]
@@ -122,7 +124,7 @@ def _accounting(report: PrepareReport) -> list[str]:
     return table(["", "records", "tokens"], rows)
 
 
-def _source_table(report: PrepareReport) -> list[str]:
+def _source_table(report: PrepareReport) -> Table:
     """What was read of each source, and what of it is in the bins."""
     rows = []
     for name, source in report.sources.items():
@@ -130,10 +132,10 @@ def _source_table(report: PrepareReport) -> list[str]:
         share = _percent(packed.num_trained_tokens, packed.num_tokens)
         num_dropped = sum(source.dropped.values())
         rows.append([name, source.counts.num_rows, num_dropped, packed.num_sequences, packed.num_tokens, share])
-    return table(["source", "records", "dropped", "sequences", "tokens", "trained"], rows)
+    return table(["source", "records", "dropped", "sequences", "tokens", "trained"], rows, styles=_STYLES)
 
 
-def _split_table(report: PrepareReport) -> list[str]:
+def _split_table(report: PrepareReport) -> Table:
     """What is in the bins of each split."""
     rows = []
     for name, split in report.splits.items():
@@ -151,7 +153,11 @@ def _split_table(report: PrepareReport) -> list[str]:
                 byte_count(split.num_bytes),
             ]
         )
-    return table(["split", "sequences", "tokens", "trained", "bins", "pack size", "full", "files", "on disk"], rows)
+    return table(
+        ["split", "sequences", "tokens", "trained", "bins", "pack size", "full", "files", "on disk"],
+        rows,
+        styles=_STYLES,
+    )
 
 
 def _notes(report: PrepareReport) -> list[str]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -31,6 +29,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 PathLike = str | os.PathLike[str]
 
@@ -112,7 +111,7 @@ def convert(
             raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
     conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id)
     conversion.survey(found)
-    with tqdm(total=conversion.num_bins, unit="bin", desc=f"convert to {storage.name}", disable=not progress) as bar:
+    with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not progress) as bar:
         if found[0].number is None:
             with storage.create_writer(location, overwrite=overwrite, **conversion.options(found[0])) as writer:
                 conversion.copy(found[0], writer, bar)
@@ -200,7 +199,7 @@ class _Conversion:
             "provenance": provenance,
         }
 
-    def copy(self, source: _Source, writer: PackedShardWriter, bar: tqdm[Any]) -> None:
+    def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress) -> None:
         """Write all bins of a source, and finalize."""
         shard = self._opened.pop(source.path, None) or source.open()
         first_bin = 0

@@ -30,9 +30,8 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.support.progress import Progress
 
 
 class PackedShard(Protocol):
@@ -132,7 +131,7 @@ class Storage(abc.ABC):
         return {}
 
     def validate(
-        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+        self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
         """Check one shard; add findings to `report`, and return its figures unless it cannot be opened.
 

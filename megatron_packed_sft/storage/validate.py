@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
@@ -27,6 +26,7 @@ from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 
 
 def validate(
@@ -44,7 +44,7 @@ def validate(
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
     location = local_path(path)
     report = ValidationReport(str(location), level, max_findings=max_findings)
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
+    with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
             _validate_dataset(location, report, bar)
         else:
@@ -69,7 +69,7 @@ def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
     return found
 
 
-def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) -> None:
+def _validate_dataset(location: Path, report: ValidationReport, bar: Progress) -> None:
     try:
         dataset = open_dataset(location)
     except PackedSFTError as error:
@@ -95,7 +95,7 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: tqdm[Any]) 
 
 
 def _validate_shard(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     report.num_shards += 1
     return storage.validate(path, report, bar, shard)
@@ -113,7 +113,7 @@ def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigur
 
 
 def validate_bins(
-    storage: Storage, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+    storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
     """Check one shard of any storage: it opens, unless it is open already, and every bin obeys the rules."""
     try:

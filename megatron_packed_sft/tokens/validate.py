@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
@@ -15,6 +13,7 @@ from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
 from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
 
@@ -37,7 +36,7 @@ def validate_token_store(
     except PackedSFTError as error:
         report.add(Finding(report.path, str(error)))
         return report
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="validate", disable=not progress) as bar:
+    with Progress("validate", None, "B", quiet=not progress) as bar:
         for part in store.parts:
             report.num_shards += 1
             report.num_sequences += len(part)
@@ -51,7 +50,7 @@ def validate_token_store(
     return report
 
 
-def _check_part(part: TokenPart, report: ValidationReport, bar: tqdm[Any]) -> None:
+def _check_part(part: TokenPart, report: ValidationReport, bar: Progress) -> None:
     with CheckedDirectory.open(part.path) as directory:
         for spec in part_arrays(part.manifest):
             file = directory.array(spec, part.manifest.files[spec.name])
@@ -59,7 +58,7 @@ def _check_part(part: TokenPart, report: ValidationReport, bar: tqdm[Any]) -> No
             _check_file(part, file, report, bar)
 
 
-def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, bar: tqdm[Any]) -> None:
+def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, bar: Progress) -> None:
     manifest = part.manifest
     reader = HashingReader(file, manifest.checksum_algorithm or DEFAULT_ALGORITHM, bar)
     count = file.header.shape[0]

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_packed_sft.config.application import as_yaml, run_application
+from megatron_packed_sft.config.application import as_yaml, completions, run_application
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -42,6 +42,7 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   packed-sft train model=from_pretrained model.path=Qwen3-0.6B optimizer=adam_fine_tune data.path=my_dataset
   packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
 
+_FLAGS = {"--json": "json=true"}
 _LOSSES = {
     "per_token": "the mean over trained tokens (per_token)",
     "weighted_per_token": "the mean over trained tokens by their weights (per_token)",
@@ -68,9 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         schema=TrainConfig,
         description=_DESCRIPTION,
         examples=_EXAMPLES,
+        flags=_FLAGS,
         look_alikes=LOOK_ALIKES,
         argv=argv,
     )
+
+
+def complete(words: Sequence[str], incomplete: str) -> list[str]:
+    """Return what the shell may complete the beginning of a word to."""
+    return completions(words, incomplete, name="train", schema=TrainConfig, flags=_FLAGS)
 
 
 def train(config: TrainConfig) -> None:
@@ -169,7 +176,7 @@ def _run(
         output = local_path(config.output)
         trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
         metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
-        reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps)
+        reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
     opening = _opening_lines(data, schedule, backend, resumption)
     for line in [*opening, *_weights_lines(config, record, resumption), *notes]:
         reporter.say(line)

@@ -347,6 +347,7 @@ class TrainConfig:
         validation: when and on what to validate.
         checkpoint: when to save.
         logger: where metrics go besides metrics.jsonl.
+        json: print a summary as JSON on stdout at the end, and everything else on stderr.
     """
 
     packed_storage: str = "auto"
@@ -362,3 +363,4 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    json: bool = False

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.atomic import Staging, fsync_directory
 from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
@@ -29,6 +28,7 @@ from megatron_packed_sft.megatron.weights.torch_dist_writer import (
     sharded_weights,
     write_descriptions,
 )
+from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.train.checkpoint import make_durable, write_tensors
 from megatron_packed_sft.train.export_files import write_model_files
 from megatron_packed_sft.train.export_source import Source, find_source
@@ -108,7 +108,7 @@ def export_model(
         needed = total_bytes(weights.weights(), stored)
         _refuse_full_disk(staging.path, needed)
         notes: list[str] = []
-        with tqdm(total=needed, unit="B", unit_scale=True, disable=not progress, desc="weights") as bar:
+        with Progress("weights", needed, "B", quiet=not progress) as bar:
             if to == "megatron":
                 written = _write_megatron(staging.path, staging.target, weights, stored, bar.update)
             elif to == "adapter":

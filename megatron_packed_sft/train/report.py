@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
+from megatron_packed_sft.support import progress
+from megatron_packed_sft.support.progress import Progress
+from megatron_packed_sft.support.terminal import is_terminal, show_json
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals, perplexity_of
 
@@ -65,9 +67,10 @@ class ConsoleReporter(Reporter):
         metrics: the run's metrics file.
         first_step: steps done before this run began.
         num_steps: steps of the whole run.
+        as_json: print the summary as JSON on stdout, and everything else on stderr.
     """
 
-    def __init__(self, metrics: MetricsFile, *, first_step: int, num_steps: int) -> None:
+    def __init__(self, metrics: MetricsFile, *, first_step: int, num_steps: int, as_json: bool = False) -> None:
         self._metrics = metrics
         self._first_step = first_step
         self._num_steps = num_steps
@@ -77,14 +80,15 @@ class ConsoleReporter(Reporter):
         self._seconds = 0.0
         self._data_seconds = 0.0
         self._checkpoint: Path | None = None
-        self._is_terminal = sys.stderr.isatty()
-        self._bar = self._new_bar(initial=first_step, total=num_steps, unit="step")
-        self._validation_bar: tqdm[NoReturn] | None = None
+        self._validations: dict[str, dict[str, Any]] = {}
+        self._as_json = as_json
+        self._is_terminal = is_terminal(sys.stderr)
+        self._bar = self._new_bar("train", total=num_steps, unit="step", done=first_step)
+        self._validation_bar: Progress | None = None
 
     def say(self, text: str) -> None:
         """Print a line, above the bars while there are any."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        progress.say(text, stream=sys.stderr if self._as_json else sys.stdout)
 
     def was_validated(self, name: str, step: int) -> bool:
         """Look it up in the metrics."""
@@ -105,15 +109,16 @@ class ConsoleReporter(Reporter):
             self.say(_line(record, self._num_steps))
         else:
             self._bar.update(record.step - self._step)
-            self._bar.set_postfix_str(
-                f"loss {record.loss:.4f}, {record.tokens_per_second:,.0f} tokens/s, lr {record.learning_rate:.2e}"
-            )
+            self._bar.note(
+                loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f} tokens/s",
+                lr=f"{record.learning_rate:.2e}",
+            )  # fmt: skip
         self._step = record.step
 
     def on_validation_start(self, name: str, step: int, num_bins: int) -> None:
         """Show a bar of its own, or print a line."""
         if self._is_terminal:
-            self._validation_bar = self._new_bar(desc=f"validating on {name}", total=num_bins, unit="bin", leave=False)
+            self._validation_bar = self._new_bar(f"validating on {name}", total=num_bins, unit="bin")
         else:
             self.say(f"step {step}: validating on {name}, {counted(num_bins, 'bin')}")
 
@@ -126,6 +131,7 @@ class ConsoleReporter(Reporter):
         """Write and print the loss."""
         self._close_validation_bar()
         self._metrics.write_validation(name, step, loss, num_trained)
+        self._validations[name] = {"step": step, "loss": _finite(loss), "num_trained": num_trained}
         self.say(
             f"step {step}: loss {loss:.4f} on {name} ({num_trained:,} trained tokens), perplexity "
             f"{perplexity_of(loss):,.2f}"
@@ -149,7 +155,10 @@ class ConsoleReporter(Reporter):
     def summarize(self, end: EarlyEnd | None) -> None:
         """Print what was done, where it is, and how to resume."""
         self._close_validation_bar()
-        self._bar.close()  # or it would be drawn again below every line of the summary
+        self._bar.close()
+        if self._as_json:
+            show_json(self._summary(end))
+            return
         if not self._records:
             done = f"all {self._num_steps} steps are done; raise train.steps or train.epochs to train longer, or choose"
             self.say(f"nothing to do: {done} another output" if end is None else f"nothing to do: {end.advice}")
@@ -167,13 +176,36 @@ class ConsoleReporter(Reporter):
         self.say(f"checkpoint: {self._checkpoint}")
         self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
 
-    def _new_bar(self, **arguments: Any) -> tqdm[NoReturn]:
-        return tqdm(disable=not self._is_terminal, dynamic_ncols=True, **arguments)
+    def _summary(self, end: EarlyEnd | None) -> dict[str, Any]:
+        """Return the same facts for programs."""
+        first, last = (self._records[0], self._records[-1]) if self._records else (None, None)
+        return {
+            "finished": end is None,
+            "stopped_by": None if end is None else end.reason,
+            "step": self._step,
+            "num_steps": self._num_steps,
+            "first_step": self._first_step,
+            "first_loss": None if first is None else _finite(first.loss),
+            "loss": None if last is None else _finite(last.loss),
+            "validation": self._validations,
+            "tokens_per_second": self._num_tokens / self._seconds if self._seconds else None,
+            "data_share": self._data_seconds / self._seconds if self._seconds else None,
+            "metrics": str(self._metrics.path),
+            "checkpoint": None if self._checkpoint is None else str(self._checkpoint),
+        }
+
+    def _new_bar(self, stage: str, *, total: int, unit: str, done: int = 0) -> Progress:
+        # Without a terminal, a line for every record says more than one about the progress.
+        return Progress(stage, total, unit, quiet=not self._is_terminal, done=done)
 
     def _close_validation_bar(self) -> None:
         if self._validation_bar is not None:
             self._validation_bar.close()
             self._validation_bar = None
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None  # JSON has no NaN
 
 
 def _line(record: StepRecord, num_steps: int) -> str:

@@ -304,8 +304,37 @@ def test_our_errors_are_one_sentence_and_others_are_not_hidden(
     def stumble(_: Settings) -> None:
         raise RuntimeError("a bug")
 
-    with pytest.raises(RuntimeError, match="a bug"):
-        run("output=x", task=stumble)
+    assert run("output=x", task=stumble)[0] == 1
+    [sentence] = capfd.readouterr().err.splitlines()
+    assert sentence.startswith("packed-sft sample: error: RuntimeError: a bug, which should not happen; its traceback")
+    kept = Path(sentence.partition("its traceback is in ")[2].partition(", and --debug")[0])
+    assert 'raise RuntimeError("a bug")' in kept.read_text()
+    kept.unlink()
+
+
+def test_debug_shows_the_traceback_before_the_sentence(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for error, code in ((InvalidInputError("wrong row"), 2), (RuntimeError("a bug"), 1)):
+
+        def fail(_: Settings, error: Exception = error) -> None:
+            raise error
+
+        assert run("output=x", "--debug", task=fail)[0] == code
+        shown = capfd.readouterr().err
+        assert shown.startswith("Traceback (most recent call last):\n")
+        assert "raise error" in shown
+        assert f"packed-sft sample: error: {'' if code == 2 else 'RuntimeError: '}{error}" in shown.splitlines()[-1]
+
+
+def test_a_bug_on_another_rank_is_not_hidden(
+    conf: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stumble(_: Settings) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("output=x", task=stumble)[0] == 1
+    assert "RuntimeError: a bug on rank 3, which should not happen" in capfd.readouterr().err
 
 
 def test_the_exit_code_of_the_task_is_handed_on(conf: Path) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.prepare.progress import Progress
+from megatron_packed_sft.support.progress import Progress
 from tests.prepare.preparing import chat, write_records
+from tests.terminal import in_pipe, on_terminal, screen
 
 
 class Terminal(io.StringIO):
@@ -37,7 +32,7 @@ def test_a_terminal_gets_a_bar_with_rate_and_notes() -> None:
 
 def test_a_log_gets_one_line_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("megatron_packed_sft.prepare.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("megatron_packed_sft.support.progress.time.monotonic", lambda: now)
     log = io.StringIO()
     with Progress("encode", 1000, "B", stream=log, interval=30) as progress:
         for _ in range(10):
@@ -58,40 +53,27 @@ def test_quiet_is_quiet() -> None:
 def test_on_a_terminal_the_summary_stands_alone_below_finished_bars(tokenizer_path: str, tmp_path: Path) -> None:
     chats = write_records(tmp_path / "few.jsonl", [chat(f"Say {number}.", f"It is {number}.") for number in range(40)])
     settings = (f"input={chats}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", "template=chatml")
-    shown = on_a_terminal("prepare", *settings, "packing.pack_size=256", "executor.num_workers=1")
+    shown = on_terminal("prepare", *settings, "packing.pack_size=256", "executor.num_workers=1", columns=100)
+    assert shown.code == 0, shown.text
     for stage in ("scan", "encode", "publish"):
-        assert f"\r{stage}: " in shown
-    after_the_bars = shown.rpartition("\r" + " " * 20)[2].partition("\r")[2]
-    assert after_the_bars.startswith("scan     1 file")
-    assert "\r" not in after_the_bars.replace("\r\n", "\n")
-    assert [line for line in screen(shown) if "%|" in line] == []
-    assert screen(shown) == after_the_bars.splitlines()
+        assert re.search(rf"{stage} +[━╸╺]+ ", shown.plain), stage
+    seen = screen(shown.text)
+    assert seen[0].startswith("scan     1 file")
+    assert not any("━" in line for line in seen)
+    again = in_pipe("prepare", *settings, "packing.pack_size=256", "executor.num_workers=1")
+    assert "\x1b" not in again.out + again.err
+    assert seen[seen.index("") :] == again.out.splitlines()[seen.index("") :]  # above it, the second run reuses stages
 
 
-def on_a_terminal(*arguments: str) -> str:
-    """Run the command line on a real terminal of 100 columns; return all that it wrote."""
-    terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    command = [sys.executable, "-m", "megatron_packed_sft", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=end, stderr=end)
-    os.close(end)
-    written = b""
-    try:
-        while block := os.read(terminal, 1 << 16):
-            written += block
-    except OSError:
-        pass  # Linux says EIO when the other end is closed
-    os.close(terminal)
-    assert process.wait() == 0, written.decode()
-    return written.decode()
-
-
-def screen(written: str) -> list[str]:
-    """Return the lines a reader sees: a carriage return goes back to the start of the line, and text overwrites."""
-    lines = []
-    for line in written.removesuffix("\r\n").split("\r\n"):
-        seen = ""
-        for text in line.split("\r"):
-            seen = text + seen[len(text) :]
-        lines.append(seen.rstrip())
-    return lines
+def test_two_bars_are_drawn_below_each_other_and_lines_above_them() -> None:
+    terminal = Terminal()
+    with Progress("train", 4, "step", stream=terminal, done=1) as steps:
+        steps.update(1)
+        steps.note(loss="2.5")
+        with Progress("validating", None, "bin", stream=terminal) as bins:
+            bins.update(3)
+            seen = screen(terminal.getvalue())
+            assert [line.split()[0] for line in seen] == ["train", "validating"]
+            assert "2 of 4 step" in seen[0]
+            assert "loss 2.5" in seen[0]
+    assert screen(terminal.getvalue()) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 import textwrap
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 
 from megatron_packed_sft.cli.main import main
 from tests.prepare.preparing import chat, prepare, write_records
+from tests.terminal import in_pipe, on_terminal, screen
 
 TEMPLATE = "template=chatml"
 SMALL = ("packing.pack_size=1024", "executor.num_workers=1")
@@ -85,3 +88,33 @@ def test_bytes_on_disk_are_told_beforehand(few: Path, tokenizer_path: str, tmp_p
 def test_quiet_prints_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:
     arguments = (f"input={few}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
     assert prepare(*arguments, "--quiet") == (0, "", "")
+
+
+def test_json_prints_the_same_figures_and_nothing_else_on_stdout(
+    few: Path, tokenizer_path: str, tmp_path: Path
+) -> None:
+    write_records(few, [chat("Say it.", "It is so."), chat("Long. " * 2000, "It is long.")])
+    arguments = (f"input={few}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    done = prepare(*arguments, "max_drop_share=1", "audit=true", "--json")
+    assert done.code == 0
+    report = json.loads(done.out)
+    assert (report["num_records"], report["num_packed"], report["dropped"]) == (2, 1, {"longer_than_pack": 1})
+    assert report["splits"]["train"]["num_bins"] == 1
+    assert report["splits"]["train"]["packed"]["num_sequences"] == 1
+    assert report["audits"]["input"]["num_records"] == 2
+    assert report["warning"] in done.err
+
+
+def test_the_summary_is_coloured_on_a_terminal_and_plain_in_a_pipe(
+    few: Path, tokenizer_path: str, tmp_path: Path
+) -> None:
+    arguments = (f"input={few}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    seen, piped = on_terminal("prepare", *arguments, columns=60), in_pipe("prepare", *arguments)
+    assert "\x1b[1msplit" in seen.text
+    assert re.search(r"\x1b\[32m *[0-9.]+ %", seen.text)  # the trained share
+    assert "\x1b" not in piped.out + piped.err
+    header = next(line for line in piped.out.splitlines() if line.startswith("split "))
+    assert header in screen(seen.text)  # whole, although the terminal is narrower
+    card = (tmp_path / "data" / "README.md").read_text()
+    assert header in card
+    assert "\x1b" not in card

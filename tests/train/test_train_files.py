@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import sys
 import termios
 from pathlib import Path
@@ -34,7 +35,8 @@ from megatron_packed_sft.train.metrics import (
     read_metrics,
     step_record,
 )
-from megatron_packed_sft.train.report import ConsoleReporter
+from megatron_packed_sft.train.report import ConsoleReporter, EarlyEnd
+from tests.terminal import CONTROLS, screen
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
@@ -193,13 +195,14 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
         assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
         assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
     shown = os.read(controller, 1 << 16).decode()
-    assert "| 1/4 [" in shown
-    assert "validating on validation:   0%" in shown
-    assert "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18\r\n" in shown
-    finished = shown.rpartition("finished at step")[2]
-    assert "speed: " in finished
-    assert "| 1/4 [" not in finished  # the summary stands below the bar, which is not drawn again
-    assert "loss 2.0000, 4 tokens/s, lr 1.00e-04" in shown
+    plain = CONTROLS.sub("", shown)
+    assert re.search(r"train +[━╸╺]+ +25% 1 of 4 step, .*loss 2.0000, speed 4 tokens/s, lr 1.00e-04", plain)
+    assert re.search(r"validating on validation +[━╸╺]+ +50% 6 of 12 bin", plain)
+    seen = screen(shown)
+    assert seen[0] == "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18"
+    assert seen[1].startswith("finished at step 1 of 4: loss 2.0000")
+    assert seen[2].startswith("speed: ")
+    assert "━" not in "".join(seen)  # the bars are gone
     os.close(terminal)
     os.close(controller)
 
@@ -218,3 +221,19 @@ def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) 
     assert [(one.step, one.value) for one in written.Scalars("validation/validation")] == [(3, 2.5)]
     names = {"learning_rate", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "padding_share", "epoch"}
     assert {f"train/{name}" for name in names} <= set(written.Tags()["scalars"])
+
+
+def test_as_json_the_summary_is_all_that_stdout_gets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, totals = make_record(1)
+    reporter = ConsoleReporter(MetricsFile(tmp_path, first_step=0), first_step=0, num_steps=4, as_json=True)
+    reporter.on_validation_end("validation", 0, math.nan, 0)
+    reporter.on_steps(record, totals)
+    reporter.on_checkpoint(tmp_path / "step_000001")
+    reporter.summarize(EarlyEnd("SIGTERM", "run the same command again to resume"))
+    reporter.close()
+    printed = capsys.readouterr()
+    summary = json.loads(printed.out)
+    assert (summary["finished"], summary["stopped_by"], summary["step"], summary["loss"]) == (False, "SIGTERM", 1, 2.0)
+    assert summary["validation"] == {"validation": {"step": 0, "loss": None, "num_trained": 0}}
+    assert summary["checkpoint"] == str(tmp_path / "step_000001")
+    assert "step 1/4: loss 2.0000" in printed.err

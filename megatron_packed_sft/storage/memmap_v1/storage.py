@@ -19,10 +19,9 @@ from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.support.progress import Progress
 
 
 class MemmapStorage(Storage):
@@ -81,7 +80,7 @@ class MemmapStorage(Storage):
             return checksum(directory.read(MANIFEST, MAX_MANIFEST_BYTES))
 
     def validate(
-        self, path: Path, report: ValidationReport, bar: tqdm[Any], shard: PackedShard | None = None
+        self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
         """Check names, manifest, headers and, at level `full`, every byte and every bin."""
         from megatron_packed_sft.storage.memmap_v1.validate import validate_shard

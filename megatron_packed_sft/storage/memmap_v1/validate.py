@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megatron_packed_sft.disk.checked_files import CheckedFile, HashingReader
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
@@ -21,12 +20,13 @@ from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+from megatron_packed_sft.support.progress import Progress
 
 # Bins are read, hashed and checked in blocks that stay in the processor's cache.
 _BLOCK_BYTES = 1 << 20
 
 
-def validate_shard(path: Path, report: ValidationReport, bar: tqdm[Any]) -> BinFigures | None:
+def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check one shard; return its figures unless it cannot be opened."""
     report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES, layout.LOSS_WEIGHTS})
     try:
@@ -60,7 +60,7 @@ def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: Va
 class _ContentCheck:
     """The full check of one open shard."""
 
-    def __init__(self, path: Path, shard: CheckedShard, report: ValidationReport, bar: tqdm[Any]) -> None:
+    def __init__(self, path: Path, shard: CheckedShard, report: ValidationReport, bar: Progress) -> None:
         self._path = path
         self._shard = shard
         self._report = report
