@@ -10,6 +10,7 @@ receipt matches, and whose result is whole, is not done again.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -253,6 +254,7 @@ class Pipeline:
             provenance=provenance,
             card=card(report, provenance),
             num_workers=self._executor.num_workers,
+            tokenizer_path=os.path.abspath(self.config.tokenizer.path),
         )
 
     @property
