@@ -25,7 +25,7 @@ from megatron_packed_sft.cli._verb import argument, verb
     help="a file of chats (anything that prepare reads), with prepare's keys; or packed data: a dataset directory, a "
     "shard, a packed file or a token store",
 )
-@click.option("--row", type=int, metavar="N", help="of chats: the line or record N, counted from 1 (default: the first)")
+@click.option("--row", type=int, metavar="N", help="of chats: line or record N, counted from 1 (default: the first)")
 @click.option("--bin", "bin_number", type=int, metavar="N", help="of packed data: bin N, counted from 0 (default: 0)")
 @click.option("--sample", type=int, metavar="N", help="of packed data: sample N in the shuffled order of a dataset")
 @click.option("--sequence", type=int, metavar="N", help="of a token store: sequence N, counted from 0 (default: 0)")
@@ -41,9 +41,9 @@ from megatron_packed_sft.cli._verb import argument, verb
 def command(**given: object) -> int:
     """Show what will be trained: trained text green, given text dim, control tokens marked; brackets in a pipe.
 
-    A record is shown exactly as `packed-sft prepare` with the same keys will tokenize it, with the turns that were found
-    in the template, what is cut, escaped or lost, and why it would be dropped. Packed data is shown bin by bin, sequence
-    by sequence.
+    A record is shown exactly as `packed-sft prepare` with the same keys will tokenize it, with the turns that were
+    found in the template, what is cut, escaped or lost, and why it would be dropped. Packed data is shown bin by bin,
+    sequence by sequence.
     """
     from megatron_packed_sft.inspect.preview_command import PreviewRequest, run_preview
 

@@ -125,7 +125,7 @@ class RecordEncoder:
         return self._records.mark(record)[-1].marked
 
     def marked(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
-        """Return what each sequence of a record is made of, before any cut; raise RecordRefusedError if there is none."""
+        """Return what each sequence of a record is made of, before any cut; RecordRefusedError if there is none."""
         return self._records.mark(record)
 
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:

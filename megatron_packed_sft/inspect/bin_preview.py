@@ -106,6 +106,7 @@ class PackedPreviewer:
         self._reader: BinReader | None = None
         self._store: TokenStore | None = None
         self._origins: BinOrigins | None = None
+        self.found: FoundTokenizer
         if is_token_store(self.path):
             self._open_store(tokenizer, plan)
         else:
@@ -128,6 +129,10 @@ class PackedPreviewer:
         if opened.prepared_from is not None:
             self._origins = opened.prepared_from.origins(split)
         self.found = opened.find_tokenizer(tokenizer)
+        parent = self.path.resolve().parent.parent
+        if self.found.tokenizer is None and (parent / DATASET).exists():  # one shard of a dataset
+            candidates = noted_tokenizer_paths(parent.with_name(f"{parent.name}.work"))
+            self.found = find_tokenizer(opened.recorded_tokenizer, candidates=candidates)
 
     def _open_store(self, tokenizer: Any, plan: Any) -> None:
         store = open_token_store(self.path)
@@ -135,7 +140,7 @@ class PackedPreviewer:
         candidates: list[str | os.PathLike[str]] = [*noted_tokenizer_paths(self.path.resolve().parents[1])]
         if recorded and recorded.get("name"):
             candidates.append(Path.cwd() / Path(str(recorded["name"])).name)
-        self.found: FoundTokenizer = find_tokenizer(recorded, given=tokenizer, candidates=candidates)
+        self.found = find_tokenizer(recorded, given=tokenizer, candidates=candidates)
         self.where = str(self.path)
         if plan is None:
             self._store = store
@@ -169,7 +174,9 @@ class PackedPreviewer:
         Samples are numbered as `create_sft_dataset(path, max_num_samples=..., seed=seed)` does.
         """
         if self.is_store:
-            raise InvalidInputError("--sample goes with bins; a token store has sequences: use --sequence, or add --plan")
+            raise InvalidInputError(
+                "--sample is for bins, and a token store has sequences; use --sequence, or add --plan"
+            )
         if position < 0:
             raise InvalidInputError(f"--sample is {position}; samples are counted from 0")
         reader = self._bins
@@ -223,5 +230,5 @@ class PackedPreviewer:
     def _refuse_outside(self, option: str, number: int, noun: str) -> None:
         if not 0 <= number < self.num_entries:
             raise InvalidInputError(
-                f"{option} is {number}, but {self.where} has the {noun}s 0 to {self.num_entries - 1}; choose one of them"
+                f"{option} is {number}, but {self.where} has the {noun}s 0 to {self.num_entries - 1}; choose one"
             )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
 from megatron_packed_sft.encode.masks.authored_text import TOOLS
+from megatron_packed_sft.encode.masks.lost_text import ALL_TOOLS, CONTENT, MESSAGE, REASONING, TOOL_CALL
 from megatron_packed_sft.encode.masks.rendering_marker import ChatOutline
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
@@ -28,6 +29,13 @@ from megatron_packed_sft.records.record import Conversation
 
 _ANY_DATE = "2026-01-31"
 _PREFIX, _RAISED = "the tokenizer's template: ", "TemplateError: "
+_LOSSES = {
+    TOOL_CALL: "a call is left out",
+    REASONING: "the reasoning is left out",
+    CONTENT: "the words are left out",
+    MESSAGE: "the message is left out",
+    ALL_TOOLS: "the tools are left out",
+}
 _KEPT, _LOST, _REFUSED, _CHANGED = "kept", "lost", "refused", "changed"
 
 
@@ -158,16 +166,15 @@ class TemplateExplanation:
             return None
 
     def _arounds(self) -> Iterator[Around]:
-        plain = self._marked(chat(user("zqone"), answer("zqtwo"), user("zqthree"), answer("zqfour")))
-        plain = plain or self._marked(chat(user("zqone"), answer("zqtwo")))
+        plain, start = self._plain_chat, ""
         if plain is not None:
-            made_of, outline = plain
-            start = outline.chat.text[: outline.turns[0].start]
+            start = plain[1].chat.text[: plain[1].turns[0].start]
             if start:
                 yield Around("start", before=start)
         system = self._marked(chat({"role": "system", "content": "zqsystem"}, user("zqone"), answer("zqtwo")))
         if system is not None:
-            yield from self._of_message("system", system, 0)
+            for one in self._of_message("system", system, 0):
+                yield one._replace(before=one.before.removeprefix(start))
         if plain is not None:
             yield from self._of_message("user", plain, 0)
             yield from self._of_message("assistant", plain, 1)
@@ -227,9 +234,13 @@ class TemplateExplanation:
         yield Around(name, opened, text[own[0].start : spans[0].start], text[spans[-1].end : own[-1].end])
 
     @cached_property
+    def _plain_chat(self) -> tuple[MarkedRecord, ChatOutline] | None:
+        two_turns = chat(user("zqone"), answer("zqtwo"), user("zqthree"), answer("zqfour"))
+        return self._marked(two_turns) or self._marked(chat(user("zqone"), answer("zqtwo")))
+
+    @cached_property
     def _header(self) -> str:
-        plain = self._marked(chat(user("zqone"), answer("zqtwo"), user("zqthree"), answer("zqfour")))
-        found = next(self._of_message("assistant", plain, 1), None) if plain else None
+        found = next(self._of_message("assistant", self._plain_chat, 1), None) if self._plain_chat else None
         return found.before if found else ""
 
     def _of_tools(self, marked: tuple[MarkedRecord, ChatOutline]) -> Iterator[Around]:
@@ -240,7 +251,8 @@ class TemplateExplanation:
         start, end = spans[0].start, spans[-1].end
         inside = [turn for turn in outline.turns if turn.start <= start < turn.end]
         before = outline.chat.text[inside[0].start if inside else 0 : start]
-        limit = inside[0].end if inside else min((turn.start for turn in outline.turns if turn.start >= end), default=end)
+        behind = [turn.start for turn in outline.turns if turn.start >= end]
+        limit = inside[0].end if inside else min(behind, default=end)
         said = [span.start for turn in inside for span in turn.said if span.start >= end]
         after = outline.chat.text[end : min([limit, *said])]
         yield Around("tools", example=before + outline.chat.text[start:end] + after)
@@ -259,8 +271,7 @@ class TemplateExplanation:
             return Finding(probe.name, _REFUSED, str(error))
         losses = [loss for loss in made_of.losses if probe.counts(loss)]
         if losses:
-            sentences = dict.fromkeys(loss.sentence("").strip() for loss in losses)
-            return Finding(probe.name, _LOST, "; ".join(sentences))
+            return Finding(probe.name, _LOST, " and ".join(dict.fromkeys(_LOSSES[loss.kind] for loss in losses)))
         sentence = _change(probe, outline)
         return Finding(probe.name, _CHANGED, sentence) if sentence else Finding(probe.name, _KEPT)
 

@@ -1,7 +1,7 @@
 """Tokens as a person reads them: trained text green and given text dim on a terminal, brackets around it in a pipe.
 
-    on a terminal   green: trained    dim: given    bold or blue: control tokens    underlined: only looks like one
-    in a pipe       ⟦trained⟧  ⟦×0.5 trained with a weight⟧  given  ‹text:<|im_end|>›
+on a terminal   green: trained    dim: given    bold or blue: control tokens    underlined: only looks like one
+in a pipe       ⟦trained⟧  ⟦×0.5 trained with a weight⟧  given  ‹text:<|im_end|>›
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.inspect.tokens_of_bin import Token
-from megatron_packed_sft.inspect.visible_text import visible
+from megatron_packed_sft.inspect.visible_text import OPEN_NOTE, note, visible
 from megatron_packed_sft.support.wording import counted
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ TRAINED, GIVEN = "green", "dim"
 TRAINED_CONTROL, GIVEN_CONTROL = "bold green", "cyan"
 TEXT_ONLY, CUT, NOTE, WEIGHT, LABEL = "underline", "red strike", "red", "magenta", "bold cyan"
 OPEN, CLOSE, OPEN_CUT, CLOSE_CUT = "⟦", "⟧", "⟪", "⟫"
-_RESERVED = OPEN + CLOSE + OPEN_CUT + CLOSE_CUT + "‹"
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_RESERVED = OPEN + CLOSE + OPEN_CUT + CLOSE_CUT + OPEN_NOTE
 _FEWEST_PADS = 2
 
 
@@ -95,11 +96,11 @@ class Painter:
             parts = [("trained", TRAINED), ("given", GIVEN)]
             parts += [("<trained control token>", TRAINED_CONTROL), ("<given control token>", GIVEN_CONTROL)]
             parts += [("<text, not a control token>", f"{TEXT_ONLY} {GIVEN}")] if self.has_lookalikes else []
-            parts += [("×0.5", WEIGHT), ("its loss weight", "")] if self.has_weights else []
+            parts += [(f"{_TIMES}0.5", WEIGHT), ("its loss weight", "")] if self.has_weights else []
             return Text.assemble(*(part for one in parts for part in (one, "  ")))
         words = f"{OPEN}trained{CLOSE}  given"
-        words += "  ‹text:<...>› looks like a control token and is text" if self.has_lookalikes else ""
-        words += f"  {OPEN}×0.5 trained with a loss weight{CLOSE}" if self.has_weights else ""
+        words += f"  {note('text:<...>')} looks like a control token and is text" if self.has_lookalikes else ""
+        words += f"  {OPEN}{_TIMES}0.5 trained with a loss weight{CLOSE}" if self.has_weights else ""
         return Text(words)
 
     def token(self, token: Token) -> str:
@@ -116,12 +117,12 @@ class Painter:
         if is_trained and not self._in_colour:
             shown.append(OPEN)
         if has_weight:
-            shown.append(f"×{weight:g} ", style=WEIGHT if self._in_colour else "")
+            shown.append(f"{times(weight)} ", style=WEIGHT if self._in_colour else "")
         for one in run:
             self.has_lookalikes |= one.is_lookalike
             style, text = _style(is_trained, one.is_control), self._visible(one.text)
             if one.is_lookalike:
-                style, text = f"{TEXT_ONLY} {style}", text if self._in_colour else f"‹text:{text}›"
+                style, text = f"{TEXT_ONLY} {style}", text if self._in_colour else note(f"text:{text}")
             if one.is_padding:
                 style, text = NOTE, one.text
             shown.append(text, style=style if self._in_colour else "")
@@ -145,7 +146,7 @@ class Painter:
             else:
                 yield from self._ordinary(list(run))
         if num_pads:
-            yield Stretch(f"‹{counted(num_pads, 'padding token')}›", 0.0, is_padding=True)
+            yield Stretch(note(counted(num_pads, "padding token")), 0.0, is_padding=True)
 
     def _ordinary(self, tokens: Sequence[Token]) -> Iterator[Stretch]:
         """Yield text that is no control token, cut where it looks like one and where its weight changes."""
@@ -168,6 +169,11 @@ class Painter:
         while number < len(tokens) and tokens[-1 - number].id == self._pad_id and not tokens[-1 - number].is_trained:
             number += 1
         return number if number >= _FEWEST_PADS else 0
+
+
+def times(weight: float) -> str:
+    """Return how a loss weight is written."""
+    return f"{_TIMES}{weight:g}"
 
 
 def _style(is_trained: bool, is_control: bool) -> str:

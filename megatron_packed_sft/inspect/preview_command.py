@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.errors import InvalidInputError
@@ -81,9 +82,7 @@ def _preview_records(path: str | None, settings: Sequence[str], request: Preview
     return 0
 
 
-def _chosen_records(
-    path: str | None, config: PrepareConfig, request: PreviewRequest
-) -> tuple[list[ChosenRecord], str]:
+def _chosen_records(path: str | None, config: PrepareConfig, request: PreviewRequest) -> tuple[list[ChosenRecord], str]:
     from megatron_packed_sft.inspect.chosen_records import draw_records, files_of, first_record, record_numbered
     from megatron_packed_sft.prepare.config import INPUT, configured_sources
 
@@ -145,7 +144,7 @@ def _wanted_bins(previewer: Any, request: PreviewRequest) -> list[Callable[[], B
         raise InvalidInputError("--seed goes with --random or --sample; leave it out, or add one of them")
     if request.count is not None:
         numbers = previewer.draw(request.count, request.seed)
-        return [lambda number=number: previewer.entry(number) for number in numbers]
+        return [partial(previewer.entry, number) for number in numbers]
     if request.sample is not None:
         seed = _DEFAULT_SEED if request.seed is None else request.seed
         return [lambda: previewer.sample(request.sample, seed)]

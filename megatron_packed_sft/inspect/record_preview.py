@@ -131,7 +131,8 @@ class RecordPreviewer:
         given = self.config.tokenizer
         self._packing = self.config.packing.options()
         check_packing(self._packing)
-        self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=given.fast)
+        # The fast path gives the same ids, or is not taken; for a few records it is not worth loading.
+        self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=False)
         # As in prepare's workers: what leaves nothing to train is reported with its place, not raised.
         options = replace(self.config.encode, on_empty="drop")
         template = self.config.template
@@ -276,8 +277,9 @@ class RecordPreviewer:
             return tokens, self._drop(reason, detail), [], []
         if length <= options.longest_item:
             return tokens, None, [], []
+        overflow, stride = options.overflow, options.stride
         items = make_items(
-            [length], limit=options.longest_item, overflow=options.overflow, stride=options.stride, min_len=options.min_len
+            [length], limit=options.longest_item, overflow=overflow, stride=stride, min_len=options.min_len
         )
         assert items.chunks is not None  # truncated or split
         if options.overflow == "truncate":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
-from megatron_packed_sft.inspect.painting import LABEL, NOTE, TRAINED, Painter
+from megatron_packed_sft.inspect.painting import LABEL, NOTE, TRAINED, Painter, times
 from megatron_packed_sft.inspect.record_preview import Cut, RecordPreview, RecordPreviewer, SequencePreview
 from megatron_packed_sft.inspect.tokens_of_bin import Token
 from megatron_packed_sft.inspect.turns_of_text import KIND_NAMES, TurnTokens
@@ -43,7 +43,8 @@ def record_view(
     for number, one in enumerate(preview.sequences):
         yield Text("")
         if len(preview.sequences) > 1:
-            yield Text(f"sequence {number}: {_tokens_words(one)}{', one turn of the chat' if one.is_turn else ''}", LABEL)
+            whole = ", one turn of the chat" if one.is_turn else ""
+            yield Text(f"sequence {number}: {_tokens_words(one)}{whole}", LABEL)
         yield from _sequence_view(one, painter, width=width, ids=ids)
         yield from _notes(one, previewer)
     for sentence in preview.lost:
@@ -100,7 +101,7 @@ def tokens_table(tokens: Sequence[Token], painter: Painter, kinds: Sequence[int]
     width = len(str(max((token.id for token in tokens), default=0)))
     for token in tokens:
         kind = KIND_NAMES[TurnKind(kinds[token.position])] if kinds and token.is_trained else ""
-        mark = f"×{token.weight:g}" if token.weight not in (0, 1) else "●" if token.is_trained else ""
+        mark = times(token.weight) if token.weight not in (0, 1) else "●" if token.is_trained else ""
         shown.append(f"{token.position:>6}  {token.id:>{width}}  {mark:<5} {kind:<11}  ")
         shown.append(f"{painter.token(token)}", style=painter.style_of(token))
         shown.append("\n" if token is not tokens[-1] else "")

@@ -124,9 +124,15 @@ EXAMPLES = {
         tools=True,
     ),
     "system prompt, a tool call, its result, two answers": chat(
-        _BRIEF, _QUESTION, calling(), result('{"weather": "rain"}'), answer("Yes, it rains."), _SUM, answer("4."),
+        _BRIEF,
+        _QUESTION,
+        calling(),
+        result('{"weather": "rain"}'),
+        answer("Yes, it rains."),
+        _SUM,
+        answer("4."),
         tools=True,
-    ),  # fmt: skip
+    ),
     "a tool call, its result, an answer": chat(
         _QUESTION, calling(), result('{"weather": "rain"}'), answer("Yes, it rains."), tools=True
     ),

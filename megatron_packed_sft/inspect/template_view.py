@@ -25,7 +25,6 @@ _SAID = {
 }
 _WORDS = {"system": "SYSTEM PROMPT", "user": "QUESTION", "tool result": "RESULT"}
 _LONGEST = 400
-_OUTCOMES = {"lost": "lost", "refused": "refused", "changed": "changed"}
 
 
 def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[RenderableType]:
@@ -37,8 +36,11 @@ def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[Rend
     """
     from rich.text import Text
 
-    yield Text.assemble((found.template.name, "bold"), f"  {_facts(found)}")
-    if isinstance(found.tokenizer, TemplateAlone):
+    is_alone = isinstance(found.tokenizer, TemplateAlone)
+    name = found.template.name if is_alone else f"{found.template.name}, tokenizer {found.tokenizer.name}"
+    yield Text(name, style="bold")
+    yield Text(_facts(found))
+    if is_alone:
         words = "no tokenizer was given: what looks like a control token is taken for one; --tokenizer shows it exactly"
         yield Text(words, style="dim")
     yield Text("")
@@ -128,14 +130,20 @@ def _findings_view(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     kept = [one.probe for one in findings if one.outcome == "kept"]
     yield Text("")
     yield Text("what becomes of chats with ...", style=LABEL)
-    for one in findings:
-        if one.outcome != "kept":
-            sentence = quoted(one.sentence, longest=240)
-            if one.outcome == "refused":
-                sentence = f"the record is refused: {sentence}"
-            yield Text.assemble(f"  {one.probe}: ", (f"{_OUTCOMES[one.outcome]}", NOTE), f", {sentence}")
+    for (outcome, sentence), probes in _by_sentence(findings).items():
+        said = quoted(sentence, longest=240)
+        yield Text.assemble(f"  {', '.join(probes)}: ", (f"{outcome}", NOTE), f", {said}")
     if kept:
         yield Text.assemble("  ", ("kept as they are: ", "green"), ", ".join(kept))
+
+
+def _by_sentence(findings: Sequence[Finding]) -> dict[tuple[str, str], list[str]]:
+    """Return what happens, and to which chats."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in findings:
+        if one.outcome != "kept":
+            found.setdefault((one.outcome, one.sentence), []).append(one.probe)
+    return found
 
 
 def _facts(found: TemplateExplanation) -> str:

@@ -81,7 +81,6 @@ def turn_tokens(
     low, high = kept or (0, len(tokens))
     found = []
     for turn in outline.turns:
-        text = made_of.marked.text
         before, after = _edges(turn, made_of.marked, marker.ends)
         one = TurnTokens(turn.message, turn.role, None, None, before, after)
         one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
@@ -89,7 +88,8 @@ def turn_tokens(
             # A token that spans two turns belongs to the first.
             first, last = (min(max(bisect_left(starts, at), low), high) for at in (turn.start, turn.end))
             trained = [number for number in range(max(first, low + 1), last) if tokens[number].is_trained]
-            counts = Counter(KIND_NAMES[TurnKind(kinds[number - low])] for number in trained if number - low < len(kinds))
+            known = [kinds[number - low] for number in trained if number - low < len(kinds)]
+            counts = Counter(KIND_NAMES[TurnKind(kind)] for kind in known)
             one = one._replace(
                 start=first - low,
                 end=last - low,

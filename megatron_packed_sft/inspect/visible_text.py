@@ -1,7 +1,7 @@
 r"""Text of records, made safe and visible: nothing that it holds can move a cursor, hide or turn other text.
 
-    a line break       ⏎ and a new line        a tab              ⇥
-    ESC and its kind   ␛ ␀ ␡                   what cannot be seen ‹U+202E›
+a line break       ⏎ and a new line        a tab              ⇥
+ESC and its kind   ␛ ␀ ␡                   what cannot be seen  ‹U+202E›
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ import re
 import unicodedata
 
 LINE_END = "⏎"
+OPEN_NOTE, CLOSE_NOTE = (
+    "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
+    "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+)
 _TAB = "⇥ "
 _DELETE = 0x7F
 # Format characters that belong to how a script or an emoji is written.
@@ -51,6 +55,16 @@ def quoted(text: str, *, longest: int = 60) -> str:
     return f"{shown[:half]}…{shown[len(shown) - half :]}"
 
 
+def note(text: str) -> str:
+    """Return words of ours that stand inside a text.
+
+    Example:
+        >>> note("U+202E")
+        '‹U+202E›'
+    """
+    return f"{OPEN_NOTE}{text}{CLOSE_NOTE}"
+
+
 def _shown(character: str, reserved: str, breaks: bool) -> str:
     if " " <= character <= "~" and character not in reserved:
         return character
@@ -64,4 +78,4 @@ def _shown(character: str, reserved: str, breaks: bool) -> str:
     if code == _DELETE:
         return "\N{SYMBOL FOR DELETE}"
     is_hidden = unicodedata.category(character) in _HIDDEN and character not in _JOINERS
-    return f"‹U+{code:04X}›" if is_hidden or character in reserved else character
+    return note(f"U+{code:04X}") if is_hidden or character in reserved else character

@@ -166,7 +166,7 @@ class TokenStore:
         return arrays.ids[start : start + length], arrays.train[start : start + length]
 
     def weighted(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-        """Return (input_ids, weights) of one sequence: how much the loss of each token counts, 0 if it is not trained."""
+        """Return (input_ids, weights) of one sequence: how much the loss of each token counts, 0 if untrained."""
         ids, train = self[index]
         number = int(np.searchsorted(self._first_sequence, index, side="right")) - 1
         arrays = self.parts[number].arrays
