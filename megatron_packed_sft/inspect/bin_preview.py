@@ -145,7 +145,10 @@ class PackedPreviewer:
         if plan is None:
             self._store = store
         else:
-            self._reader = open_bins(self.path, plan=plan).source
+            made = self.found.tokenizer
+            padding = () if made is None else (made.pad_id, made.eos_id)  # as prepare chooses it
+            pad_id = next((one for one in padding if one is not None), 0)
+            self._reader = open_bins(self.path, plan=plan, pad_id=pad_id).source
 
     @property
     def is_store(self) -> bool:

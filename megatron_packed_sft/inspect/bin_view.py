@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft.inspect.bin_preview import BinPreview, PackedPreviewer
 from megatron_packed_sft.inspect.painting import LABEL, Painter
 from megatron_packed_sft.inspect.record_view import tokens_json, tokens_table
+from megatron_packed_sft.inspect.visible_text import visible
 from megatron_packed_sft.support.wording import counted
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ def bin_view(
     """
     from rich.text import Text
 
-    yield Text.assemble((f"{preview.where}, {preview.what}", "bold"), f"  {_summary(preview)}")
+    yield Text.assemble((f"{visible(preview.where, breaks=False)}, {preview.what}", "bold"), f"  {_summary(preview)}")
     tokenizer = previewer.found.tokenizer
-    yield Text(f"tokenizer {tokenizer.name}" if tokenizer else previewer.found.note, style="dim")
+    found = f"tokenizer {tokenizer.name}" if tokenizer else previewer.found.note
+    yield Text(visible(found, breaks=False), style="dim")
     for note in preview.notes:
         yield Text(note, style="dim")
     start = 0
@@ -39,7 +41,7 @@ def bin_view(
         origin = preview.origins[number] if number < len(preview.origins) else None
         yield Text("")
         if not previewer.is_store:
-            yield Text.assemble((words, LABEL), f", from {origin}" if origin else "")
+            yield Text.assemble((words, LABEL), f", from {visible(origin, breaks=False)}" if origin else "")
         yield tokens_table(tokens, painter) if ids else painter.text(tokens)
         start += len(tokens)
     if not ids:

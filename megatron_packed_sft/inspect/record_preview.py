@@ -64,6 +64,7 @@ class SequencePreview:
         drop: why it is not packed.
         escaped: texts of control tokens that are plain text here, with their messages.
         is_turn: it is one turn of a longer chat, with what came before.
+        is_stored: prepare keeps it; False for what a limit leaves nothing of.
     """
 
     tokens: Sequence[Token]
@@ -75,6 +76,7 @@ class SequencePreview:
     drop: Drop | None = None
     escaped: Sequence[tuple[str, int | None]] = ()
     is_turn: bool = False
+    is_stored: bool = True
 
     @property
     def num_trained(self) -> int:
@@ -203,7 +205,7 @@ class RecordPreviewer:
                 for number in range(len(uncut.sequences.lengths))
                 for tokens in [_tokens(uncut, number, self.decoder)]
             ]
-            return [replace(one, drop=None, chunks=()) for one in found]
+            return [replace(one, drop=None, chunks=(), is_stored=False) for one in found]
         return found
 
     def _is_cut_from(self, tokens: Sequence[Token], whole: Sequence[Token]) -> bool:

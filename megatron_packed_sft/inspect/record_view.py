@@ -35,8 +35,9 @@ def record_view(
     """
     from rich.text import Text
 
-    yield Text.assemble((preview.where, "bold"), f"  {_summary(preview)}")
-    yield Text(f"tokenizer {previewer.tokenizer.name}, {_template_words(preview, previewer)}", style="dim")
+    yield Text.assemble((visible(preview.where, breaks=False), "bold"), f"  {_summary(preview)}")
+    made_with = f"tokenizer {previewer.tokenizer.name}, {_template_words(preview, previewer)}"
+    yield Text(visible(made_with, breaks=False), style="dim")
     for drop in preview.drops:
         detail = visible(drop.detail, breaks=False)
         yield Text.assemble((f"dropped, {drop.reason}: ", NOTE), f"{detail} ({drop.consequence})")
@@ -48,7 +49,7 @@ def record_view(
         yield from _sequence_view(one, painter, width=width, ids=ids)
         yield from _notes(one, previewer)
     for sentence in preview.lost:
-        yield Text.assemble(("lost: ", NOTE), f"{sentence}; encode.on_lost decides about such records")
+        yield Text.assemble(("lost: ", NOTE), f"{visible(sentence, breaks=False)}; encode.on_lost decides about such records")
     if preview.shown_text:
         yield Text(f"the record: {quoted(preview.shown_text, longest=_LONGEST_RECORD)}", style="dim")
     if preview.sequences and not ids:
@@ -223,6 +224,7 @@ def _sequence_json(one: SequencePreview) -> dict[str, Any]:
         ],
         "left_out_messages": list(one.left_out),
         "chunks": [{"start": start, "end": end, "masked_prefix": masked} for start, end, masked in one.chunks],
+        "stored": one.is_stored,
         "dropped": None if one.drop is None else str(one.drop.reason),
         "escaped": [{"text": text, "message": message} for text, message in one.escaped],
     }

@@ -38,7 +38,7 @@ def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[Rend
 
     is_alone = isinstance(found.tokenizer, TemplateAlone)
     name = found.template.name if is_alone else f"{found.template.name}, tokenizer {found.tokenizer.name}"
-    yield Text(name, style="bold")
+    yield Text(quoted(name, longest=200), style="bold")
     yield Text(_facts(found))
     if is_alone:
         words = "no tokenizer was given: what looks like a control token is taken for one; --tokenizer shows it exactly"
@@ -148,7 +148,7 @@ def _by_sentence(findings: Sequence[Finding]) -> dict[tuple[str, str], list[str]
 
 def _facts(found: TemplateExplanation) -> str:
     ends = " or ".join(quoted(end) for end in found.ends) or "nothing"
-    variables = ", ".join(found.variables) or "none"
+    variables = quoted(", ".join(found.variables) or "none", longest=400)
     return f"a turn ends with {ends}; variables: {variables}"
 
 
