@@ -33,7 +33,8 @@ ALLOWED = {
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
     "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    # All but megatron and train: what those leave on disk is described by its JSON files.
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare"},
     "cli": {
         *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
         *("megatron", "prepare", "train", "inspect"),

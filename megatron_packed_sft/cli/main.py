@@ -29,6 +29,7 @@ VERBS = {
     "explain-template": "what a chat template writes around each kind of turn, and what it loses",
     "prepare": "chat files to packed, checksummed shards",
     "train": "train on packed data with Megatron-Core",
+    "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
     "convert": "packed data from one storage to another",
     "export": "a trained model as a Hugging Face folder",

@@ -1,8 +1,8 @@
 """A packed bin as tokens that a person can read: text, id, position, and whether each is trained.
 
-    input_ids    11 12 13 14 15 | 21 22 23        loss mask: that of the prediction made at a position,
-    loss_mask     0  1  1  1  0 |  1  1  0        so a token is trained if the position before it counts
-    trained       .  .  T  T  T |  .  T  T
+input_ids    11 12 13 14 15 | 21 22 23        loss mask: that of the prediction made at a position,
+loss_mask     0  1  1  1  0 |  1  1  0        so a token is trained if the position before it counts
+trained       .  .  T  T  T |  .  T  T
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def tokens_of_bin(packed: PackedBin, decoder: TokenDecoder) -> Iterator[list[Tok
         [(5, 0, False), (6, 1, True)]
     """
     weights = trained_weights(packed)
-    for number, (start, end) in enumerate(zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True)):
+    for number, (start, end) in enumerate(
+        zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True)
+    ):
         ids = packed.input_ids[start:end].tolist()
         texts = decoder.texts(ids)
         yield [
@@ -151,7 +153,9 @@ def tokens_of_bin(packed: PackedBin, decoder: TokenDecoder) -> Iterator[list[Tok
         ]
 
 
-_ESCAPED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_ESCAPED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 def visible(text: str) -> str:

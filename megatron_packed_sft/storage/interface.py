@@ -122,6 +122,15 @@ class Storage(abc.ABC):
         """Return what is known of all bins of an open shard."""
         return BinFigures.of(shard)
 
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what is known of a shard without reading its bins, by the names of `BinFigures`."""
+        if self.in_memory:
+            return {}
+        shard = self.open(path)
+        if isinstance(getattr(shard, "figures", None), BinFigures):
+            return vars(self.figures(shard)).copy()
+        return {"num_bins": len(shard), "pack_size": shard.pack_size}
+
     def checksum(self, path: Path) -> str:
         """Return what identifies the shard's content, as dataset.json records it."""
         return file_checksum(path, DEFAULT_ALGORITHM)

@@ -1,8 +1,8 @@
 """The bins that a page carries: which ones, and in a form that is small and decoded by the page.
 
-    page     vocabulary: id and text of every token that occurs, the most frequent first
-    bin      numbers into the vocabulary, one to three bytes each, as base64
-             runs of one loss weight, starts of sequences, where they came from
+page     vocabulary: id and text of every token that occurs, the most frequent first
+bin      numbers into the vocabulary, one to three bytes each, as base64
+         runs of one loss weight, starts of sequences, where they came from
 """
 
 from __future__ import annotations

@@ -108,7 +108,10 @@ def _split(
 
 def _room(data: OpenedData, tokens_in_page: int) -> dict[str, int]:
     """Share the page's room among the splits: what small ones do not need is left to the others."""
-    sizes = {split: reader.figures.num_tokens or len(reader) * reader.figures.pack_size for split, reader in data.splits.items()}
+    sizes = {
+        split: reader.figures.num_tokens or len(reader) * reader.figures.pack_size
+        for split, reader in data.splits.items()
+    }
     room, left = {}, tokens_in_page
     for number, split in enumerate(sorted(sizes, key=lambda one: (sizes[one], one))):
         room[split] = min(sizes[split], left // (len(sizes) - number))
@@ -141,7 +144,8 @@ def _sources(data: OpenedData) -> list[dict[str, Any]]:
                 "weight": source.get("weight"),
                 "num_records": source.get("num_rows"),
                 "num_repeated": source.get("num_repeated"),
-                "num_dropped": sum({**source.get("dropped", {})}.values()) + sum(source.get("dropped_by_plan", {}).values()),
+                "num_dropped": sum({**source.get("dropped", {})}.values())
+                + sum(source.get("dropped_by_plan", {}).values()),
                 "num_sequences": sum(one["num_sequences"] for one in splits.values()),
                 "num_tokens": sum(one["num_tokens"] for one in splits.values()),
                 "num_trained": sum(one["num_trained_tokens"] for one in splits.values()),

@@ -67,9 +67,7 @@ def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
     if isinstance(reader, JoinedBinReader):
         return [one for source in reader.sources for one in _lengths_of(source)]
     if isinstance(reader, ShardBinReader):
-        return [
-            _lengths_in_shard(reader.shard(number), str(path)) for number, path in enumerate(reader.paths)
-        ]
+        return [_lengths_in_shard(reader.shard(number), str(path)) for number, path in enumerate(reader.paths)]
     return [_lengths_one_by_one([reader.bin(number) for number in range(len(reader))])]
 
 

@@ -13,6 +13,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
+from megatron_packed_sft.inspect.report.run_page import is_run, run_page
 from megatron_packed_sft.support.paths import local_path
 
 SUFFIX = ".report.html"
@@ -64,6 +65,8 @@ def write_report(
     location = local_path(source)
     target = Path.cwd() / f"{location.resolve().name}{SUFFIX}" if output is None else local_path(output, "output")
     _refuse_other_file(target)
+    if is_run(location):
+        return _write(run_page(location), target)
     data = open_data(location, work_dir=work_dir)
     page = dataset_page(data, tokenizer=tokenizer, global_batch=global_batch, ranks=ranks, bins=bins)
     return _write(page, target)
