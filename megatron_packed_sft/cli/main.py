@@ -30,6 +30,7 @@ VERBS = {
     "prepare": "chat files to packed, checksummed shards",
     "train": "train on packed data with Megatron-Core",
     "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
+    "report": "a page that shows what will be trained, or how a run went",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
     "convert": "packed data from one storage to another",
     "export": "a trained model as a Hugging Face folder",
@@ -66,6 +67,7 @@ class _Verbs(Helpful, click.Group):
         packed-sft preview chats/chats.jsonl tokenizer.path=sp.model template=chatml
         packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
         packed-sft train data.path=my_dataset train.steps=100
+        packed-sft report my_dataset -o report.html
         packed-sft validate my_dataset
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
         packed-sft export runs/sft my_model --dtype bf16

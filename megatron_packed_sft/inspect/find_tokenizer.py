@@ -51,7 +51,7 @@ def find_tokenizer(
         return FoundTokenizer(tokenizer)
     if not fingerprint:
         return FoundTokenizer(None, "the data records no tokenizer; give its path with --tokenizer to see text")
-    for path in dict.fromkeys(map(os.fspath, candidates)):
+    for path in dict.fromkeys(os.fspath(one) for one in candidates):
         if not Path(path).exists():
             continue
         try:

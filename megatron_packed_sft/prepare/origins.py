@@ -19,7 +19,10 @@ import numpy.typing as npt
 
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.counts import MAX_EXAMPLES
+from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
 from megatron_packed_sft.prepare.work_directory import part_number, record_numbers_path, slice_receipt
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store
@@ -61,16 +64,22 @@ class PreparedFrom:
                 return PreparedFrom(path, dataset, noted.get("tokenizer_path"))
         return None
 
-    def drop_examples(self) -> dict[str, dict[str, list[str]]]:
-        """Return source -> reason -> a few dropped records: file, line and what is wrong."""
+    def drop_examples(self) -> dict[str, list[str]]:
+        """Return reason -> a few dropped records: file, line and what is wrong."""
         counts = _receipt(self.path / "encode.json").get("counts", {})
         published: Mapping[str, Any] = self.dataset.provenance.get("sources", {})
-        return {
-            name: dict(one["examples"])
-            for name, one in counts.items()
+        found: dict[str, list[str]] = {}
+        for name, one in counts.items():
             # The receipt may be of a later run with other settings.
-            if one["dropped"] == published.get(name, {}).get("dropped") and one["examples"]
-        }
+            if one["dropped"] == published.get(name, {}).get("dropped"):
+                for reason, shown in one["examples"].items():
+                    found.setdefault(reason, []).extend(shown)
+        options = self.dataset.provenance.get("settings", {}).get("packing")
+        for split in self.dataset.splits if options else ():
+            if (origins := self.origins(split)) is not None:
+                for reason, shown in origins.dropped_by_plan(PackOptions(**options)).items():
+                    found.setdefault(reason, []).extend(shown)
+        return found
 
     def origins(self, split: str) -> BinOrigins | None:
         """Return where the sequences of a split's bins came from; None if the plan or the tokens are gone."""
@@ -98,13 +107,29 @@ class BinOrigins:
         """Return the origin of each sequence of a bin, in the order of the split's bins; None where it is not known."""
         items = self._plan.bin(int(self._order[number])).astype(np.int64)
         sequences = items if self._plan.chunks is None else self._plan.chunks.sequence[items].astype(np.int64)
-        found: list[Origin | None] = [None] * len(items)
+        return self._of_sequences(sequences)
+
+    def _of_sequences(self, sequences: npt.NDArray[np.int64]) -> list[Origin | None]:
+        found: list[Origin | None] = [None] * len(sequences)
         for part, positions, inside in self._store.by_part(sequences):
             read = self._part(part)
             if read is not None:
                 file, lines = read
                 for place, line in zip(positions.tolist(), lines[inside].tolist(), strict=True):
                     found[place] = Origin(file, line)
+        return found
+
+    def dropped_by_plan(self, options: PackOptions) -> dict[str, list[str]]:
+        """Return reason -> a few records of which no token is in a bin."""
+        lengths = self._store.lengths
+        reasons = drop_reasons(self._plan, lengths, options)
+        found: dict[str, list[str]] = {}
+        for index in np.unique(reasons[reasons >= 0]).tolist():
+            some = np.flatnonzero(reasons == index)[:MAX_EXAMPLES].astype(np.int64)
+            for sequence, origin in zip(some.tolist(), self._of_sequences(some), strict=True):
+                where = "" if origin is None else f"{origin.file}, line {origin.line}: "
+                shown = f"{where}{lengths[sequence]:,} tokens; at most {options.longest_item:,} fit into a bin"
+                found.setdefault(str(reason_of(index)), []).append(shown)
         return found
 
     def _read_part(self, part: TokenPart) -> tuple[str, npt.NDArray[np.int64]] | None:

@@ -44,7 +44,7 @@ def assemble(page: Mapping[str, Any]) -> bytes:
     parts = {
         "generator": GENERATOR,
         "policy": policy,
-        "title": _escaped(f"{page['title']} – packed-sft report"),
+        "title": _escaped(f"{page['title']} | packed-sft report"),
         "styles": "\n".join(f"<style>{text}</style>" for text in styles),
         "data": embedded_json(page),
         "scripts": "\n".join(f"<script>{text}</script>" for text in scripts),

@@ -14,6 +14,7 @@ from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report import figures
 from megatron_packed_sft.inspect.report.bins_in_page import BinsInPage, choose_bins
 from megatron_packed_sft.inspect.report.figures import StepShape
+from megatron_packed_sft.inspect.report.input_records import record_text
 from megatron_packed_sft.inspect.report.lengths import bin_lengths
 from megatron_packed_sft.inspect.report.reading import bins_to_read, read_tokens
 from megatron_packed_sft.inspect.report.suspicions import find_suspicions
@@ -61,6 +62,7 @@ def dataset_page(
         "tokenizer_note": found.note,
         "chat_template": next((one.figures.chat_template_fingerprint for one in data.splits.values()), None),
         "splits": splits,
+        "num_bins_shown": sum(one["shown"]["num_bins"] for one in splits.values()),
         "bins": in_page.to_json(),
         "sources": _sources(data),
         "drops": _drops(data),
@@ -177,7 +179,7 @@ def _drops(data: OpenedData) -> list[dict[str, Any]]:
             "num_tokens": tokens.get(reason),
             "sources": records.get(reason, {}),
             "stage": "packing" if reason in by_plan else "encoding",
-            "examples": [one for by_reason in examples.values() for one in by_reason.get(reason, [])][:6],
+            "examples": [{"where": one, "record": record_text(one)} for one in examples.get(reason, [])[:6]],
         }
         for reason in sorted({*records, *tokens})
     ]

@@ -1,4 +1,4 @@
-"""What the charts and tables show: totals, histograms, attention costs by step and rank, and the strategies compared."""
+"""What charts and tables show: totals, histograms, attention costs by step and rank, and the strategies compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class StepShape(NamedTuple):
             lower = batch // ranks * ranks
             nearest = f"{lower} or {lower + ranks}" if lower else f"{ranks}"
             raise InvalidInputError(
-                f"a global batch of {batch} bins cannot be shared by {ranks} ranks; choose --global-batch-size {nearest}"
+                f"a global batch of {batch} bins cannot be shared by {ranks} ranks; choose --global-batch-size "
+                f"{nearest}"
             )
         return StepShape(batch, ranks)
 
@@ -128,19 +129,30 @@ def attention(lengths: BinLengths, pack_size: int, shape: StepShape) -> dict[str
     """Return what attention costs: by bin, as a share of one sequence that fills it, and by step and rank."""
     costs = lengths.attention_costs
     share = costs / pack_size**2
-    order = balanced(costs, shape.global_batch, _SEED)
-    mixed = np.random.default_rng(_SEED).permutation(len(costs))
-    orders = {"stored order": costs, "shuffled": costs[mixed], "packing.balance=attention": costs[order]}
     return {
         "histogram": histogram(share, 0, max(1.0, float(share.max())), 50),
         "mean_share": float(share.mean()),
         "costliest_bin": int(costs.argmax()),
         "costliest_share": float(share.max()),
+        **_by_step(costs, shape),
+    }
+
+
+def _by_step(costs: Int64, shape: StepShape) -> dict[str, Any]:
+    """Return the balance over ranks: step by step, in three orders of the bins, and for other shapes of steps."""
+    num_steps = len(costs) // shape.global_batch
+    mixed = np.random.default_rng(_SEED).permutation(len(costs))
+    orders = {
+        "stored order": costs,
+        "shuffled": costs[mixed],
+        "packing.balance=attention": costs[balanced(costs, shape.global_batch, _SEED)],
+    }
+    return {
         "global_batch": shape.global_batch,
         "ranks": shape.ranks,
-        "num_steps": len(costs) // shape.global_batch,
-        "steps": _line(slowest_over_mean(costs, shape)),
-        "orders": [{"order": name, **_balance(ordered, shape)} for name, ordered in orders.items()],
+        "num_steps": num_steps,
+        "steps": _line(slowest_over_mean(costs, shape)) if num_steps else None,
+        "orders": [{"order": name, **_balance(one, shape)} for name, one in orders.items()] if num_steps else [],
         "others": [
             {"global_batch": one.global_batch, "ranks": one.ranks, **_balance(costs, one)}
             for one in _other_shapes(len(costs), shape)
@@ -160,10 +172,9 @@ def slowest_over_mean(costs: Int64, shape: StepShape) -> npt.NDArray[np.float64]
         [1.0]
     """
     num_steps = len(costs) // shape.global_batch
-    if not num_steps:
-        return np.ones(1)
-    steps = costs[: num_steps * shape.global_batch].reshape(num_steps, -1, shape.ranks).sum(axis=1)
-    slowest: npt.NDArray[np.float64] = steps.max(axis=1) / steps.mean(axis=1)
+    steps = costs[: num_steps * shape.global_batch].reshape(num_steps, shape.global_batch // shape.ranks, shape.ranks)
+    by_rank = steps.sum(axis=1)
+    slowest: npt.NDArray[np.float64] = by_rank.max(axis=1) / by_rank.mean(axis=1)
     return slowest
 
 

@@ -74,17 +74,16 @@ def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
 def _lengths_in_shard(shard: Any, where: str) -> tuple[Int64, Int64]:
     if isinstance(shard, MemmapShard):
         arrays = shard.arrays
-        packed, offsets, starts = arrays.packed_len, arrays.seq_offsets, arrays.seq_starts
+        packed, offsets, starts = arrays.packed_len, arrays.seq_offsets.astype(np.int64), arrays.seq_starts
     elif isinstance(shard, FlatShard):
         packed, offsets, starts = shard.packed_len, shard.flat.seq_offsets, shard.flat.seq_starts
     else:
         return _lengths_one_by_one(shard)
-    pointers = np.asarray(offsets, np.int64)
-    counts = np.diff(pointers)
-    if (counts < 1).any() or pointers[0] != 0 or pointers[-1] != len(starts):
+    counts = np.diff(offsets)
+    if (counts < 1).any() or offsets[0] != 0 or offsets[-1] != len(starts):
         raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")
     ends = np.append(np.asarray(starts[1:], np.int64), 0)
-    ends[pointers[1:] - 1] = packed  # a bin's last sequence ends with the bin
+    ends[offsets[1:] - 1] = packed  # a bin's last sequence ends with the bin
     lengths = ends - np.asarray(starts, np.int64)
     if (lengths < 1).any():
         raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")

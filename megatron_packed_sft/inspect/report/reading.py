@@ -66,7 +66,8 @@ class TokensRead:
         places = np.flatnonzero(self.is_trained)
         next_one = np.searchsorted(places, self.starts)
         found = np.append(places, len(self.ids))[next_one]
-        return np.minimum(found, self.ends) - self.starts
+        first: Int64 = np.minimum(found, self.ends) - self.starts
+        return first
 
     @cached_property
     def is_last(self) -> npt.NDArray[np.bool_]:

@@ -94,8 +94,8 @@ def _little_trained(read: TokensRead) -> Suspicion:
     return Suspicion(
         "little_trained",
         "Almost nothing is trained",
-        f"At most {_FEW_TRAINED} tokens, or less than {_FEW_SHARE:.0%} of the sequence. It costs as much as any other and "
-        "teaches next to nothing: an empty answer, a role that is not trained, or a cut in the wrong place.",
+        f"At most {_FEW_TRAINED} tokens, or less than {_FEW_SHARE:.0%} of the sequence. It costs as much as any other "
+        "and teaches next to nothing: an empty answer, a role that is not trained, or a cut in the wrong place.",
         len(found),
         _examples(
             read,
@@ -112,8 +112,8 @@ def _late(read: TokensRead) -> Suspicion:
     return Suspicion(
         "late",
         "A very long untrained prefix",
-        f"Nothing before the last {1 - _LATE_SHARE:.0%} of a sequence of {_LATE_LENGTH} tokens or more is trained. Usual for "
-        "questions about long documents; otherwise check which roles are trained.",
+        f"Nothing before the last {1 - _LATE_SHARE:.0%} of a sequence of {_LATE_LENGTH} tokens or more is trained. "
+        "Usual for questions about long documents; otherwise check which roles are trained.",
         len(found),
         _examples(
             read,
@@ -254,8 +254,8 @@ def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None) -> S
     suspicion = Suspicion(
         "truncated",
         "Answers without an end",
-        "The last token is trained and is no end of turn, so the model learns to stop nowhere: a sequence that was cut, "
-        "or a chunk of one that was split.",
+        "The last token is trained and is no end of turn, so the model learns to stop nowhere: a sequence that was "
+        "cut, or a chunk of one that was split.",
     )
     ends = ends_of_turns(read, decoder)
     if not ends:

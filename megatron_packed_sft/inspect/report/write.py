@@ -12,11 +12,12 @@ from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
-from megatron_packed_sft.inspect.report.dataset_page import dataset_page
+from megatron_packed_sft.inspect.report.dataset_page import TOKENS_IN_PAGE, dataset_page
 from megatron_packed_sft.inspect.report.run_page import is_run, run_page
 from megatron_packed_sft.support.paths import local_path
 
 SUFFIX = ".report.html"
+LARGEST_PAGE = 5_000_000  # bytes; more is slow to open on a phone, and hard to send
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,29 @@ def write_report(
     """
     location = local_path(source)
     target = Path.cwd() / f"{location.resolve().name}{SUFFIX}" if output is None else local_path(output, "output")
-    _refuse_other_file(target)
+    refuse_other_file(target)
     if is_run(location):
-        return _write(run_page(location), target)
+        page = run_page(location)
+        return _write(page, assemble(page), target)
     data = open_data(location, work_dir=work_dir)
-    page = dataset_page(data, tokenizer=tokenizer, global_batch=global_batch, ranks=ranks, bins=bins)
-    return _write(page, target)
+    tokens_in_page = TOKENS_IN_PAGE
+    while True:
+        page = dataset_page(
+            data,
+            tokenizer=tokenizer,
+            global_batch=global_batch,
+            ranks=ranks,
+            bins=bins,
+            tokens_in_page=tokens_in_page,
+        )
+        html = assemble(page)
+        # Ids and masks without any pattern take more bytes than those of texts.
+        if len(html) <= LARGEST_PAGE or page["num_bins_shown"] <= max(1, len(bins)):
+            return _write(page, html, target)
+        tokens_in_page //= 2
 
 
-def _write(page: dict[str, Any], target: Path) -> WrittenReport:
-    html = assemble(page)
+def _write(page: dict[str, Any], html: bytes, target: Path) -> WrittenReport:
     with os_errors("create a directory for", target):
         target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, html)
@@ -87,14 +101,24 @@ def _write(page: dict[str, Any], target: Path) -> WrittenReport:
         str(target),
         "dataset",
         len(html),
-        sum(split["shown"]["num_bins"] for split in page["splits"].values()),
+        page["num_bins_shown"],
         sum(split["shown"]["of"] for split in page["splits"].values()),
         suspicious,
         tuple(filter(None, [page["tokenizer_note"]])),
     )
 
 
-def _refuse_other_file(path: Path) -> None:
+def page_beside(path: Path) -> Path:
+    """Return where `prepare report=true` writes the page of a dataset.
+
+    Example:
+        >>> page_beside(Path("data/my_dataset")).name
+        'my_dataset.report.html'
+    """
+    return path.with_name(f"{path.name}{SUFFIX}")
+
+
+def refuse_other_file(path: Path) -> None:
     """Refuse to replace anything but an earlier page."""
     if not path.exists():
         return

@@ -6,9 +6,12 @@ const Bins = (() => {
   const control = new Set(source.control);
   const decoded = new Map(); // the bin as it came -> the bin with arrays
   const MOST_RESULTS = 60;
-  const LONG = 20000; // tokens; the sequences of longer bins are laid out when they are scrolled to
+  // Browsers lay out a paragraph as a whole, which takes seconds for 100,000 tokens: so there are stretches, which end
+  // with a line where there is one, and those of long bins are laid out when they are scrolled to.
+  const SHORTEST_STRETCH = 200, LONGEST_STRETCH = 1500, LONG = 8000;
   let split = null, bins = [], current = null, place = -1, packSize = 0;
   let ui = null;
+  let spans = []; // of the bin that is shown, by token
 
   function bytesOf(text) {
     const raw = atob(text);
@@ -138,6 +141,8 @@ const Bins = (() => {
     const trained = current.weights.reduce((sum, weight) => sum + (weight > 0 ? 1 : 0), 0);
     ui.shown.textContent = `Bin ${count(current.number)}: ${Page.counted(current.starts.length, "sequence")}, ${Page.counted(current.tokens.length, "token")}, ` +
       `${percent(current.tokens.length / packSize)} full, ${percent(trained / current.tokens.length)} trained.`;
+    spans = new Array(current.tokens.length);
+    ui.view.classList.toggle("long", current.tokens.length > LONG);
     ui.view.replaceChildren(...current.starts.map((start, one) => sequenceView(one)));
     ui.attention.replaceChildren(...attentionPicture());
     describe(null);
@@ -150,10 +155,16 @@ const Bins = (() => {
   function sequenceView(sequence) {
     const bin = current, start = bin.starts[sequence], end = bin.ends[sequence];
     let trained = 0;
-    const tokens = make("div", { class: "tokens", tabindex: "0", role: "group", dir: "auto", "data-sequence": sequence,
+    const tokens = make("div", { class: "tokens", tabindex: "0", role: "group", "data-sequence": sequence,
       "aria-label": `Tokens of sequence ${sequence + 1}; the arrow keys move from token to token` });
+    let stretch = null;
     for (let at = start; at < end; at++) {
       const text = bin.texts[at];
+      const size = stretch ? stretch.childElementCount : 0;
+      if (!stretch || size >= LONGEST_STRETCH || (size >= SHORTEST_STRETCH && bin.texts[at - 1].endsWith("\n"))) {
+        stretch = make("div", { class: "stretch", dir: "auto" });
+        tokens.append(stretch);
+      }
       let kind = "t";
       if (bin.weights[at] > 0) { kind += " on"; trained++; }
       if (control.has(bin.tokens[at])) kind += " control";
@@ -163,15 +174,14 @@ const Bins = (() => {
       span.className = kind;
       span.dataset.at = at;
       span.textContent = text;
-      tokens.append(span);
+      stretch.append(span);
+      spans[at] = span;
     }
     const origin = originOf(bin, sequence);
-    return make("div", { class: bin.tokens.length > LONG ? "sequence long" : "sequence", id: `sequence-${sequence + 1}` },
-      make("h4", {}, `Sequence ${sequence + 1}`, make("span", {}, `${Page.counted(end - start, "token")}, ${percent(trained / (end - start))} trained`),
+    return make("div", { class: "sequence", id: `sequence-${sequence + 1}` },
+      make("h3", {}, `Sequence ${sequence + 1}`, make("span", {}, `${Page.counted(end - start, "token")}, ${percent(trained / (end - start))} trained`),
         origin ? make("span", {}, `${origin.file.split("/").pop()}, line ${count(origin.line)}`) : null), tokens);
   }
-
-  function spanAt(at) { return ui.view.querySelector(`[data-at="${at}"]`); }
 
   function describe(at) {
     if (at === null) {
@@ -195,12 +205,13 @@ const Bins = (() => {
   }
 
   function move(at, scroll) {
-    if (ui.at >= 0) { const before = spanAt(ui.at); if (before) before.classList.remove("now"); }
+    if (ui.at >= 0) spans[ui.at].classList.remove("now");
     ui.at = at;
-    const span = spanAt(at);
-    if (span) {
-      span.classList.add("now");
-      if (scroll) span.scrollIntoView({ block: "center" });
+    spans[at].classList.add("now");
+    if (scroll) {
+      spans[at].scrollIntoView({ block: "center" });
+      // What is laid out on the way there moves it.
+      requestAnimationFrame(() => { if (ui.at === at) spans[at].scrollIntoView({ block: "center" }); });
     }
     describe(at);
   }
@@ -217,8 +228,7 @@ const Bins = (() => {
     if (to === undefined) return;
     event.preventDefault();
     move(Math.max(first, Math.min(last, to)), false);
-    const span = spanAt(ui.at);
-    if (span) span.scrollIntoView({ block: "nearest" });
+    spans[ui.at].scrollIntoView({ block: "nearest" });
   }
 
   function attentionPicture() {
@@ -262,7 +272,7 @@ const Bins = (() => {
 
   function search(wanted) {
     const text = wanted.toLowerCase();
-    for (const span of ui.view.querySelectorAll(".hit")) span.classList.remove("hit");
+    spans.forEach((span) => span.classList.remove("hit"));
     if (!text.trim()) { ui.results.replaceChildren(); return; }
     const found = [];
     let total = 0;
@@ -281,7 +291,7 @@ const Bins = (() => {
       return make("li", {}, make("a", { href: address(one.bin.number, sequence, one.token - one.bin.starts[sequence]), on: { click: (event) => {
         event.preventDefault();
         go(one.number, sequence, one.token - one.bin.starts[sequence]);
-        for (let at = one.token; at <= one.last; at++) { const span = spanAt(at); if (span) span.classList.add("hit"); }
+        for (let at = one.token; at <= one.last; at++) spans[at].classList.add("hit");
       } } }, `Bin ${count(one.bin.number)}, sequence ${sequence + 1}`), ` … ${original.replace(/\s+/g, " ").slice(0, 160)} …`);
     }));
     ui.results.replaceChildren(make("p", {}, `${Page.counted(total, "match")}`.replace("matchs", "matches") + ` in the ${where}${total > found.length ? `; the first ${found.length} are listed` : ""}.`), list);

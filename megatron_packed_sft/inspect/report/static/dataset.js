@@ -83,10 +83,11 @@
       make("p", {}, `Attention costs the sum of the squared sequence lengths of a bin. On average that is ${percent(a.mean_share)} of one sequence that fills the bin; the costliest is bin ${count(a.costliest_bin)} with ${percent(a.costliest_share)}.`),
       make("div", { class: "side-by-side" },
         Charts.histogram("Attention cost of bins", "As a share of one sequence that fills the bin.", a.histogram, { x: "share", y: "bins", bucket: shares, format: asPercent }),
-        Charts.lines("Balance over ranks, step by step", `${counted(a.num_steps, "step")} of ${counted(a.global_batch, "bin")} on ${counted(a.ranks, "rank")}, in stored order: the rank that has most to do over the mean.`, a.steps.at,
+        !a.num_steps ? make("p", { class: "note" }, `The split has fewer bins than one step of ${count(a.global_batch)}, so there is no balance to show; choose --global-batch-size.`)
+        : Charts.lines("Balance over ranks, step by step", `${counted(a.num_steps, "step")} of ${counted(a.global_batch, "bin")} on ${counted(a.ranks, "rank")}, in stored order: the rank that has most to do over the mean.`, a.steps.at,
           [{ label: "slowest / mean", values: a.steps.highest, color: "accent" }], { x: "step", y: "slowest / mean", format: (value) => decimal(value, 2), low: 1 })),
       make("p", {}, `All ranks wait for the slowest one: 1.0 is even, 1.5 means that half as much again is waited for. Other shapes: --ranks and --global-batch-size.`),
-      table("Balance by the order of bins", [{ title: `${count(a.global_batch)} bins a step, ${counted(a.ranks, "rank")}`, cell: (one) => one.order },
+      !a.num_steps ? null : table("Balance by the order of bins", [{ title: `${count(a.global_batch)} bins a step, ${counted(a.ranks, "rank")}`, cell: (one) => one.order },
         { title: "mean", number: true, cell: (one) => ratio(one.mean) }, { title: "worst step", number: true, cell: (one) => ratio(one.worst) }], a.orders),
       a.others.length ? make("details", {}, make("summary", {}, "Other batches and ranks, in stored order"), table("Balance of other batches and ranks", [
         { title: "ranks", cell: (one) => count(one.ranks) }, { title: "bins a step", number: true, cell: (one) => count(one.global_batch) },
@@ -142,7 +143,7 @@
       { title: "by source", cell: (one) => Object.entries(one.sources).map(([name, number]) => `${name} ${count(number)}`).join(", ") || "–" },
     ], data.drops),
     data.drops.map((one) => make("details", {}, make("summary", {}, `${one.reason}: examples`),
-      one.examples.length ? make("ul", { class: "plain" }, one.examples.map((example) => make("li", { class: "mono" }, example)))
+      one.examples.length ? make("ul", { class: "plain" }, one.examples.map((example) => make("li", {}, example.where, example.record ? make("pre", { class: "said", tabindex: "0", "aria-label": "The record", dir: "auto" }, example.record) : null)))
         : make("p", { class: "soft" }, "Not recorded here; prepare with rejects=FILE lists the records."))));
   }
 
