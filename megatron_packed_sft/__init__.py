@@ -31,11 +31,15 @@ if TYPE_CHECKING:
         PackedDataset,
     )
     from megatron_packed_sft.data.factory import create_sft_dataset
+    from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn
+    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM
+    from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
@@ -64,6 +68,8 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.parquet.reader import ParquetShard
     from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
     from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
+    from megatron_packed_sft.storage.token_stream.options import StreamOptions
+    from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
     from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
@@ -78,6 +84,7 @@ _HOMES = {
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",
     "ConversionReport": "storage.convert",
+    "DataCollatorForCausalLM": "data.huggingface.collator",
     "DatasetDirectory": "storage.dataset_directory",
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
@@ -93,6 +100,7 @@ _HOMES = {
     "LegacyShard": "storage.legacy.reader",
     "MemmapShard": "storage.memmap_v1.reader",
     "MemmapShardWriter": "storage.memmap_v1.writer",
+    "MemoryMappedDataset": "data.token_streams",
     "MicroBatchSampler": "data.order.samplers",
     "OrderedShardWriter": "storage.ordered_writer",
     "PackOptions": "packing.options",
@@ -113,12 +121,16 @@ _HOMES = {
     "ShardManifest": "storage.memmap_v1.manifest",
     "Steps": "packing.options",
     "Storage": "storage.interface",
+    "StreamOptions": "storage.token_stream.options",
     "TemplateOptions": "encode.options",
     "TextRecord": "records.record",
     "TokenPartWriter": "tokens.writer",
     "TokenStore": "tokens.store",
+    "TokenStream": "storage.token_stream.reader",
+    "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
     "ValidationReport": "storage.validation_report",
+    "block_tokenize_fn": "data.huggingface.blocks",
     "convert": "storage.convert",
     "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
@@ -126,6 +138,7 @@ _HOMES = {
     "doc_ids_from_boundaries": "data.batch.attention_masks",
     "document_mask_mod": "data.batch.attention_masks",
     "effective_batch": "packing.effective_batch",
+    "get_pos_ids_for_packed_sequence": "data.huggingface.positions",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
@@ -134,6 +147,7 @@ _HOMES = {
     "open_dataset": "storage.dataset_directory",
     "open_shard": "storage.registry",
     "open_token_store": "tokens.store",
+    "open_token_stream": "storage.token_stream.reader",
     "pack": "packing.packer",
     "publish_store": "tokens.store",
     "register_family": "megatron.weights.families",
@@ -158,6 +172,7 @@ __all__ = [
     "ChatTemplate",
     "Conversation",
     "ConversionReport",
+    "DataCollatorForCausalLM",
     "DatasetDirectory",
     "DatasetWriter",
     "EncodeOptions",
@@ -173,6 +188,7 @@ __all__ = [
     "LegacyShard",
     "MemmapShard",
     "MemmapShardWriter",
+    "MemoryMappedDataset",
     "MicroBatchSampler",
     "OrderedShardWriter",
     "PackOptions",
@@ -193,13 +209,17 @@ __all__ = [
     "ShardManifest",
     "Steps",
     "Storage",
+    "StreamOptions",
     "TemplateOptions",
     "TextRecord",
     "TokenPartWriter",
     "TokenStore",
+    "TokenStream",
+    "TokenStreamDataset",
     "TokenizedRecord",
     "ValidationReport",
     "__version__",
+    "block_tokenize_fn",
     "convert",
     "convert_legacy_to_memmap",
     "create_sft_dataset",
@@ -207,6 +227,7 @@ __all__ = [
     "doc_ids_from_boundaries",
     "document_mask_mod",
     "effective_batch",
+    "get_pos_ids_for_packed_sequence",
     "known_strategies",
     "load_template",
     "load_tokenizer",
@@ -215,6 +236,7 @@ __all__ = [
     "open_dataset",
     "open_shard",
     "open_token_store",
+    "open_token_stream",
     "pack",
     "publish_store",
     "register_family",

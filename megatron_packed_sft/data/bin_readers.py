@@ -23,6 +23,7 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_arrays,
     locate_in_samples,
     locate_in_shard,
+    locate_in_stream,
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
 from megatron_packed_sft.disk.checksum import checksum
@@ -35,6 +36,7 @@ from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -116,6 +118,7 @@ class ShardBinReader:
         """Open shards now; those made with different tokenizers or templates are refused."""
         _announce(storage, paths)
         shards = [storage.open(path) for path in paths]
+        _pass_on(shards)
         figures = [storage.figures(shard) for shard in shards]
         parts = [
             _made_with(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
@@ -204,8 +207,13 @@ class ShardBinReader:
 
     def bin(self, index: int) -> PackedBin:
         """Return one bin, as read-only views where the storage has some."""
+        shard, inside = self.place(index)
+        return shard[inside]
+
+    def place(self, index: int) -> tuple[PackedShard, int]:
+        """Return the shard that holds a bin, and the bin's number there."""
         number = bisect.bisect_right(self._offsets_list, index) - 1
-        return self.shard(number)[index - self._offsets_list[number]]
+        return self.shard(number), index - self._offsets_list[number]
 
     def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
         """Return the bins of each shard that holds some of them."""
@@ -224,7 +232,7 @@ class ShardBinReader:
             return
         for number, _, inside in self._by_shard(bins):
             shard = self.shard(number)
-            if isinstance(shard, MemmapShard):
+            if isinstance(shard, MemmapShard | TokenStream):
                 shard.advise(inside.tolist())
 
     def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
@@ -253,6 +261,8 @@ def _locate_in(shard: Any, source: str, bins: Numbers, positions: Numbers, is_pa
         return locate_in_shard(shard, bins, positions, is_padding)
     if isinstance(shard, FlatShard):
         return locate_in_arrays(*shard.flat, bins, positions, is_padding, source)
+    if isinstance(shard, TokenStream):
+        return locate_in_stream(shard, bins, positions, is_padding)
     samples = [
         sample_of(shard[index], padding) for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
     ]
@@ -265,6 +275,8 @@ def _longest_input(shard: Any) -> int:
         return int((arrays.packed_len.astype(np.int64) - np.diff(arrays.seq_offsets.astype(np.int64))).max())
     if isinstance(shard, FlatShard):
         return int((shard.packed_len.astype(np.int64) - np.diff(shard.flat.seq_offsets)).max())
+    if isinstance(shard, TokenStream):
+        return shard.pack_size - 1
     return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
 
 
@@ -412,6 +424,15 @@ def _announce(storage: Storage, paths: Sequence[Path]) -> None:
     if storage.in_memory:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         logger.info("%s%s: %s is read into memory", paths[0], more, storage.name)
+
+
+def _pass_on(shards: Sequence[PackedShard]) -> None:
+    """Log what token streams have to say, where they are first opened and not again in every worker."""
+    for stream in (shard for shard in shards if isinstance(shard, TokenStream)):
+        for warning in stream.warnings:
+            logger.warning("%s", warning)
+        for note in stream.notes:
+            logger.info("%s", note)
 
 
 def _count(storage: Storage, count: int) -> str:

@@ -101,6 +101,9 @@ class PackedDataset:
         self.source = source
         self.tokenizer = tokenizer
         self.max_seq_length = checked_length(source, max_seq_length, _DEFAULT_LENGTH, "max_seq_length")
+        if contract == "hf" and source.figures.max_input_len is not None:
+            # Windows of a stream have one token more than predictions, and here all of them take a place.
+            self.max_seq_length = max(self.max_seq_length, source.figures.pack_size)
         if order is None and max_num_samples is not None:
             order = SampleOrder(len(source), seed=seed, fingerprint=source.fingerprint)
         self._order = order
@@ -114,7 +117,7 @@ class PackedDataset:
             )
         self._collate_arguments: dict[str, Any] = {
             "contract": contract,
-            "eos_id": self._padding_id(),
+            "eos_id": self._padding_id(contract),
             "max_seq_length": self.max_seq_length,
             "pad_to_max_length": pad_to_max_length,
             "pad_seq_length_to_mult": pad_seq_length_to_mult,
@@ -133,7 +136,7 @@ class PackedDataset:
         if source.figures.has_weights or loss != "per_token":
             _ = self.options  # not every contract takes these, and that should not wait for the first batch
 
-    def _padding_id(self) -> int:
+    def _padding_id(self, contract: str) -> int:
         if self.tokenizer is not None:
             return eos_id_of(self.tokenizer)
         pad_id = self.source.pad_id
@@ -332,7 +335,7 @@ def checked_length(source: BinReader, asked: int | None, default: int, argument:
     """
     pack_size = source.figures.pack_size
     if asked is None:
-        return max(default, pack_size)
+        return max(default, source.figures.num_positions)
     # The last token of a sequence is a label only, so a bin of n tokens needs n - 1 positions at most. Only when even
     # that is too long is it worth looking at every bin.
     if asked < pack_size - 1 and (needed := source.longest_input()) > asked:

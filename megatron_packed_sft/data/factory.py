@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data._tokenizer_ids import eos_id_of
+from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
 from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, PlanBinReader, ShardBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -23,6 +23,7 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -30,6 +31,8 @@ from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
@@ -57,6 +60,10 @@ def create_sft_dataset(
     weights: Sequence[float] | None = None,
     max_num_samples: int | None = None,
     seed: int = 1234,
+    pack_sequences: bool = False,
+    eos_id: int | None = None,
+    file_pattern: str | None = None,
+    dtype: str | None = None,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
     **arguments: Any,
@@ -64,22 +71,25 @@ def create_sft_dataset(
     """Open packed data as a dataset.
 
     One memmap_v1 shard is a `GPTSFTPackedMemmapDataset`, several shards or a dataset directory are a
-    `GPTSFTPackedMultiShardDataset`, a legacy file is a `GPTSFTPackedDataset` and a token store with a plan is a
-    `GPTSFTPlannedDataset`; anything else is a `PackedDataset`, the base of them all.
+    `GPTSFTPackedMultiShardDataset`, a legacy file is a `GPTSFTPackedDataset`, a token store with a plan is a
+    `GPTSFTPlannedDataset` and a token stream a `TokenStreamDataset`; anything else is a `PackedDataset`, the base of
+    them all.
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), or a list of these.
+            `plan`), a directory of flat .npy or .bin files (a token stream), or a list of these.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
-        seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs.
+        seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs. Token
+            streams are cut into windows of so many predictions.
         split: of dataset directories.
-        packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`, or a
-            registered one.
+        packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`,
+            `token_stream`, or a registered one.
         plan: a plan or its file; the path is a token store then.
         weights: one per path of a list: a blend in that proportion. Without weights the list is laid end to end.
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
             as many samples as all sources together.
         seed: of the shuffle.
+        pack_sequences, eos_id, file_pattern, dtype: of token streams, as in `TokenStreamDataset`; refused without one.
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
@@ -94,6 +104,14 @@ def create_sft_dataset(
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
+        stream=StreamOptions(
+            seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
+            pack_sequences=pack_sequences,
+            eos_id=document_end(tokenizer, eos_id),
+            file_pattern=file_pattern,
+            dtype=dtype,
+            vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
+        ),
     )
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
@@ -136,6 +154,7 @@ def open_bins(
     seed: int = 1234,
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
+    stream: StreamOptions | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -143,8 +162,9 @@ def open_bins(
         path, split, packed_storage, plan, weights, seed: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
+        stream: how to read the token streams among the paths.
     """
-    tolerance = tolerance or Tolerance()
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions())
     given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     paths = [found for item in given for found in _expand(item)]
@@ -156,12 +176,13 @@ def open_bins(
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
         sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
     elif weights is None:
-        sources = _open_end_to_end(paths, split, wanted, tolerance)
+        sources = opening.end_to_end(paths, wanted)
     else:
-        sources = [_open(one, split, wanted, tolerance) for one in paths]
+        sources = [opening.one(path, wanted) for path in paths]
+    _refuse_stream_options(sources, opening.stream)
     source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
     if len(sources) > 1:
-        refuse_mixed(source.made_with(), tolerance)
+        refuse_mixed(source.made_with(), opening.tolerance)
     order = None
     if weights is not None:
         blend = Blend(weights, [len(one) for one in sources])
@@ -175,45 +196,84 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
+    if isinstance(source.storage, TokenStreamStorage):
+        return TokenStreamDataset
     if len(source.paths) == 1 and not source.of_directory:
         return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
     return GPTSFTPackedMultiShardDataset
 
 
-def _open_end_to_end(
-    paths: Sequence[Path], split: str, wanted: Storage | None, tolerance: Tolerance
-) -> list[BinReader]:
-    """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
-    storages = [storage_of(path) for path in paths]
-    first = storages[0]
-    if len(paths) > 1 and first is not None and all(one is first for one in storages):
-        _check_wanted(paths[0], first, wanted)
-        return [ShardBinReader.of_shards(first, paths, tolerance)]
-    return [_open(path, split, wanted, tolerance) for path in paths]
+class _Opening(NamedTuple):
+    """How paths are opened."""
 
+    split: str
+    tolerance: Tolerance
+    stream: StreamOptions
 
-def _open(path: Path, split: str, wanted: Storage | None, tolerance: Tolerance) -> BinReader:
-    if is_token_store(path):
-        raise InvalidInputError(f"{path} is a token store; name a plan to read bins out of it, or materialize it first")
-    if (path / DATASET).exists():
-        dataset = open_dataset(path)
-        _check_wanted(path, dataset.storage, wanted)
-        return ShardBinReader.of_dataset(dataset, split)
-    storage = storage_of(path)
-    if storage is not None:
+    def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
+        """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
+        storages = [storage_of(path) for path in paths]
+        first = storages[0]
+        if len(paths) > 1 and first is not None and all(one is first for one in storages):
+            _check_wanted(paths[0], first, wanted)
+            return [ShardBinReader.of_shards(self._configured(first), paths, self.tolerance)]
+        return [self.one(path, wanted) for path in paths]
+
+    def one(self, path: Path, wanted: Storage | None) -> BinReader:
+        """Open one path."""
+        if is_token_store(path):
+            raise InvalidInputError(
+                f"{path} is a token store; name a plan to read bins out of it, or materialize it first"
+            )
+        if (path / DATASET).exists():
+            dataset = open_dataset(path)
+            _check_wanted(path, dataset.storage, wanted)
+            return ShardBinReader.of_dataset(dataset, self.split)
+        storage = storage_of(path)
+        if storage is not None:
+            _check_wanted(path, storage, wanted)
+            return ShardBinReader.of_shards(self._configured(storage), [path])
+        inside = shards_inside(path)
+        if not inside and isinstance(wanted, TokenStreamStorage):
+            return ShardBinReader.of_shards(self._configured(wanted), [path])  # or it says why it is none
+        if not inside:
+            is_empty = path.is_dir() and not any(path.iterdir())
+            raise InvalidInputError(
+                f"{path} is an empty directory; check the path"
+                if is_empty
+                else f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
+            )
+        return self._directory(path, inside, wanted)
+
+    def _directory(self, path: Path, inside: Sequence[tuple[Path, Storage]], wanted: Storage | None) -> BinReader:
+        kinds = {storage.name: storage for _, storage in inside}
+        if len(kinds) > 1:
+            raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
+        [storage] = kinds.values()
         _check_wanted(path, storage, wanted)
-        return ShardBinReader.of_shards(storage, [path])
-    inside = shards_inside(path)
-    if not inside:
-        raise InvalidInputError(
-            f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
-        )
-    kinds = {storage.name: storage for _, storage in inside}
-    if len(kinds) > 1:
-        raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
-    [storage] = kinds.values()
-    _check_wanted(path, storage, wanted)
-    return ShardBinReader.of_shards(storage, [shard for shard, _ in inside], tolerance, of_directory=True)
+        shards = [shard for shard, _ in inside]
+        if isinstance(storage, TokenStreamStorage):
+            raise InvalidInputError(
+                f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
+                "train on"
+            )
+        return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
+
+    def _configured(self, storage: Storage) -> Storage:
+        return TokenStreamStorage(self.stream) if isinstance(storage, TokenStreamStorage) else storage
+
+
+def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
+    """Refuse what is said about token streams where there is none: it would be ignored in silence."""
+    if any(isinstance(one, ShardBinReader) and isinstance(one.storage, TokenStreamStorage) for one in sources):
+        return
+    given = {name: getattr(options, name) for name in ("pack_sequences", "file_pattern", "dtype")}
+    for name, value in given.items():
+        if value:
+            raise InvalidInputError(
+                f"{name} is {value!r}, but {sources[0].description} is no token stream; leave {name} out, packed data "
+                "knows its own sequences and dtype"
+            )
 
 
 def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:

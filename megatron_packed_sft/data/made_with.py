@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_packed_sft.data._tokenizer_ids import num_ids_of
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 
@@ -164,7 +165,7 @@ def refuse_other_tokenizer(
                     f"tokenizer, or set {tolerance.switch('tokenizer')} if you know that they agree"
                 )
             continue
-        vocab_size = _vocab_size(tokenizer)
+        vocab_size = num_ids_of(tokenizer)
         found = None if vocab_size is None else part.id_beyond(vocab_size)
         if vocab_size is not None and found is not None and not _has_id(tokenizer, found):
             raise InvalidInputError(
@@ -172,14 +173,6 @@ def refuse_other_tokenizer(
                 f"ends at {vocab_size - 1}; use the tokenizer that made the data, or set "
                 f"{tolerance.switch('tokenizer')} if you know that they agree"
             )
-
-
-def _vocab_size(tokenizer: Any) -> int | None:
-    """Return how many ids a tokenizer of any library has, as far as it says."""
-    sizes = [getattr(tokenizer, name, None) for name in ("vocab_size", "padded_vocab_size")]
-    if hasattr(tokenizer, "__len__"):  # of Hugging Face; unlike vocab_size, it counts the added tokens
-        sizes.append(len(tokenizer))
-    return max((size for size in sizes if type(size) is int), default=None)
 
 
 def _has_id(tokenizer: Any, wanted: int) -> bool:

@@ -30,7 +30,8 @@ class PackOptions:
 
     Args:
         pack_size: what a bin holds, in `measure`.
-        strategy: optimal | window | best_fit | first_fit | first_fit_shuffle | greedy, or a registered one.
+        strategy: optimal | window | best_fit | first_fit | first_fit_shuffle | greedy, a registered one, or with
+            `allow_code` the dotted path of a function of yours, such as my_package.my_packer.
         overflow: what happens to a sequence longer than a bin: error | drop | truncate | split. `split` makes chunks
             that overlap by `stride` tokens. (`pack` also has `single`, a longer bin of its own, for plans alone.)
         stride: tokens that two neighbouring chunks of a split sequence share; they are trained once.
@@ -46,6 +47,7 @@ class PackOptions:
             rank waits) | trained_tokens (equal counts, so that averaging over ranks weighs every token the same).
         whole_batches: hold back the emptiest bins, so that no step is short; they are counted and named.
         seed: of everything that is shuffled.
+        allow_code: your word that a `strategy` given by its dotted path may be imported and run.
         work_limit: steps of search after which `optimal` and `window` settle for the best packing found so far.
     """
 
@@ -64,6 +66,7 @@ class PackOptions:
     balance: str = "none"
     whole_batches: bool = False
     seed: int = 0
+    allow_code: bool = False
     work_limit: int = 100_000_000  # some tenths of a second at most
 
     @property
@@ -78,7 +81,7 @@ class PackOptions:
             prefix: what comes before an option's name where the user wrote it, such as `packing.`.
             overflows: the choices that the user has for `overflow`.
         """
-        check_strategy(self.strategy)
+        check_strategy(self.strategy, allow_code=self.allow_code, prefix=prefix)
         _check_choice(f"{prefix}overflow", self.overflow, overflows)
         _check_choice(f"{prefix}measure", self.measure, MEASURES)
         _check_choice(f"{prefix}balance", self.balance, BALANCES)

@@ -21,7 +21,7 @@ from megatron_packed_sft.packing.items import OVERFLOWS, Items, make_items, size
 from megatron_packed_sft.packing.options import PackOptions, Steps, steps_from
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.packing_problem import Bins, Int64, PackingProblem, histogram_of
-from megatron_packed_sft.packing.strategies.registry import run_strategy
+from megatron_packed_sft.packing.strategies.registry import CustomStrategy, GivenStrategy, run_strategy
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def pack(
     lengths: npt.ArrayLike,
     *,
     pack_size: int,
-    strategy: str = PackOptions.strategy,
+    strategy: str | CustomStrategy = PackOptions.strategy,
     overflow: str = PackOptions.overflow,
     stride: int = PackOptions.stride,
     min_len: int = PackOptions.min_len,
@@ -45,6 +45,7 @@ def pack(
     trained_tokens: npt.ArrayLike | None = None,
     copies_of: npt.ArrayLike | None = None,
     seed: int = PackOptions.seed,
+    allow_code: bool = PackOptions.allow_code,
     work_limit: int = PackOptions.work_limit,
 ) -> PackPlan:
     """Pack sequences of these lengths into bins of `pack_size`.
@@ -54,6 +55,7 @@ def pack(
 
     Args:
         lengths: tokens of each sequence, 1 or more.
+        strategy: a name, or a function of yours; see `register_strategy` for what it is given and returns.
         steps: {global_batch, balance}: group bins into steps of similar cost, and shuffle the steps.
         trained_tokens: trained tokens of each sequence, for balance='trained_tokens'.
         copies_of: one integer per sequence, equal for copies of one sequence. Copies do not share a bin as long as
@@ -69,7 +71,7 @@ def pack(
         raise InvalidInputError("whole_batches needs to know the batch: pass steps={'global_batch': ...}")
     options = PackOptions(
         pack_size=pack_size,
-        strategy=strategy,
+        strategy=strategy if isinstance(strategy, str) else GivenStrategy.of(strategy),
         overflow=overflow,
         stride=stride,
         min_len=min_len,
@@ -83,6 +85,7 @@ def pack(
         balance="none" if grouping is None else grouping.balance,
         whole_batches=whole_batches,
         seed=seed,
+        allow_code=allow_code,
         work_limit=work_limit,
     )
     return pack_with(options, lengths, trained_tokens=trained_tokens, copies_of=copies_of)
@@ -142,7 +145,7 @@ def pack_with(
         indices=bins.indices if items.packed is None else items.packed[bins.indices],
         item_lengths=items.lengths,
         pack_size=options.pack_size,
-        strategy=options.strategy,
+        strategy=str(options.strategy),
         method=bins.method,
         measure=options.measure,
         pad_seq_to_mult=options.pad_seq_to_mult,

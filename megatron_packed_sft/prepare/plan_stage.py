@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -12,6 +13,7 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.packing.options import STORABLE_OVERFLOWS, PackOptions
 from megatron_packed_sft.packing.packer import pack_with
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.packing.strategies.registry import function_at, is_dotted
 from megatron_packed_sft.prepare.counts import SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
@@ -162,7 +164,7 @@ def estimated_trained_of_items(
 
 def _plan_split(split: str, store: TokenStore, options: PackOptions, work: WorkDirectory) -> Planned:
     inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
-    fingerprint = fingerprint_of({**inputs, **asdict(options)})
+    fingerprint = fingerprint_of({**inputs, **asdict(options), **_code_of(options.strategy)})
     name = f"plans/{split}"
     noted = work.receipt(name, fingerprint)
     if noted is not None:
@@ -178,6 +180,14 @@ def _plan_split(split: str, store: TokenStore, options: PackOptions, work: WorkD
     plan.save(work.plan(split))
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})
     return Planned(plan, reused=False)
+
+
+def _code_of(strategy: str) -> dict[str, str]:
+    """Return the source of a strategy that is a user's own function: a plan of its earlier code is not used again."""
+    if not is_dotted(strategy):
+        return {}
+    function = function_at(strategy)
+    return {"code": inspect.getsource(inspect.getmodule(function) or function)}
 
 
 def _trained_tokens(store: TokenStore) -> npt.NDArray[np.int64]:

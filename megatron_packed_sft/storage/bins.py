@@ -109,6 +109,12 @@ class BinFigures:
     chat_template_fingerprint: str | None = None
     has_weights: bool = False
     sum_loss_weights: float | None = None  # with weights
+    max_input_len: int | None = None  # positions that a bin needs at most, where that is known to be below pack_size
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that any bin takes in a batch at most: its last token is a label only, so often fewer."""
+        return self.pack_size if self.max_input_len is None else self.max_input_len
 
     @classmethod
     def of(cls, shard: Any) -> Self:
@@ -168,6 +174,8 @@ class BinFigures:
         reductions: dict[str, Callable[..., Any]] = {**dict.fromkeys(TOTALS, sum), **EXTREMES, "vocab_size": max}
         reductions |= dict.fromkeys(("pad_id", "tokenizer", "chat_template_fingerprint"), common)
         together = cls(**{name: reduced(name, reduce) for name, reduce in reductions.items()})
+        if any(part.max_input_len is not None for part in parts):
+            together = replace(together, max_input_len=max(part.num_positions for part in parts))
         if not any(part.has_weights for part in parts):
             return together
         sums = [part.sum_loss_weights if part.has_weights else part.num_loss_tokens for part in parts]

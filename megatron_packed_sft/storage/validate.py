@@ -24,21 +24,29 @@ from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, Dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
 
 def validate(
-    path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "full",
+    max_findings: int = 100,
+    progress: bool = False,
+    stream: StreamOptions | None = None,
 ) -> ValidationReport:
-    """Check a shard, a dataset directory, or a directory of shards, of any storage.
+    """Check a shard, a dataset directory, a directory of shards, of any storage, or a token stream.
 
     Args:
         path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
         level: `structure` or `full`.
         max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
+        stream: the dtype, vocabulary, EOS id and length that a token stream is meant to be read with.
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
@@ -49,7 +57,8 @@ def validate(
             _validate_dataset(location, report, bar)
         else:
             for shard, storage in _shards_at(location):
-                _validate_shard(storage, shard, report, bar)
+                is_stream = isinstance(storage, TokenStreamStorage)
+                _validate_shard(TokenStreamStorage(stream) if is_stream else storage, shard, report, bar)
     return report
 
 

@@ -241,7 +241,7 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
         ({"path": "nothing"}, "does not exist and matches nothing"),
         ({"path": "s3://bucket/data"}, "is a URL"),
         ({"path": "store"}, "is a token store; name a plan to read bins"),
-        ({"path": "empty"}, "is not packed data of a known storage"),
+        ({"path": "empty"}, "is an empty directory"),
         ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),
     ],
 )

@@ -37,6 +37,7 @@ _NO_OFFSETS = np.empty((2, 0), np.int64)
 _NO_PADDING_MASK = np.empty((0, 0), np.bool_)
 _NO_DOC_IDS = np.empty((0, 0), np.int32)
 _NO_DENOMINATORS = np.empty(0, np.float64)
+_PER_POSITION = {"input_ids", "labels", "weighted_labels", "loss_mask", "position_ids", "doc_ids"}
 _WIDE_KEYS = ("tokens", "labels", "weighted_labels", "loss_mask", "position_ids", "input_ids")
 
 
@@ -67,6 +68,11 @@ def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOption
     batch = contract.adapt(filled, options)
     if options.return_doc_ids:
         batch["doc_ids"] = torch.from_numpy(filled.doc_ids)
+    if options.pad_each_bin:  # the bins lie end to end, all of one length
+        for key in _PER_POSITION & batch.keys():
+            batch[key] = batch[key].view(batch_size, -1)
+        if options.return_doc_ids:  # counted from 0 in each bin, as in other padded batches
+            batch["doc_ids"] = batch["doc_ids"] - batch["doc_ids"][:, :1]
     return batch
 
 
@@ -132,7 +138,7 @@ def _padded_shape(
     longest = max(token_count)
     if longest > options.max_seq_length:
         raise _overlong(bins, token_count.index(longest), longest, options)
-    length = options.padded_length(longest, options.max_seq_length)
+    length = options.padded_length(max(longest, 1), options.max_seq_length)  # there may be nothing to predict at all
     num_boundaries = [1 + count + (tokens < length) for count, tokens in zip(num_sequences, token_count, strict=True)]
     return _Shape(len(token_count), length, num_boundaries)
 
@@ -144,6 +150,14 @@ def _flattened_shape(
     longest = max(lengths)
     if longest > options.max_seq_length:
         raise _overlong(bins, lengths.index(longest), longest, options)
+    if options.pad_each_bin:
+        length = options.padded_length(longest, options.max_seq_length)
+        boundary_offsets = [
+            0,
+            *accumulate(count + (n < length) for n, count in zip(lengths, num_sequences, strict=True)),
+        ]
+        token_offsets = [index * length for index in range(len(lengths) + 1)]
+        return _Shape(1, token_offsets[-1], [boundary_offsets[-1] + 1], np.array([token_offsets, boundary_offsets]))
     num_ids = sum(lengths)
     length = options.padded_length(num_ids, options.max_seq_length * len(lengths))
     token_offsets, boundary_offsets = [0, *accumulate(lengths)], [0, *accumulate(num_sequences)]

@@ -46,6 +46,8 @@ class CollateOptions:
         pad_to_max_length: pad every bin to `max_seq_length` positions; otherwise to the longest bin of the batch.
         pad_seq_length_to_mult: round the longest bin's length up to a multiple; None means 16, and 1 for `hf`, which
             needs no padding. `hf` pads the whole batch, with one sequence at its end.
+        pad_each_bin: for `hf`: a batch [B, L] with one bin to each first index, padded on its own, instead of all bins
+            end to end in one; boundaries still count through the whole batch.
         ceil_to_power_2: round up to a power of two instead.
         return_cu_seqlen: return the sequences' boundaries; otherwise a dense mask [B, 1, L, L], True where a key is
             hidden. Bridge's mask hides only the future, so sequences see each other; that of `mcore` separates them.
@@ -69,6 +71,7 @@ class CollateOptions:
     max_seq_length: int
     pad_to_max_length: bool = False
     pad_seq_length_to_mult: int | None = None
+    pad_each_bin: bool = False
     ceil_to_power_2: bool = False
     return_cu_seqlen: bool = True
     pad_cu_seqlens: bool = False
@@ -98,6 +101,8 @@ class CollateOptions:
                 f"the {self.contract!r} contract needs the boundaries of a flattened batch; leave return_cu_seqlen on "
                 "and pad_cu_seqlens off, or choose another contract"
             )
+        if self.pad_each_bin and not CONTRACTS[self.contract].flattened:
+            raise InvalidInputError(f"the {self.contract!r} contract pads each bin anyway; leave pad_each_bin out")
         self._check_loss()
         if self.pad_cu_seqlens:
             if not self.pad_to_max_length:

@@ -20,6 +20,7 @@ from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checke
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
 
 # The fields of `LocatedBins.table`: one small array instead of seven, because creating arrays dominates a small batch.
 START = 0
@@ -142,6 +143,34 @@ def locate_in_arrays(
     table = np.array([starts, lengths, first, end, indices, numbers, padding], np.int64)
     return LocatedBins(
         _read_only(flat_ids), _read_only(flat_mask), _read_only(seq_starts), table, origin, _read_only(flat_weights)
+    )
+
+
+def locate_in_stream(
+    stream: TokenStream, bins: Numbers, batch_indices: Numbers | None = None, is_padding: Flags | None = None
+) -> LocatedBins:
+    """Copy windows of a token stream out of their files, which may be many; a window is a bin.
+
+    Args:
+        stream: an open stream.
+        bins: window numbers, 0 <= number < len(stream).
+        batch_indices, is_padding: as for `locate_in_shard`.
+    """
+    numbers, indices, padding = _columns(bins, batch_indices, is_padding)
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(stream):
+        raise IndexError(f"{stream.path}: windows {numbers.tolist()} of {len(stream)}")
+    gathered = stream.gather(numbers.tolist())
+    width = stream.pack_size
+    table = np.empty((NUM_FIELDS, numbers.size), np.int64)
+    table[START] = np.arange(numbers.size) * width
+    table[LENGTH] = gathered.lengths
+    table[FIRST_SEQUENCE] = gathered.seq_offsets[:-1]
+    table[SEQUENCES_END] = gathered.seq_offsets[1:]
+    table[BATCH_INDEX], table[BIN], table[IS_PADDING] = indices, numbers, padding
+    # The last token of a document has no place in a batch, so the mask may be 1 there, too.
+    mask = np.ones(numbers.size * width, np.uint8)
+    return LocatedBins(
+        _read_only(gathered.ids.reshape(-1)), _read_only(mask), _read_only(gathered.seq_starts), table, str(stream.path)
     )
 
 

@@ -1,7 +1,8 @@
-"""Strategies by name: ours, those that users register, and those of installed packages."""
+"""Strategies by name: ours, those that users register, and those of installed packages; and functions of users."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,18 +61,80 @@ def register_strategy(name: str, function: CustomStrategy, *, replace: bool = Fa
     STRATEGIES.register(name, function, replace=replace)
 
 
-def check_strategy(name: str) -> None:
-    """Refuse an unknown name; nothing is imported for it."""
-    if name not in STRATEGIES:
+class GivenStrategy(str):
+    """A function that was passed as a strategy: its name, for plans and messages, which carries the function.
+
+    Example:
+        >>> GivenStrategy.of(len), GivenStrategy.of(len).function is len
+        ('builtins.len', True)
+    """
+
+    function: CustomStrategy
+
+    @classmethod
+    def of(cls, function: CustomStrategy) -> GivenStrategy:
+        """Name a function by its module and its own name, as a configuration would."""
+        given = cls(f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}")
+        given.function = function
+        return given
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether a strategy is named by where its function is, such as my_package.my_packer."""
+    return name not in STRATEGIES and ("." in name or ":" in name)
+
+
+def check_strategy(name: str, *, allow_code: bool = False, prefix: str = "") -> None:
+    """Refuse an unknown name, and code that the user did not allow; only code that is allowed is imported.
+
+    Args:
+        name: a known strategy, or the dotted path of a function.
+        allow_code: the user's word that such a function may be imported and called.
+        prefix: what comes before `allow_code` where the user writes it, such as `packing.`.
+    """
+    if isinstance(name, GivenStrategy) or name in STRATEGIES:
+        return
+    if not is_dotted(name):
         raise InvalidInputError(STRATEGIES.unknown(name))
+    if not allow_code:
+        raise InvalidInputError(
+            f"strategy {name!r} is code, which runs only on your word; set {prefix}allow_code=true if you trust it"
+        )
+    function_at(name)
+
+
+def function_at(path: str) -> CustomStrategy:
+    """Import a function by its dotted path: `package.module.function`, or `package.module:function`.
+
+    Example:
+        >>> function_at("builtins.len") is len
+        True
+    """
+    module, _, attribute = path.rpartition(":" if ":" in path else ".")
+    try:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except Exception as error:  # whatever the user's module raises
+        raise InvalidInputError(
+            f"strategy {path!r} cannot be imported ({type(error).__name__}: {error}); check the name, install its "
+            "package, or add its folder to PYTHONPATH"
+        ) from error
+    if not callable(function):
+        raise InvalidInputError(f"strategy {path!r} must be a function of (lengths, capacity), not {function!r}")
+    custom: CustomStrategy = function
+    return custom
 
 
 def run_strategy(name: str, problem: PackingProblem) -> Bins:
-    """Pack `problem` by the strategy called `name`."""
-    function = STRATEGIES[name]
+    """Pack `problem` by the strategy called `name`, which `check_strategy` accepted."""
     if name in _BUILT_IN:
-        bins: Bins = function(problem)
+        bins: Bins = STRATEGIES[name](problem)
         return bins
+    if isinstance(name, GivenStrategy):
+        function: Callable[..., Any] = name.function
+    else:
+        function = function_at(name) if is_dotted(name) else STRATEGIES[name]
     if not callable(function):
         raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
     result = function(problem.sizes.astype(np.int64), problem.capacity)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.token_stream.files import is_stream
 
 if TYPE_CHECKING:
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
@@ -26,8 +27,8 @@ class LegacyStorage(Storage):
     one_shard_per_split = True
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the path has the suffix .npy."""
-        return path.suffix == ".npy" and not path.is_dir()
+        """Return whether the path has the suffix .npy, unless it is a flat array of integers: a token stream."""
+        return path.suffix == ".npy" and not path.is_dir() and not is_stream(path)
 
     def shard_name(self, number: int) -> str:
         """Return the name of a file."""

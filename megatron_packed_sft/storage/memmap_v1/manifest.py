@@ -63,7 +63,7 @@ class ShardManifest:
     @property
     def figures(self) -> BinFigures:
         """What is recorded of all bins."""
-        return BinFigures(**{f.name: getattr(self, f.name) for f in fields(BinFigures)})
+        return BinFigures(**{f.name: getattr(self, f.name) for f in fields(BinFigures) if hasattr(self, f.name)})
 
     @property
     def id_limit(self) -> int:

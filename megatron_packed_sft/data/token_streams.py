@@ -1,0 +1,210 @@
+"""Token streams as datasets: items for plain training loops, and our batches.
+
+window      5  9  1  E  7  3
+input_ids   5  9  1  E  7             item: what a plain loop takes
+labels      9  1  E  .  3             . is -100: E would predict the next document
+doc_ids     0  0  0  0  1
+tokens      5  9  1  7                batch: E's place, which trains nothing, is left out
+labels      9  1  E  3                positions 0 1 2 | 0, cu_seqlens 0 3 4
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
+from megatron_packed_sft.data.bin_readers import ShardBinReader
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
+from megatron_packed_sft.support.paths import local_path
+
+_ITEM_FIELDS = ("input_ids", "labels")
+_KEEPS_EOS_LOSS = ("mcore", "hf")  # contracts in which no token's loss depends on the padding id
+
+
+class TokenStreamDataset(PackedDataset):
+    """Windows of a directory of flat .npy or .bin files of token ids.
+
+    An item is `{"input_ids", "labels"}`, int64 tensors of `seq_length`; with `pack_sequences` there is also `doc_ids`,
+    and labels are -100 where the next token belongs to another document. `collate_fn` and `fetch_batch` make batches
+    of any contract. A padding sample (a negative index) has all labels -100, and says so in `is_padding`.
+
+    Args:
+        data_dir: the directory, or one file.
+        tokenizer: gives the EOS id and the vocabulary; an int, the EOS id, will do. None reads the stream without.
+        seq_length: predictions of a window.
+        pack_sequences: tell the documents of a window apart.
+        eos_id: ends a document, if it is not the tokenizer's EOS.
+        file_pattern: which files, such as `*.npy`; None takes all .npy or all .bin files.
+        dtype: of .bin files; None takes what is recorded beside them, else their sizes decide.
+        vocab_size: a larger id is an error; None takes the tokenizer's, or what is recorded.
+        overlap: windows share one token, so that each token but a file's first is predicted once.
+        arguments: further ones of `PackedDataset`, such as `contract` and `max_num_samples`.
+
+    Example:
+        >>> import tempfile; home = tempfile.mkdtemp()
+        >>> np.save(f"{home}/shard_0.npy", np.array([5, 9, 1, 0, 7, 3], np.uint16))
+        >>> item = TokenStreamDataset(home, seq_length=5, pack_sequences=True, eos_id=0)[0]
+        >>> item["labels"].tolist(), item["doc_ids"].tolist()
+        ([9, 1, 0, -100, 3], [0, 0, 0, 0, 1])
+    """
+
+    epoch: int = 0
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        tokenizer: Any = None,
+        *,
+        seq_length: int = DEFAULT_SEQ_LENGTH,
+        pack_sequences: bool = False,
+        eos_id: int | None = None,
+        file_pattern: str | None = None,
+        dtype: str | None = None,
+        vocab_size: int | None = None,
+        overlap: bool = True,
+        **arguments: Any,
+    ) -> None:
+        trusts_tokenizer = not arguments.get("allow_tokenizer_mismatch", False)
+        options = StreamOptions(
+            seq_length=seq_length,
+            pack_sequences=pack_sequences,
+            eos_id=document_end(tokenizer, eos_id),
+            file_pattern=file_pattern,
+            dtype=dtype,
+            vocab_size=id_limit_of(tokenizer) if vocab_size is None and trusts_tokenizer else vocab_size,
+            overlap=overlap,
+        )
+        source = ShardBinReader.of_shards(TokenStreamStorage(options), [local_path(data_dir)])
+        super().__init__(source, tokenizer, **{"max_seq_length": seq_length, **arguments})
+
+    @property
+    def streams(self) -> list[TokenStream]:
+        """The streams, opened; several directories make one each."""
+        assert isinstance(self.source, ShardBinReader)
+        opened = [self.source.shard(number) for number in range(len(self.source.entries))]
+        return [one for one in opened if isinstance(one, TokenStream)]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+        """Return many items."""
+        windows, is_padding = self._locate(indices)
+        items = [self._item(*one) for one in zip(windows.tolist(), is_padding.tolist(), strict=True)]
+        # transformers' Trainer removes what is no argument of the model from items, but only from a plain dict.
+        is_for_trainer = self._collate_arguments["contract"] == "hf"
+        return [MappingProxyType(item) for item in items] if is_for_trainer else [*items]
+
+    def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make a batch of items that `__getitem__` returned."""
+        return super().collate_fn([_packed_sample(item, number) for number, item in enumerate(samples)])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of samples; where an epoch stands is the state of a loader or sampler."""
+        return {"epoch": self.epoch, "total_samples": len(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the epoch; a state of another number of samples belongs to other data and is refused."""
+        total = state.get("total_samples", len(self))
+        if total != len(self):
+            raise InvalidInputError(
+                f"the state is of {total:,} samples, but {self.source.description} has {len(self):,}; open the data "
+                "that it was saved with, with the same seq_length"
+            )
+        self.epoch = int(state.get("epoch", 0))
+
+    def _padding_id(self, contract: str) -> int:
+        if self.tokenizer is None and self.source.pad_id is None and contract in _KEEPS_EOS_LOSS:
+            return 0  # it only fills places that count nowhere
+        return super()._padding_id(contract)
+
+    def _item(self, index: int, is_padding: bool) -> dict[str, Any]:
+        import torch
+
+        assert isinstance(self.source, ShardBinReader)
+        stream, inside = self.source.place(index)
+        assert isinstance(stream, TokenStream)
+        window = stream.window(inside)
+        whole = torch.from_numpy(window)
+        item: dict[str, Any] = {"input_ids": whole[:-1], "labels": whole[1:]}
+        if stream.options.pack_sequences:
+            from megatron_packed_sft.storage.token_stream import window_kernel
+
+            assert stream.eos_id is not None
+            labels, doc_ids = np.empty((2, window.size - 1), np.int64)
+            window_kernel.fill_documents(window, stream.eos_id, labels, doc_ids)
+            item |= {"labels": torch.from_numpy(labels), "doc_ids": torch.from_numpy(doc_ids)}
+        if is_padding:
+            item |= {"hidden_labels": item["labels"], "labels": torch.full_like(item["labels"], -100)}
+            item["is_padding"] = True
+        return item
+
+
+class MemoryMappedDataset(TokenStreamDataset):
+    """KempnerForge's dataset of that name: `seq_len` counts the window's tokens, and windows do not overlap.
+
+    An item has seq_len - 1 inputs, and a file gives len // seq_len of them. `TokenStreamDataset` is the same with
+    windows that overlap by one token, so that no prediction is lost between two of them.
+
+    Args:
+        data_dir: the directory.
+        seq_len: tokens of a window.
+        file_pattern: which files.
+        pack_sequences: tell the documents of a window apart.
+        eos_token_id: ends a document.
+        arguments: further ones of `TokenStreamDataset`.
+
+    Example:
+        >>> import tempfile; home = tempfile.mkdtemp()
+        >>> np.save(f"{home}/shard_0.npy", np.arange(10, dtype=np.uint16))
+        >>> dataset = MemoryMappedDataset(home, 5)
+        >>> len(dataset), dataset[1]["input_ids"].tolist()
+        (2, [5, 6, 7, 8])
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        seq_len: int,
+        file_pattern: str = "*.npy",
+        pack_sequences: bool = False,
+        eos_token_id: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(
+            data_dir,
+            seq_length=seq_len - 1,
+            file_pattern=file_pattern,
+            pack_sequences=pack_sequences,
+            eos_id=eos_token_id,
+            overlap=False,
+            **arguments,
+        )
+
+
+def document_end(tokenizer: Any, eos_id: int | None) -> int | None:
+    """Return the id that ends a document: the one that was given, or the tokenizer's EOS."""
+    return eos_id if eos_id is not None or tokenizer is None else eos_id_of(tokenizer)
+
+
+def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the packed sample of an item: its window, the starts of its documents and a loss mask."""
+    if missing := [field for field in _ITEM_FIELDS if field not in item]:
+        raise InvalidInputError(f"item {number} of the batch has no {missing[0]}; pass items of this dataset")
+    inputs = np.asarray(item["input_ids"])
+    last = np.asarray(item.get("hidden_labels", item["labels"]))[-1:]
+    # Where the last label is -100, the last token is a document of its own, which no batch holds.
+    ids = inputs if last[0] < 0 else np.concatenate([inputs, last])
+    starts = [0]
+    if "doc_ids" in item:
+        starts += (np.flatnonzero(np.diff(np.asarray(item["doc_ids"]))) + 1).tolist()
+    sample = {"input_ids": ids, "seq_boundaries": [*starts, len(ids)], "loss_mask": np.ones(len(ids), np.uint8)}
+    if item.get("is_padding", False):
+        sample |= {"is_padding": True, "loss_mask": np.zeros(len(ids), np.uint8)}
+    return sample

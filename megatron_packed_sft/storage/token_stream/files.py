@@ -1,0 +1,202 @@
+"""Which files a token stream is made of, and of which dtype: found, sorted and checked before anything is mapped."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_packed_sft.disk.atomic import os_errors, translated
+from megatron_packed_sft.disk.npy import MAX_HEADER, NpyHeader, parse_npy_header
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
+from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata, parse_dtype
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+
+logger = logging.getLogger(__name__)
+
+NPY, BIN = ".npy", ".bin"
+SUFFIXES = (NPY, BIN)
+# Beside these, arrays belong to a shard, a token store or a dataset directory.
+_FOREIGN = ("manifest.json", "dataset.json")
+_INDEX = ".idx"  # with it, a .bin file is Megatron's indexed dataset
+_ZIP = b"PK\x03\x04"  # what torch.save writes begins so: the pytorch_model.bin of a model's folder
+_PICKLED = b"'descr': '|O'"
+_SMALL_HEADER = 256  # that of a one-dimensional array has 128 bytes
+# No tokenizer has so many ids, but pairs of uint16 that are read as uint32 give nearly no others.
+GUESSED_ID_LIMIT = 1 << 20
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether a path is a flat file of ids, or a directory of such files and of nothing that is packed data.
+
+    Only the first file is looked at, and only its header.
+    """
+    if not path.is_dir():
+        return path.suffix in SUFFIXES and _is_flat(path)
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    if not set(_FOREIGN).isdisjoint(names):
+        return False
+    first = min((name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")), default=None)
+    return first is not None and _is_flat(path / first)
+
+
+def _is_flat(path: Path) -> bool:
+    try:
+        if path.suffix == NPY:
+            header = _npy_header(path)[0]
+            return len(header.shape) == 1 and np.dtype(header.dtype).kind in "iu"
+        with open(path, "rb", opener=_open_regular) as file:
+            return file.read(len(_ZIP)) != _ZIP and not path.with_suffix(_INDEX).exists()
+    except (OSError, PackedSFTError, TypeError):
+        return False
+
+
+def find_files(path: Path, options: StreamOptions, metadata: StreamMetadata) -> list[FlatFile]:
+    """Return the files of a stream in the order of their names, all of one dtype.
+
+    Args:
+        path: a directory, or one file.
+        options: give the pattern and the dtype, if the user does.
+        metadata: what is recorded beside the files.
+    """
+    paths = _matching(path, options)
+    if paths[0].suffix == NPY:
+        files = [_npy_file(one) for one in paths]
+        _refuse_mixed_dtypes(files)
+        if options.dtype is not None and parse_dtype(options.dtype, "dtype") != files[0].dtype:
+            raise InvalidInputError(
+                f"dtype is {options.dtype!r}, but the header of {paths[0]} says {_name(files[0].dtype)}; leave dtype "
+                "out, a .npy file knows its own"
+            )
+        return files
+    sizes = [_size(one) for one in paths]
+    dtype = _bin_dtype(paths, sizes, options, metadata)
+    return [_bin_file(one, size, dtype) for one, size in zip(paths, sizes, strict=True)]
+
+
+def _matching(path: Path, options: StreamOptions) -> list[Path]:
+    """Return the files of the stream, sorted by name; they have one suffix."""
+    if not path.is_dir():
+        if path.suffix not in SUFFIXES:
+            raise InvalidInputError(f"{path} is no .npy or .bin file, so it is no token stream; check the path")
+        return [path]
+    with os_errors("list", path):
+        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    if options.file_pattern is not None:
+        names = [name for name in names if fnmatch.fnmatchcase(name, options.file_pattern)]
+        if not names:
+            raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check file_pattern")
+    elif not names:
+        raise InvalidInputError(f"{path} is an empty directory; name one that holds .npy or .bin files of tokens")
+    else:
+        names = [name for name in names if name.endswith(SUFFIXES)]
+        if not names:
+            raise InvalidInputError(f"{path} holds no .npy or .bin file, so it is no token stream; check the path")
+    if len(suffixes := {os.path.splitext(name)[1] for name in names}) > 1:
+        raise InvalidInputError(
+            f"{path} holds {' and '.join(sorted(suffixes))} files, and a stream is made of one kind; choose with "
+            "file_pattern, such as *.npy"
+        )
+    if not suffixes <= set(SUFFIXES):
+        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let file_pattern name those with tokens")
+    return [path / name for name in names]
+
+
+def _npy_file(path: Path) -> FlatFile:
+    header, size = _npy_header(path)
+    dtype = np.dtype(header.dtype)
+    if len(header.shape) != 1 or dtype.kind not in "iu":
+        raise _not_flat(path, f"{dtype.name} of shape {header.shape}")
+    expected = header.data_offset + header.shape[0] * dtype.itemsize
+    if size != expected:
+        raise ShardFileError(
+            f"{path} has {size:,} bytes, its header says {expected:,}; it was cut or appended to: copy it again"
+        )
+    return FlatFile(path, header.dtype, header.shape[0], header.data_offset, size)
+
+
+def _npy_header(path: Path) -> tuple[NpyHeader, int]:
+    """Return the header of a .npy file, and the file's size."""
+    with os_errors("read", path), open(path, "rb", buffering=0, opener=_open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_SMALL_HEADER)
+        try:
+            return parse_npy_header(start, str(path)), size
+        except ShardFileError:
+            if _PICKLED in start:
+                raise _not_flat(path, "Python objects (a pickle)") from None
+            return parse_npy_header(start + file.read(MAX_HEADER - _SMALL_HEADER), str(path)), size
+
+
+def _not_flat(path: Path, what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
+        "choose the others with file_pattern"
+    )
+
+
+def _open_regular(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NONBLOCK)  # a FIFO under that name must not hang the reader
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ShardFileError(f"{path} is not a regular file; a stream is made of .npy or .bin files")
+    return fd
+
+
+def _size(path: Path) -> int:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise translated(error, "open", path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ShardFileError(f"{path} is not a regular file; a stream is made of .npy or .bin files")
+    return status.st_size
+
+
+def _bin_dtype(paths: Sequence[Path], sizes: Sequence[int], options: StreamOptions, metadata: StreamMetadata) -> str:
+    if options.dtype is not None:
+        return parse_dtype(options.dtype, "dtype")
+    if metadata.dtype is not None:
+        return metadata.dtype
+    # One file that cannot be uint32 decides for all: they were written by one program.
+    dtype = "<u4" if all(size % 4 == 0 for size in sizes) else "<u2"
+    logger.info(
+        "%s: nothing records the dtype of these %s .bin files; by their sizes it is %s, pass dtype if it is not",
+        paths[0].parent,
+        f"{len(paths):,}",
+        _name(dtype),
+    )
+    return dtype
+
+
+def _bin_file(path: Path, size: int, dtype: str) -> FlatFile:
+    itemsize = np.dtype(dtype).itemsize
+    if size % itemsize:
+        raise ShardFileError(
+            f"{path} has {size:,} bytes, which is no whole number of {_name(dtype)} tokens of {itemsize} bytes; copy "
+            "it again if it was cut, or pass the right dtype"
+        )
+    return FlatFile(path, dtype, size // itemsize, 0, size)
+
+
+def _refuse_mixed_dtypes(files: Sequence[FlatFile]) -> None:
+    first = files[0]
+    for one in files:
+        if one.dtype != first.dtype:
+            raise UnsupportedFormatError(
+                f"{one.path} holds {_name(one.dtype)}, but {first.path} holds {_name(first.dtype)}; a stream has one "
+                "dtype: choose files with file_pattern, or write them again"
+            )
+
+
+def _name(dtype: str) -> str:
+    return f"{np.dtype(dtype).name}{' (big-endian)' if dtype.startswith('>') else ''}"

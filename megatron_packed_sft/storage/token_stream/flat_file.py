@@ -1,0 +1,112 @@
+"""One file of a token stream: a flat array of ids, mapped when it is first read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk.atomic import translated
+from megatron_packed_sft.disk.file_maps import LazyMaps, map_file, will_need
+from megatron_packed_sft.errors import ShardChangedError, ShardFileError
+
+# Reading a map behind the end of a file that was cut meanwhile kills the process (SIGBUS). A look at the size costs a
+# microsecond on a local disk and more on a network's, so it is taken when a file is mapped and once per second of use.
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class FlatFile(LazyMaps[npt.NDArray[Any]]):
+    """A flat array of integers in a file; see `LazyMaps` for when it is mapped.
+
+    Args:
+        path: the file.
+        dtype: of the ids, as NumPy's code.
+        num_tokens: how many there are.
+        data_offset: bytes before the first.
+        size: bytes of the whole file.
+    """
+
+    def __init__(self, path: Path, dtype: str, num_tokens: int, data_offset: int, size: int) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.num_tokens = num_tokens
+        self.data_offset = data_offset
+        self.size = size
+        self._looked_at = 0.0
+        self._identity: tuple[int, int] | None = None  # device and inode of what is mapped
+
+    def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return tokens start..stop-1 as a read-only view; a file that was cut since it was opened is an error."""
+        array = self.arrays
+        if time.monotonic() - self._looked_at > _SECONDS_BETWEEN_LOOKS:
+            self._look()
+        return array[start:stop]
+
+    def advise(self, start: int, stop: int) -> None:
+        """Have the kernel read these tokens ahead: they are needed soon."""
+        will_need(self.arrays[start:stop])
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return bytes of the file without mapping it, for a look at a few of them."""
+        fd = self._open()
+        try:
+            return os.pread(fd, num_bytes, offset)
+        except OSError as error:
+            raise translated(error, "read", self.path) from error
+        finally:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"FlatFile({str(self.path)!r}, {self.num_tokens:,} tokens, {np.dtype(self.dtype).name})"
+
+    def _open_arrays(self) -> npt.NDArray[Any]:
+        fd = self._open()
+        try:
+            status = os.fstat(fd)
+            if not self.num_tokens:
+                return np.empty(0, self.dtype)
+            data = map_file(fd, self.size, random_access=True)
+        except OSError as error:
+            raise translated(error, "map", self.path, self.size) from error
+        finally:
+            os.close(fd)
+        self._identity = (status.st_dev, status.st_ino)
+        self._looked_at = time.monotonic()
+        return np.frombuffer(data, self.dtype, self.num_tokens, self.data_offset)
+
+    def _open(self) -> int:
+        try:
+            # O_NONBLOCK: a FIFO under that name must not hang the reader.
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ShardFileError(
+                f"{self.path} is missing, although it was there when its stream was opened; put it back"
+            ) from None
+        except OSError as error:
+            raise translated(error, "open", self.path) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != self.size:
+            os.close(fd)
+            raise self._changed(status.st_size)
+        return fd
+
+    def _look(self) -> None:
+        """Refuse a file that was cut; one that was removed or replaced lives on in the map, whole."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return
+        if (status.st_dev, status.st_ino) == self._identity and status.st_size < self.size:
+            raise self._changed(status.st_size)
+        self._looked_at = time.monotonic()
+
+    def _changed(self, size: int) -> ShardChangedError:
+        return ShardChangedError(
+            f"{self.path} has {size:,} bytes and had {self.size:,} when its stream was opened; put the file back, or "
+            "open the stream again if it is meant"
+        )

@@ -1,0 +1,64 @@
+"""What a user can say about a token stream: how long its windows are, where documents end, which files and dtype."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.token_stream.metadata import parse_dtype
+
+DEFAULT_SEQ_LENGTH = 2048  # that of `create_sft_dataset`
+_ID_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamOptions:
+    """How a token stream is read.
+
+    Args:
+        seq_length: predictions of a window, which holds one token more.
+        pack_sequences: tell the documents of a window apart; needs an EOS id.
+        eos_id: the token that ends a document; None takes the one recorded beside the files.
+        file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
+        dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
+        vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
+        overlap: windows share one token, so that every token but a file's first is predicted once. Without it they
+            share none, and the first token of each window is predicted by nobody.
+
+    Example:
+        >>> StreamOptions(seq_length=4, dtype="uint16-le").window_length
+        5
+    """
+
+    seq_length: int = DEFAULT_SEQ_LENGTH
+    pack_sequences: bool = False
+    eos_id: int | None = None
+    file_pattern: str | None = None
+    dtype: str | None = None
+    vocab_size: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise InvalidInputError(f"seq_length is {self.seq_length}; a window predicts at least 1 token")
+        if self.eos_id is not None and not 0 <= self.eos_id < _ID_LIMIT:
+            raise InvalidInputError(f"eos_id is {self.eos_id}; it must be a token id, in 0..{_ID_LIMIT - 1}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise InvalidInputError(f"vocab_size is {self.vocab_size}; it must be at least 1")
+        if self.file_pattern is not None and (not self.file_pattern or os.sep in self.file_pattern):
+            raise InvalidInputError(
+                f"file_pattern is {self.file_pattern!r}; it names files of the directory, such as *.npy"
+            )
+        if self.dtype is not None:
+            parse_dtype(self.dtype, "dtype")
+
+    @property
+    def window_length(self) -> int:
+        """Tokens of a window."""
+        return self.seq_length + 1
+
+    @property
+    def stride(self) -> int:
+        """Tokens from the start of one window to that of the next."""
+        return self.seq_length if self.overlap else self.window_length

@@ -1,0 +1,55 @@
+"""Flat files of tokens as a storage: a directory of them is one shard, and its windows are the bins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.interface import PackedShard, Storage
+from megatron_packed_sft.storage.token_stream.files import is_stream
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.storage.token_stream.reader import TokenStream
+    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.support.progress import Progress
+
+
+class TokenStreamStorage(Storage):
+    """Directories of flat .npy or .bin files; read-only.
+
+    Args:
+        options: how streams are read; `create_sft_dataset` and the recipe bring their own.
+    """
+
+    name = "token_stream"
+    summary = "flat .npy or .bin files of token ids, cut into windows (read-only)"
+
+    def __init__(self, options: StreamOptions | None = None) -> None:
+        self.options = options or StreamOptions()
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether the path is a flat file of ids, or a directory that holds such files and no packed data."""
+        return is_stream(path)
+
+    def shard_name(self, number: int) -> str:
+        """Return the name of a directory."""
+        return f"shard_{number:06d}"
+
+    def open(self, path: Path) -> TokenStream:
+        """Open a stream; nothing is mapped yet."""
+        from megatron_packed_sft.storage.token_stream.reader import open_token_stream
+
+        return open_token_stream(path, self.options)
+
+    def validate(
+        self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
+    ) -> BinFigures | None:
+        """Look at every token; see `validate_stream`."""
+        from megatron_packed_sft.storage.token_stream.validate import validate_stream
+
+        return validate_stream(path, self.options, report, bar)
+
+
+STORAGE = TokenStreamStorage()

@@ -1,0 +1,153 @@
+"""`validate` for token streams: every id looked at, and the lines that train on the stream."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
+from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.token_stream.files import NPY, find_files
+from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
+from megatron_packed_sft.storage.token_stream.metadata import read_metadata
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.support.progress import Progress
+
+_BLOCK_TOKENS = 1 << 20
+
+
+@dataclass
+class _Seen:
+    """What the ids of a stream are."""
+
+    num_eos: int = 0
+    num_trained: int = 0  # predictions that are not made at an EOS
+    largest: int = -1
+
+
+def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
+    """Check a stream: that it opens, and with level `full` that every id is one of the vocabulary.
+
+    Args:
+        path: the directory, or one file.
+        options: the dtype, vocabulary and EOS id to check against; what is recorded beside the files counts as well.
+        report: takes the findings, the counts, and how to train on the stream.
+        bar: shows the bytes read.
+    """
+    try:
+        stream = _opened(path, options)
+    except PackedSFTError as error:
+        report.add(Finding(str(path), str(error)))
+        return None
+    report.notes += [*stream.warnings, *stream.notes]
+    report.num_bins += len(stream)
+    report.num_bytes += sum(file.size for file in stream.files)
+    report.notes.append(
+        f"{path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
+        f"{'file' if len(stream.files) == 1 else 'files'}"
+    )
+    seen = None
+    if report.level == "full":
+        seen = _Seen()
+        for number, file in enumerate(stream.files):
+            _scan(stream, number, file, seen, report)
+            bar.update(file.size)
+        report.num_tokens += stream.num_tokens
+        report.num_loss_tokens += seen.num_trained
+        report.notes += _words_about_ids(stream, seen)
+    report.notes += _usage(stream, seen)
+    return stream.figures
+
+
+def _opened(path: Path, options: StreamOptions) -> TokenStream:
+    """Open the stream; a length that nobody asked for is no reason to refuse short files."""
+    metadata = read_metadata(path if path.is_dir() else path.parent)
+    files = find_files(path, options, metadata)
+    longest = max(file.num_tokens for file in files)
+    if options.seq_length == DEFAULT_SEQ_LENGTH and 2 <= longest <= DEFAULT_SEQ_LENGTH:
+        options = replace(options, seq_length=longest - 1)
+    return TokenStream(path, files, replace(options, pack_sequences=False), metadata)
+
+
+def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report: ValidationReport) -> None:
+    """Look at every id of one file; ids outside the vocabulary are one finding."""
+    from megatron_packed_sft.storage.token_stream import window_kernel
+
+    eos_id = -1 if stream.eos_id is None else stream.eos_id
+    limit = stream.vocab_size or ID_LIMITS[ID_DTYPE]
+    num_windows = int(stream.window_offsets[number + 1] - stream.window_offsets[number])
+    num_inputs = num_windows * stream.options.seq_length  # the places at which a prediction is made, with overlap
+    num_outside, place, value = 0, -1, 0
+    for start, stop in _blocks(file.num_tokens, num_inputs):
+        tokens = file.tokens(start, stop)
+        num_eos, largest, first_outside, outside = window_kernel.scan_tokens(
+            tokens.astype(tokens.dtype.newbyteorder("=")), eos_id, limit
+        )
+        seen.num_eos += num_eos
+        seen.largest = max(seen.largest, largest)
+        if start < num_inputs:
+            seen.num_trained += stop - start - num_eos
+        if outside and not num_outside:
+            place, value = start + first_outside, int(tokens[first_outside])
+        num_outside += outside
+    if num_outside:
+        more = f", and {num_outside - 1:,} more like it" if num_outside > 1 else ""
+        message = f"the token at position {place:,} is {value}, not in 0..{limit - 1}{more}"
+        report.add(Finding(str(file.path), message, field="tokens"))
+
+
+def _blocks(num_tokens: int, num_inputs: int) -> Iterator[tuple[int, int]]:
+    for first, last in ((0, num_inputs), (num_inputs, num_tokens)):
+        for start in range(first, last, _BLOCK_TOKENS):
+            yield start, min(start + _BLOCK_TOKENS, last)
+
+
+def _words_about_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
+    known = (
+        "nobody says how large the vocabulary is: pass --vocab-size or --tokenizer"
+        if stream.vocab_size is None
+        else f"the vocabulary ends at {stream.vocab_size - 1:,}"
+    )
+    yield f"{stream.path}: the largest id is {seen.largest:,}; {known}"
+    if stream.eos_id is None:
+        yield f"{stream.path}: nobody says which id is EOS, so documents were not counted: pass --eos-id or --tokenizer"
+    elif not seen.num_eos:
+        yield (
+            f"{stream.path}: the EOS id {stream.eos_id} does not occur, so documents cannot be told apart and "
+            "pack_sequences would be refused"
+        )
+    else:
+        mean = stream.num_tokens / seen.num_eos
+        yield f"{stream.path}: the EOS id {stream.eos_id} ends {seen.num_eos:,} documents of about {mean:,.0f} tokens"
+
+
+def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
+    """Yield the recipe's line and the Python call that train on the stream as it was validated."""
+    options = stream.options
+    vocab_size = stream.vocab_size or (None if seen is None else seen.largest + 1)
+    packs = stream.eos_id is not None and (seen is None or seen.num_eos > 0)
+    keys: dict[str, Any] = {"data.path": shlex.quote(str(stream.path)), "data.sequence_length": options.seq_length}
+    arguments = [repr(str(stream.path)), repr(stream.eos_id), f"seq_length={options.seq_length}"]
+    if packs:
+        keys |= {"data.pack_sequences": "true"}
+        arguments.append("pack_sequences=True")
+    if stream.eos_id is not None:
+        keys["data.eos_id"] = stream.eos_id
+    if options.file_pattern is not None:
+        keys["data.file_pattern"] = shlex.quote(options.file_pattern)
+        arguments.append(f"file_pattern={options.file_pattern!r}")
+    if stream.files[0].path.suffix != NPY and stream.metadata.dtype != stream.files[0].dtype:
+        keys["data.dtype"] = stream.dtype
+        arguments.append(f"dtype={stream.dtype!r}")
+    if vocab_size is not None and stream.metadata.vocab_size != vocab_size:
+        keys["model.vocab_size"] = vocab_size
+    yield f"train: packed-sft train {' '.join(f'{key}={value}' for key, value in keys.items())}"
+    yield f"python: create_sft_dataset({', '.join(arguments)})"
