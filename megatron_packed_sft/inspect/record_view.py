@@ -49,7 +49,9 @@ def record_view(
         yield from _sequence_view(one, painter, width=width, ids=ids)
         yield from _notes(one, previewer)
     for sentence in preview.lost:
-        yield Text.assemble(("lost: ", NOTE), f"{visible(sentence, breaks=False)}; encode.on_lost decides about such records")
+        yield Text.assemble(
+            ("lost: ", NOTE), f"{visible(sentence, breaks=False)}; encode.on_lost decides about such records"
+        )
     if preview.shown_text:
         yield Text(f"the record: {quoted(preview.shown_text, longest=_LONGEST_RECORD)}", style="dim")
     if preview.sequences and not ids:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (signs that the painter writes)
 """`packed-sft preview DATASET`: bins, sequences of token stores, and the tokenizer that made them."""
 
 from __future__ import annotations

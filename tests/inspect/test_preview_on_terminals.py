@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (signs that the painter writes)
 """What people see: colours on a terminal, none in a pipe, and nothing that a record could do to either."""
 
 from __future__ import annotations

@@ -1,16 +1,25 @@
+# ruff: noqa: RUF001 (signs that the painter writes)
 """`packed-sft preview CHATS`: what is shown is what prepare makes of the same file with the same keys."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.encode.chat_templates import CHATML
-from tests.inspect.previewing import chats, packed_sft, prepared_sequences, preview_json, shown_sequences, tokenizer_path
+from tests.inspect.previewing import (
+    chats,
+    packed_sft,
+    prepared_sequences,
+    preview_json,
+    shown_sequences,
+    tokenizer_path,
+)
 from tests.prepare.preparing import chat, prepare, write_records
 from tests.records.chat_files import write_records as write_chat_file
 
@@ -172,7 +181,7 @@ def test_turns_say_where_they_are_what_is_trained_and_with_which_weight(keys: li
     ]
     assert {turn["ends_with"] for turn in turns} == {"<|im_end|>\n"}
     assert turns[0]["start"] == 0
-    assert all(one["end"] == two["start"] for one, two in zip(turns, turns[1:], strict=False))
+    assert all(one["end"] == two["start"] for one, two in pairwise(turns))
     assert turns[2]["weights"] == [0.5]
     assert set(turns[6]["kinds"]) == {"reasoning", "answer", "end of turn"}
     texts = ["".join(token["text"] for token in sequence["tokens"][turn["start"] : turn["end"]]) for turn in turns]
