@@ -136,7 +136,13 @@ def _turns_table(turns: Sequence[TurnTokens], *, wide: bool) -> RenderableType:
         parts = [f"{name} {count:,}" for name, count in turn.kinds.items()]
         parts += [f"weight {weight:g}" for weight in turn.weights if weight != 1]
         parts += ["inside another turn"] if turn.is_inside else []
-        cells = [str(turn.message), quoted(turn.role, longest=20), where, f"{turn.num_trained:,}", ", ".join(parts)]
+        cells = [
+            str(turn.message),
+            quoted(turn.role, longest=20),
+            where,
+            "?" if turn.start is None else f"{turn.num_trained:,}",
+            ", ".join(parts),
+        ]
         if wide:
             cells += [quoted(turn.before, longest=44), quoted(turn.after, longest=28)]
         lines.append(cells)

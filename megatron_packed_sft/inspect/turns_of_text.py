@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
@@ -122,11 +121,17 @@ def escaped_texts(marked: MarkedText, turns: Sequence[TurnTokens]) -> list[tuple
 
 
 def _character_starts(tokens: Sequence[Token], text: str) -> list[int] | None:
-    """Return where each token begins in a text; None if the tokens do not spell it."""
-    joined = "".join(token.text for token in tokens)
-    lengths = [len(token.text) for token in tokens]
-    starts = list(accumulate(lengths, initial=0))[:-1]
-    at = joined.find(text)  # a beginning of sequence or a dummy blank may stand before it
-    if at < 0 or bisect_right(starts, at) > 3:
-        return None
-    return [start - at for start in starts]
+    """Return where each token begins in a text; None if the tokens do not spell it.
+
+    A control token may stand before or behind the text, and some tokenizers write a blank of their own before words.
+    """
+    starts, position = [], 0
+    for token in tokens:
+        starts.append(position)
+        if text.startswith(token.text, position):
+            position += len(token.text)
+        elif token.text.startswith(" ") and text.startswith(token.text[1:], position):
+            position += len(token.text) - 1
+        elif not (token.is_control and position in (0, len(text))):
+            return None
+    return starts if position == len(text) else None
