@@ -32,6 +32,7 @@ VERBS = {
     "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
     "report": "a page that shows what will be trained, or how a run went",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
+    "compare": "are two datasets, shards or packed files the same, and what differs",
     "convert": "packed data from one storage to another",
     "export": "a trained model as a Hugging Face folder",
     "env": "versions, machine and plugins, for a bug report",
