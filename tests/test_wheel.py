@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from megatron_packed_sft import __version__, create_shard_writer, storage_names
 
 ROOT = Path(__file__).parents[1]
+REPORT = "megatron_packed_sft/inspect/report"
 
 
 def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) -> None:
@@ -31,7 +32,12 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
     assert "megatron_packed_sft/py.typed" in names
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"megatron_packed_sft/conf/{path.relative_to(ROOT / 'conf')}" in names
-    for path in (ROOT / "megatron_packed_sft").rglob("*.jinja"):
+    files = [
+        *(ROOT / "megatron_packed_sft").rglob("*.jinja"),
+        *(path for folder in ("static", "vendor") for path in (ROOT / REPORT / folder).iterdir()),
+    ]
+    assert {path.suffix for path in files} >= {".jinja", ".html", ".css", ".js", ".uPlot"}
+    for path in files:
         assert str(path.relative_to(ROOT)) in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
 

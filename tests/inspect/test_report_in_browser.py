@@ -24,6 +24,9 @@ _TEXT_FROM = """
         return text;
     }
 """
+_IS_IN_VIEW = """
+    (one) => { const box = one.getBoundingClientRect(); return box.top > 0 && box.bottom < innerHeight; }
+"""
 _UNLABELLED = """
     [...document.querySelectorAll("input, select, button")]
         .filter((one) => !one.labels?.length && !one.textContent.trim()).map((one) => one.id)
@@ -130,9 +133,7 @@ def test_a_finding_leads_to_its_bin_and_names_its_source(browser: Any, page: Pat
         details = tab.text("#token-details")
         assert f"{prepared.odd}, line 5" in details
         now = tab.page.locator(".t.now")
-        assert now.evaluate(
-            "(one) => one.getBoundingClientRect().top > 0 && one.getBoundingClientRect().top < innerHeight"
-        )
+        assert now.evaluate(_IS_IN_VIEW)
         assert "<|im_end|>" in now.evaluate(_TEXT_FROM)
         tab.screenshot("finding_light_desktop")
 
@@ -173,6 +174,7 @@ def test_hostile_text_is_shown_as_text(browser: Any, page: Path) -> None:
             tab.page.locator("#results a").first.click()
             tokens = tab.page.locator(".tokens:has(.now)").evaluate("(one) => one.textContent")
             assert shown in tokens
+            assert "odd.jsonl, line" in tab.text("#token-details")
         assert tab.page.title() == "my_dataset | packed-sft report", "no script of a chat has run"
         assert tab.page.evaluate("document.querySelectorAll('#bin-view :is(b, i, img, script, textarea)').length") == 0
         tab.screenshot("hostile_light_desktop")
@@ -185,6 +187,8 @@ def test_a_text_of_100_000_characters_is_all_there(browser: Any, page: Path) -> 
         tab.page.locator("#results a").first.click()
         tokens = tab.page.locator(".tokens:has(.now)").evaluate("(one) => one.textContent")
         assert LONG_TEXT in tokens
+        tab.page.wait_for_timeout(500)
+        assert tab.page.locator(".t.now").evaluate(_IS_IN_VIEW)
         assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         tab.screenshot("long_dark_phone")
 

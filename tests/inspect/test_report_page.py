@@ -88,6 +88,10 @@ def test_sources_drops_and_their_records_are_shown(prepared: Prepared) -> None:
     good, odd = page["sources"]
     assert (good["name"], good["num_records"], good["num_sequences"], good["num_dropped"]) == ("good", 120, 120, 0)
     assert (odd["name"], odd["num_records"], odd["num_dropped"]) == ("odd", 11, 3)
+    assert odd["num_sequences"] == 8, "those in bins"
+    totals = page["splits"]["train"]["totals"]
+    assert good["num_tokens"] + odd["num_tokens"] == totals["num_tokens"]
+    assert good["num_trained"] + odd["num_trained"] == totals["num_trained"]
     drops = {one["reason"]: one for one in page["drops"]}
     assert {reason: one["num_records"] for reason, one in drops.items()} == {
         "bad_row": 1,

@@ -135,22 +135,25 @@ def _recorded_batch(data: OpenedData) -> int | None:
 
 
 def _sources(data: OpenedData) -> list[dict[str, Any]]:
-    """Return what was read of each source, and what of it was encoded for each split."""
+    """Return what was read of each source, and what of it is in the bins of all splits."""
     found = []
     for name, source in data.provenance.get("sources", {}).items():
-        splits = source.get("splits", {})
+        encoded = source.get("splits", {}).values()
+        in_bins = source.get("in_bins")  # not recorded by earlier releases
+        counts = [in_bins] if in_bins else list(encoded)
         found.append(
             {
                 "name": name,
+                "are_in_bins": in_bins is not None,
                 "schema": source.get("schema"),
                 "weight": source.get("weight"),
                 "num_records": source.get("num_rows"),
                 "num_repeated": source.get("num_repeated"),
                 "num_dropped": sum({**source.get("dropped", {})}.values())
                 + sum(source.get("dropped_by_plan", {}).values()),
-                "num_sequences": sum(one["num_sequences"] for one in splits.values()),
-                "num_tokens": sum(one["num_tokens"] for one in splits.values()),
-                "num_trained": sum(one["num_trained_tokens"] for one in splits.values()),
+                "num_sequences": sum(one["num_sequences"] for one in counts),
+                "num_tokens": sum(one["num_tokens"] for one in counts),
+                "num_trained": sum(one["num_trained_tokens"] for one in counts),
                 "files": [{"name": file["name"], "size": file["size"]} for file in source.get("files", [])],
             }
         )

@@ -11,6 +11,7 @@ const Bins = (() => {
   const SHORTEST_STRETCH = 200, LONGEST_STRETCH = 1500, LONG = 8000;
   let split = null, bins = [], current = null, place = -1, packSize = 0;
   let ui = null;
+  let pointer = {};
   let spans = []; // of the bin that is shown, by token
 
   function bytesOf(text) {
@@ -74,7 +75,12 @@ const Bins = (() => {
     const details = make("div", { class: "panel details", id: "token-details", "aria-live": "polite" });
     const attention = make("div", { class: "panel", id: "attention-picture" });
     const sampled = make("p", { class: "soft" });
-    view.addEventListener("pointerover", (event) => { if (event.target.dataset.at) describe(Number(event.target.dataset.at)); });
+    view.addEventListener("pointerover", (event) => {
+      // A token that was scrolled below a resting pointer is not pointed at.
+      const rests = pointer.x === event.clientX && pointer.y === event.clientY;
+      if (event.target.dataset.at && !rests) describe(Number(event.target.dataset.at));
+    });
+    for (const name of ["pointermove", "pointerdown"]) addEventListener(name, (event) => { pointer = { x: event.clientX, y: event.clientY }; }, { capture: true, passive: true });
     view.addEventListener("click", (event) => { if (event.target.dataset.at) move(Number(event.target.dataset.at), false); });
     view.addEventListener("focusin", (event) => { if (event.target.dataset.sequence) enter(Number(event.target.dataset.sequence)); });
     view.addEventListener("keydown", onKey);
@@ -208,12 +214,16 @@ const Bins = (() => {
     if (ui.at >= 0) spans[ui.at].classList.remove("now");
     ui.at = at;
     spans[at].classList.add("now");
-    if (scroll) {
-      spans[at].scrollIntoView({ block: "center" });
-      // What is laid out on the way there moves it.
-      requestAnimationFrame(() => { if (ui.at === at) spans[at].scrollIntoView({ block: "center" }); });
-    }
+    if (scroll) bringIntoView(at, 12);
     describe(at);
+  }
+
+  // Stretches that are laid out on the way there move it, so it is looked after for some frames.
+  function bringIntoView(at, frames) {
+    if (ui.at !== at || !frames) return;
+    const box = spans[at].getBoundingClientRect();
+    if (frames === 12 || box.top < 60 || box.bottom > innerHeight * 0.8) spans[at].scrollIntoView({ block: "center", behavior: "instant" });
+    requestAnimationFrame(() => bringIntoView(at, frames - 1));
   }
 
   function enter(sequence) {
@@ -232,7 +242,7 @@ const Bins = (() => {
   }
 
   function attentionPicture() {
-    const bin = current, size = Math.max(packSize, bin.tokens.length);
+    const bin = current, size = bin.tokens.length;
     const picture = make("svg", { class: "attention", viewBox: `0 0 ${size} ${size}`, role: "img",
       "aria-label": `Block-diagonal attention: ${Page.counted(bin.starts.length, "block")}, one for each sequence` });
     picture.append(make("path", { class: "whole", d: `M0 0L0 ${size}L${size} ${size}Z` }));
@@ -246,7 +256,7 @@ const Bins = (() => {
       picture.append(block);
     });
     return [make("h3", {}, "Attention"), picture,
-      make("p", { class: "soft" }, `Each token attends to the earlier ones of its own sequence. The bin costs ${percent(cost / size ** 2)} of one sequence that fills it (dashed).`)];
+      make("p", { class: "soft" }, `Each token attends to the earlier ones of its own sequence. That costs ${percent(cost / size ** 2)} of one sequence of the same length (dashed).`)];
   }
 
   function textOf(bin) {

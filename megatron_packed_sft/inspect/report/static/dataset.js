@@ -126,7 +126,7 @@
         { title: "weight", number: true, cell: (one) => String(one.weight) },
         { title: "schema", cell: (one) => one.schema },
       ], data.sources),
-      make("p", { class: "soft" }, "Sequences and tokens are those that were encoded, over all splits."),
+      make("p", { class: "soft" }, data.sources.every((one) => one.are_in_bins) ? "Sequences and tokens are those in the bins of all splits." : "Sequences and tokens are those that were encoded, over all splits; some may be in no bin."),
       data.sources.map((one) => make("details", {}, make("summary", {}, `${one.name}: ${counted(one.files.length, "file")}`),
         make("ul", { class: "plain" }, one.files.map((file) => make("li", {}, `${file.name}, ${counted(file.size, "byte")}`))))),
       make("h3", {}, "Drops"), drops());
