@@ -37,6 +37,7 @@ from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -138,7 +139,7 @@ class ShardBinReader:
                 for path, shard in zip(paths, shards, strict=True)
             ],
             together,
-            f"{_count(storage, len(shards))}, {paths[0]}{' ...' if len(shards) > 1 else ''}",
+            _described(storage, paths, shards),
             of_directory,
             _open=dict(enumerate(shards)),
         )
@@ -433,6 +434,14 @@ def _pass_on(shards: Sequence[PackedShard]) -> None:
             logger.warning("%s", warning)
         for note in stream.notes:
             logger.info("%s", note)
+
+
+def _described(storage: Storage, paths: Sequence[Path], shards: Sequence[PackedShard]) -> str:
+    more = " ..." if len(shards) > 1 else ""
+    num_files = sum(len(shard.files) for shard in shards if isinstance(shard, TokenStream))
+    if num_files:
+        return f"token stream {paths[0]}{more}, {counted(num_files, 'file')}"
+    return f"{_count(storage, len(shards))}, {paths[0]}{more}"
 
 
 def _count(storage: Storage, count: int) -> str:

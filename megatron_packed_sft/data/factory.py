@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,8 +112,8 @@ def create_sft_dataset(
             eos_id=document_end(tokenizer, eos_id),
             file_pattern=file_pattern,
             dtype=dtype,
-            vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
         ),
+        id_limit=None if allow_tokenizer_mismatch else functools.partial(id_limit_of, tokenizer),
     )
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
@@ -155,6 +157,7 @@ def open_bins(
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
     stream: StreamOptions | None = None,
+    id_limit: Callable[[], int | None] | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -163,8 +166,10 @@ def open_bins(
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
         stream: how to read the token streams among the paths.
+        id_limit: tells what the ids of token streams must be below, if `stream` does not; only asked if there is one,
+            because some tokenizers are slow to say.
     """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions())
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit)
     given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     paths = [found for item in given for found in _expand(item)]
@@ -209,6 +214,7 @@ class _Opening(NamedTuple):
     split: str
     tolerance: Tolerance
     stream: StreamOptions
+    id_limit: Callable[[], int | None] | None
 
     def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
         """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
@@ -216,7 +222,14 @@ class _Opening(NamedTuple):
         first = storages[0]
         if len(paths) > 1 and first is not None and all(one is first for one in storages):
             _check_wanted(paths[0], first, wanted)
-            return [ShardBinReader.of_shards(self._configured(first), paths, self.tolerance)]
+            configured = self._configured(first)
+            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(paths):
+                # One stream: their dtype is decided together, and short ones are skipped.
+                configured = TokenStreamStorage(
+                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in paths))
+                )
+                paths = [paths[0].parent]
+            return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
         return [self.one(path, wanted) for path in paths]
 
     def one(self, path: Path, wanted: Storage | None) -> BinReader:
@@ -260,7 +273,15 @@ class _Opening(NamedTuple):
         return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        return TokenStreamStorage(self.stream) if isinstance(storage, TokenStreamStorage) else storage
+        if not isinstance(storage, TokenStreamStorage):
+            return storage
+        if self.stream.vocab_size is None and self.id_limit is not None:
+            return TokenStreamStorage(replace(self.stream, vocab_size=self.id_limit()))
+        return TokenStreamStorage(self.stream)
+
+
+def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
+    return len({path.parent for path in paths}) == 1 and not any(path.is_dir() for path in paths)
 
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
@@ -271,8 +292,8 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
     for name, value in given.items():
         if value:
             raise InvalidInputError(
-                f"{name} is {value!r}, but {sources[0].description} is no token stream; leave {name} out, packed data "
-                "knows its own sequences and dtype"
+                f"{options.spelled(name)} is {value!r}, but {sources[0].description} is no token stream; leave it out, "
+                "packed data knows its own sequences and dtype"
             )
 
 

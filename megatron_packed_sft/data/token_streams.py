@@ -204,7 +204,9 @@ def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:
     starts = [0]
     if "doc_ids" in item:
         starts += (np.flatnonzero(np.diff(np.asarray(item["doc_ids"]))) + 1).tolist()
+    is_empty = len(starts) == len(ids)  # nothing but EOS: one sequence without any loss, as in `find_documents`
+    starts = [0] if is_empty else starts
     sample = {"input_ids": ids, "seq_boundaries": [*starts, len(ids)], "loss_mask": np.ones(len(ids), np.uint8)}
-    if item.get("is_padding", False):
+    if is_empty or item.get("is_padding", False):
         sample |= {"is_padding": True, "loss_mask": np.zeros(len(ids), np.uint8)}
     return sample

@@ -30,6 +30,8 @@ from megatron_packed_sft.storage.validation_report import Finding, Level, Valida
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
+_STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
+
 
 def validate(
     path: str | os.PathLike[str],
@@ -54,12 +56,27 @@ def validate(
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
+            _refuse_stream_options(location, [], stream)
             _validate_dataset(location, report, bar)
         else:
-            for shard, storage in _shards_at(location):
+            shards = _shards_at(location)
+            _refuse_stream_options(location, shards, stream)
+            for shard, storage in shards:
                 is_stream = isinstance(storage, TokenStreamStorage)
                 _validate_shard(TokenStreamStorage(stream) if is_stream else storage, shard, report, bar)
     return report
+
+
+def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], options: StreamOptions | None) -> None:
+    """Refuse what is said about a token stream where there is none: it would be ignored in silence."""
+    if options is None or any(isinstance(storage, TokenStreamStorage) for _, storage in shards):
+        return
+    defaults = StreamOptions()
+    named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
+    raise InvalidInputError(
+        f"{location} is no token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} says nothing about it; "
+        "leave it out"
+    )
 
 
 def _shards_at(location: Path) -> list[tuple[Path, Storage]]:

@@ -49,7 +49,8 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("dropout", "resid_pdrop"), "model.hidden_dropout"),
     **dict.fromkeys(("frozen", "freeze_layers", "freeze_embeddings"), "model.freeze"),
     **dict.fromkeys(("report_to", "loggers"), "logger.names"),
-    **dict.fromkeys(("data_path", "train_path"), "data.path"),
+    **dict.fromkeys(("data_path", "train_path", "dataset_path"), "data.path"),
+    "tokenizer_path": "data.tokenizer",
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
     **dict.fromkeys(
@@ -125,16 +126,22 @@ class DataConfig:
     """The data to train on.
 
     Args:
-        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, or a list of these.
+        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store; a directory of flat
+            .npy or .bin files (a token stream); or a list of these.
         weights: one per path of a list: blend the paths in this proportion.
         plan: a plan file, when data.path is a token store.
         split: the split of a dataset directory to train on.
-        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
+        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
+            streams need it: they are cut into windows of so many predictions.
+        pack_sequences: tell the documents of a token stream's windows apart, by their EOS.
+        file_pattern: which files of a token stream's directory, such as '*.npy'; null takes all .npy or all .bin files.
+        dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
         allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
             made with different tokenizers.
         allow_template_mismatch: accept paths made with different chat templates.
-        eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
+        eos_id: padding id when no tokenizer is given, and what ends the documents of a token stream; null takes the
+            tokenizer's, or the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
@@ -146,6 +153,9 @@ class DataConfig:
     plan: str | None = None
     split: str = "train"
     sequence_length: int | None = None
+    pack_sequences: bool = False
+    file_pattern: str | None = None
+    dtype: str | None = None
     tokenizer: str | None = None
     allow_tokenizer_mismatch: bool = False
     allow_template_mismatch: bool = False

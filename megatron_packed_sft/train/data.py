@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_packed_sft.data.batch.contracts import Batch
@@ -21,6 +21,8 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.token_stream.files import is_stream
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import named_paths
 from megatron_packed_sft.train.pretrained import has_tokenizer
@@ -73,6 +75,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
     tolerance = Tolerance(
         tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
     )
+    stream = _stream_options(config, tokenizer, pretrained)
     trained = open_bins(
         data.path,
         split=data.split,
@@ -82,9 +85,10 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         seed=config.seed,
         pad_id=eos_id or 0,
         tolerance=tolerance,
+        stream=stream,
     )
     held_out = {
-        name: open_bins(path, split=config.validation.split, tolerance=tolerance)
+        name: open_bins(path, split=config.validation.split, tolerance=tolerance, stream=_for_path(stream, path))
         for name, path in _validation_paths(config).items()
     }
     sources = [trained.source, *(opened.source for opened in held_out.values())]
@@ -96,6 +100,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
     layout = parallel_layout(config)
+    _refuse_shared_windows(layout, sources)
     layout.refuse_unpadded((part.where, part.pad_seq_to_mult) for source in sources for part in source.made_with())
     multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
     length = _sequence_length(data, sources, multiple)
@@ -128,6 +133,48 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         tokenizer=tokenizer,
         watched=_watched(config.validation, list(held_out)),
     )
+
+
+def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained: ModelShape | None) -> StreamOptions:
+    """Return how the token streams among the paths are read."""
+    data = config.data
+    paths = [
+        *([data.path] if isinstance(data.path, str) else data.path),
+        *named_paths(config.validation.paths).values(),
+    ]
+    if data.sequence_length is None and (streams := [path for path in paths if is_stream(Path(path))]):
+        raise InvalidInputError(
+            f"{streams[0]} is a token stream, and nobody says how long its windows are; set data.sequence_length, such "
+            f"as {DEFAULT_SEQ_LENGTH}"
+        )
+    vocab_size = config.model.vocab_size if pretrained is None else pretrained.vocab_size
+    if tokenizer is not None and not data.allow_tokenizer_mismatch:
+        vocab_size = tokenizer.vocab_size
+    return StreamOptions(
+        seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
+        pack_sequences=data.pack_sequences,
+        eos_id=tokenizer.eos_id if data.eos_id is None and tokenizer is not None else data.eos_id,
+        file_pattern=data.file_pattern,
+        dtype=data.dtype,
+        vocab_size=vocab_size,
+        spelling="key",
+    )
+
+
+def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> None:
+    streams = [source for source in sources if source.figures.max_input_len is not None]
+    if layout.context > 1 and streams:
+        raise InvalidInputError(
+            f"{streams[0].description}: context-parallel ranks share sequences that were padded for them, and the "
+            "windows of a token stream are not; set parallel.context=1, or train on packed data alone"
+        )
+
+
+def _for_path(stream: StreamOptions, path: str) -> StreamOptions:
+    """Return the options for validation data: those of streams mean nothing where it is packed."""
+    if is_stream(Path(path)):
+        return stream
+    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None)
 
 
 def parallel_layout(config: TrainConfig) -> ParallelLayout:
@@ -304,8 +351,8 @@ def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
 
 
 def _sequence_length(data: DataConfig, sources: list[BinReader], multiple: int) -> int:
-    longest = max(sources, key=lambda source: source.figures.pack_size)
-    pack_size = longest.figures.pack_size
+    longest = max(sources, key=lambda source: source.figures.num_positions)
+    pack_size = longest.figures.num_positions
     if data.sequence_length is None:
         # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest
         # bin; rounded up, its batches have the same shapes as those of shards, and the same losses.

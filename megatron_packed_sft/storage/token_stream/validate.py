@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from megatron_packed_sft.storage.validation_report import Finding, ValidationRep
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress
 
-_BLOCK_TOKENS = 1 << 20
+_PLAIN = re.compile(r"[\w./-]+")  # what neither a shell nor Hydra takes for something else
 
 
 @dataclass
@@ -47,6 +49,7 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return None
+    num_findings = report.num_findings
     report.notes += [*stream.warnings, *stream.notes]
     report.num_bins += len(stream)
     report.num_bytes += sum(file.size for file in stream.files)
@@ -63,7 +66,8 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
         report.num_tokens += stream.num_tokens
         report.num_loss_tokens += seen.num_trained
         report.notes += _words_about_ids(stream, seen)
-    report.notes += _usage(stream, seen)
+    if report.num_findings == num_findings:
+        report.notes += _usage(stream, seen)
     return stream.figures
 
 
@@ -86,15 +90,14 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
     num_windows = int(stream.window_offsets[number + 1] - stream.window_offsets[number])
     num_inputs = num_windows * stream.options.seq_length  # the places at which a prediction is made, with overlap
     num_outside, place, value = 0, -1, 0
-    for start, stop in _blocks(file.num_tokens, num_inputs):
-        tokens = file.tokens(start, stop)
+    for start, tokens in itertools.chain(file.blocks(0, num_inputs), file.blocks(num_inputs, file.num_tokens)):
         num_eos, largest, first_outside, outside = window_kernel.scan_tokens(
             tokens.astype(tokens.dtype.newbyteorder("=")), eos_id, limit
         )
         seen.num_eos += num_eos
         seen.largest = max(seen.largest, largest)
         if start < num_inputs:
-            seen.num_trained += stop - start - num_eos
+            seen.num_trained += tokens.size - num_eos
         if outside and not num_outside:
             place, value = start + first_outside, int(tokens[first_outside])
         num_outside += outside
@@ -102,12 +105,6 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
         more = f", and {num_outside - 1:,} more like it" if num_outside > 1 else ""
         message = f"the token at position {place:,} is {value}, not in 0..{limit - 1}{more}"
         report.add(Finding(str(file.path), message, field="tokens"))
-
-
-def _blocks(num_tokens: int, num_inputs: int) -> Iterator[tuple[int, int]]:
-    for first, last in ((0, num_inputs), (num_inputs, num_tokens)):
-        for start in range(first, last, _BLOCK_TOKENS):
-            yield start, min(start + _BLOCK_TOKENS, last)
 
 
 def _words_about_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
@@ -134,7 +131,7 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     options = stream.options
     vocab_size = stream.vocab_size or (None if seen is None else seen.largest + 1)
     packs = stream.eos_id is not None and (seen is None or seen.num_eos > 0)
-    keys: dict[str, Any] = {"data.path": shlex.quote(str(stream.path)), "data.sequence_length": options.seq_length}
+    keys: dict[str, Any] = {"data.path": str(stream.path), "data.sequence_length": options.seq_length}
     arguments = [repr(str(stream.path)), repr(stream.eos_id), f"seq_length={options.seq_length}"]
     if packs:
         keys |= {"data.pack_sequences": "true"}
@@ -142,12 +139,20 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     if stream.eos_id is not None:
         keys["data.eos_id"] = stream.eos_id
     if options.file_pattern is not None:
-        keys["data.file_pattern"] = shlex.quote(options.file_pattern)
+        keys["data.file_pattern"] = options.file_pattern
         arguments.append(f"file_pattern={options.file_pattern!r}")
     if stream.files[0].path.suffix != NPY and stream.metadata.dtype != stream.files[0].dtype:
         keys["data.dtype"] = stream.dtype
         arguments.append(f"dtype={stream.dtype!r}")
     if vocab_size is not None and stream.metadata.vocab_size != vocab_size:
         keys["model.vocab_size"] = vocab_size
-    yield f"train: packed-sft train {' '.join(f'{key}={value}' for key, value in keys.items())}"
+    yield f"train: packed-sft train {' '.join(_override(key, value) for key, value in keys.items())}"
     yield f"python: create_sft_dataset({', '.join(arguments)})"
+
+
+def _override(key: str, value: Any) -> str:
+    """Return a setting as a shell takes it, and after it Hydra."""
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        text = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return shlex.quote(f"{key}={text}") if "'" in text else f"{key}={text}"
