@@ -16,6 +16,7 @@ from megatron_packed_sft.cli._verb import argument, verb
         packed-sft preview my_dataset --bin 3
         packed-sft preview my_dataset --split validation --random 2 --tokenizer Qwen2.5-7B
         packed-sft preview my_dataset.work/tokens/train --sequence 0 --json
+        packed-sft preview token_files --tokenizer Qwen2.5-7B --seq-length 4096 --pack-sequences
     """
 )
 @argument(
@@ -23,7 +24,7 @@ from megatron_packed_sft.cli._verb import argument, verb
     nargs=-1,
     metavar="PATH [KEY=VALUE ...]",
     help="a file of chats (anything that prepare reads), with prepare's keys; or packed data: a dataset directory, a "
-    "shard, a packed file or a token store",
+    "shard, a packed file, a token store or a token stream",
 )
 @click.option("--row", type=int, metavar="N", help="of chats: line or record N, counted from 1 (default: the first)")
 @click.option("--bin", "bin_number", type=int, metavar="N", help="of packed data: bin N, counted from 0 (default: 0)")
@@ -35,6 +36,8 @@ from megatron_packed_sft.cli._verb import argument, verb
 @click.option("--tokenizer", metavar="PATH", help="the tokenizer, as tokenizer.path, or if packed data's is not found")
 @click.option("--plan", metavar="FILE", help="of a token store: show the bins of this plan")
 @click.option("--work-dir", metavar="DIR", help="where a dataset was prepared, if not beside it: tells file and line")
+@click.option("--seq-length", type=int, metavar="N", help="of a token stream: predictions of a window (default: 2048)")
+@click.option("--pack-sequences", is_flag=True, default=None, help="of a token stream: tell its documents apart")
 @click.option("--ids", is_flag=True, help="one token per line, with position, id, weight and kind")
 @click.option("--config-name", metavar="NAME", help="prepare's settings from a file of your own, NAME.yaml")
 @click.option("--config-dir", metavar="DIR", help="where that file is")

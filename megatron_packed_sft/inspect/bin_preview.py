@@ -12,6 +12,7 @@ from typing import Any
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.factory import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
 from megatron_packed_sft.inspect.opened_data import OpenedData, open_data
@@ -19,6 +20,8 @@ from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder, token
 from megatron_packed_sft.prepare.origins import BinOrigins, noted_tokenizer_paths
 from megatron_packed_sft.storage.dataset_directory import DATASET
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.dependencies import load
 from megatron_packed_sft.support.paths import is_url
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
@@ -90,6 +93,8 @@ class PackedPreviewer:
         tokenizer: the path of the tokenizer that made it, if it is not to be looked for.
         plan: of a token store: show its bins and not its sequences.
         work_dir: the work directory that made it, if that is not beside it.
+        seq_length: of a token stream: predictions of a window.
+        pack_sequences: of a token stream: tell its documents apart, by the tokenizer's end of sequence.
     """
 
     def __init__(
@@ -100,6 +105,8 @@ class PackedPreviewer:
         tokenizer: str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         work_dir: str | os.PathLike[str] | None = None,
+        seq_length: int | None = None,
+        pack_sequences: bool = False,
     ) -> None:
         self.path = Path(path)
         self._opened: OpenedData | None = None
@@ -107,18 +114,34 @@ class PackedPreviewer:
         self._store: TokenStore | None = None
         self._origins: BinOrigins | None = None
         self.found: FoundTokenizer
+        is_stream = isinstance(storage_of(self.path), TokenStreamStorage)
+        if not is_stream and (seq_length is not None or pack_sequences):
+            option = "--seq-length" if seq_length is not None else "--pack-sequences"
+            raise InvalidInputError(f"{option} goes with a token stream, and {path} is none; leave it out")
+        stream = self._stream_options(tokenizer, seq_length, pack_sequences) if is_stream else None
         if is_token_store(self.path):
             self._open_store(tokenizer, plan)
         else:
             if plan is not None:
                 raise InvalidInputError(f"--plan goes with a token store, and {path} is packed already; leave it out")
-            self._open_packed(split, tokenizer, work_dir)
+            self._open_packed(split, tokenizer, work_dir, stream)
         if self._store is not None and split is not None:
             raise InvalidInputError(f"--split goes with a dataset directory, and {path} is a token store; leave it out")
         self.decoder = TokenDecoder(self.found.tokenizer)
 
-    def _open_packed(self, split: str | None, tokenizer: Any, work_dir: Any) -> None:
-        opened = self._opened = open_data(self.path, work_dir=work_dir)
+    def _stream_options(self, tokenizer: Any, seq_length: int | None, pack_sequences: bool) -> StreamOptions:
+        """Return how to read a token stream: its tokenizer knows where documents end."""
+        eos_id = None if tokenizer is None else load_tokenizer(tokenizer).eos_id
+        if pack_sequences and eos_id is None:
+            raise InvalidInputError(
+                f"--pack-sequences needs to know where the documents of {self.path} end; add --tokenizer PATH, a "
+                "tokenizer with an end of sequence"
+            )
+        length = DEFAULT_SEQ_LENGTH if seq_length is None else seq_length
+        return StreamOptions(seq_length=length, pack_sequences=pack_sequences, eos_id=eos_id, spelling="flag")
+
+    def _open_packed(self, split: str | None, tokenizer: Any, work_dir: Any, stream: StreamOptions | None) -> None:
+        opened = self._opened = open_data(self.path, work_dir=work_dir, stream=stream)
         if split is None:
             split = "train" if "train" in opened.splits else next(iter(opened.splits))
         if split not in opened.splits:

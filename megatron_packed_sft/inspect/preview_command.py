@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_SEED = 1234  # that of datasets and of the training recipe
 _OF_RECORDS = ("row", "config_name", "config_dir")
-_OF_PACKED = ("bin_number", "sample", "sequence", "split", "plan", "work_dir")
+_OF_PACKED = ("bin_number", "sample", "sequence", "split", "plan", "work_dir", "seq_length", "pack_sequences")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class PreviewRequest:
     tokenizer: str | None = None
     plan: str | None = None
     work_dir: str | None = None
+    seq_length: int | None = None
+    pack_sequences: bool | None = None
     ids: bool = False
     config_name: str | None = None
     config_dir: str | None = None
@@ -116,7 +118,13 @@ def _preview_packed(path: str, settings: Sequence[str], request: PreviewRequest)
     from megatron_packed_sft.inspect.painting import Painter
 
     previewer = PackedPreviewer(
-        path, split=request.split, tokenizer=tokenizer, plan=request.plan, work_dir=request.work_dir
+        path,
+        split=request.split,
+        tokenizer=tokenizer,
+        plan=request.plan,
+        work_dir=request.work_dir,
+        seq_length=request.seq_length,
+        pack_sequences=bool(request.pack_sequences),
     )
     previews: Iterator[BinPreview] = (make() for make in _wanted_bins(previewer, request))
     if request.as_json:

@@ -13,6 +13,8 @@ import pytest
 
 from megatron_packed_sft import PackPlan, create_sft_dataset
 from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from tests.inspect.previewing import packed_sft, preview_json, tokenizer_path
 from tests.prepare.preparing import chat, prepare, write_records
 
@@ -164,3 +166,25 @@ def test_damaged_data_is_exit_code_1(home: Path, tmp_path: Path) -> None:
     done = packed_sft("preview", alone)
     assert (done.code, done.out) == (1, "")
     assert done.err.count("\n") == 1
+
+
+def test_a_token_stream_is_shown_by_window_and_by_document(tmp_path: Path, tokenizer_path: str) -> None:
+    tokenizer = load_tokenizer(tokenizer_path)
+    ids: list[int] = []
+    for number in range(40):
+        text = MarkedText(f"Document {number} says something.")
+        ids += [*tokenizer.encode_many([text]).input_ids.tolist(), tokenizer.eos_id or 0]
+    (tmp_path / "stream").mkdir()
+    np.save(tmp_path / "stream" / "tokens.npy", np.array(ids, np.uint16))
+    given = [tmp_path / "stream", "--tokenizer", tokenizer_path, "--seq-length", 64]
+    whole = preview_json(*given, "--bin", 1)
+    assert [token["id"] for sequence in whole["sequences"] for token in sequence["tokens"]] == ids[64 : 64 + 65]
+    apart = preview_json(*given, "--bin", 1, "--pack-sequences")
+    assert len(apart["sequences"]) > len(whole["sequences"]) == 1
+    assert "says something." in packed_sft("preview", *given).out
+    unknown = packed_sft("preview", tmp_path / "stream", "--seq-length", 64)
+    assert "the data records no tokenizer; give its path with --tokenizer" in unknown.out
+    for words in (["--seq-length", 4], ["--pack-sequences"]):
+        refused = packed_sft("preview", tokenizer_path.replace("sp.model", ""), *words)
+        assert refused.code == 2
+    assert "add --tokenizer" in packed_sft("preview", tmp_path / "stream", "--pack-sequences").err
