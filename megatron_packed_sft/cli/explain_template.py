@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from megatron_packed_sft.cli._verb import argument, verb
+from megatron_packed_sft.cli._verb import argument, complete_words, verb
 
 
 @verb(
@@ -18,6 +18,7 @@ from megatron_packed_sft.cli._verb import argument, verb
 @argument(
     "words",
     nargs=-1,
+    shell_complete=complete_words,
     metavar="TOKENIZER [KEY=VALUE ...]",
     help="a tokenizer's folder or .model file, a Jinja file, or a built-in template; with prepare's keys template.*",
 )

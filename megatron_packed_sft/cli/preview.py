@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from megatron_packed_sft.cli._verb import argument, verb
+from megatron_packed_sft.cli._verb import argument, complete_words, verb
 
 
 @verb(
@@ -22,6 +22,7 @@ from megatron_packed_sft.cli._verb import argument, verb
 @argument(
     "words",
     nargs=-1,
+    shell_complete=complete_words,
     metavar="PATH [KEY=VALUE ...]",
     help="a file of chats (anything that prepare reads), with prepare's keys; or packed data: a dataset directory, a "
     "shard, a packed file, a token store or a token stream",

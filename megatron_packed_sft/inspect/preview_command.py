@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +74,8 @@ def _preview_records(path: str | None, settings: Sequence[str], request: Preview
     from megatron_packed_sft.inspect.record_view import record_json, record_view
 
     previewer = RecordPreviewer(config)
-    previews = map(previewer.preview, chosen)
+    with _warning_once():
+        previews = [previewer.preview(one) for one in chosen]
     if request.as_json:
         return _print_json([record_json(one, previewer) for one in previews], request)
     painter = Painter(previewer.tokenizer.control_tokens, in_colour=shows_colours())
@@ -161,6 +164,25 @@ def _wanted_bins(previewer: Any, request: PreviewRequest) -> list[Callable[[], B
     if request.bin_number is not None:
         return [lambda: previewer.bin(request.bin_number)]
     return [lambda: previewer.entry(0)]
+
+
+@contextlib.contextmanager
+def _warning_once() -> Iterator[None]:
+    """Let what is said about a template be said once, although a preview renders with several encoders."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        sentence = record.getMessage()
+        return not (sentence in said or said.add(sentence))  # type: ignore[func-returns-value]
+
+    from megatron_packed_sft.encode.masks.rendering_marker import RenderingMarker
+
+    logger = logging.getLogger(RenderingMarker.__module__)
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _refuse(request: PreviewRequest, names: Sequence[str], because: str) -> None:
