@@ -89,12 +89,15 @@ def _between_neighbours(
     chat: TracedText, said: Sequence[Sequence[Span]], number: int, previous_end: int, ends: Sequence[str]
 ) -> Range:
     own = said[number]
+    iterations = [one for one in iterations_of(chat) if one[0] != number]
+    if any(at <= own[0].start and own[-1].end <= end for _, at, end in iterations):
+        return own[0].start, own[-1].end  # inside the turn of another message
     start = previous_end if previous_end <= own[0].start else own[0].start
     limit = min(
         (other[0].start for other in said if other and other[0].start >= own[-1].end),
         default=len(chat.text),
     )
-    entered = [at for message, at, end in iterations_of(chat) if message != number and end > at >= own[-1].end]
+    entered = [at for _, at, end in iterations if end > at >= own[-1].end]
     limit = min([limit, *entered])
     behind = chat.text[own[-1].end : limit]
     found = [(behind.find(token), token) for token in ends if token and token in behind]
