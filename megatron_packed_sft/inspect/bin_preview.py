@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,19 @@ class BinPreview:
     def num_trained(self) -> int:
         """Trained tokens of all sequences."""
         return sum(token.is_trained for tokens in self.sequences for token in tokens)
+
+
+def refuse_nothing(path: str) -> None:
+    """Raise an error for a path that shows nothing: no file, or the work directory of a preparation."""
+    if is_url(path):
+        return
+    if not os.path.lexists(path) and not glob.glob(path, recursive=True):
+        raise InvalidInputError(f"{path} does not exist and matches no file; check the path")
+    work = Path(path)
+    if (work / "tokens").is_dir() and (work / "lock").exists():
+        raise InvalidInputError(
+            f"{path} is the work directory of a preparation; look at its dataset, or at {work / 'tokens' / 'train'}"
+        )
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:

@@ -58,8 +58,9 @@ def run_preview(request: PreviewRequest) -> int:
     if path is None and not settings:
         raise InvalidInputError("name a file of chats or packed data; see packed-sft preview --help")
     if path is not None:
-        from megatron_packed_sft.inspect.bin_preview import is_packed
+        from megatron_packed_sft.inspect.bin_preview import is_packed, refuse_nothing
 
+        refuse_nothing(path)
         if is_packed(path):
             return _preview_packed(path, settings, request)
     return _preview_records(path, settings, request)

@@ -224,37 +224,43 @@ class RecordPreviewer:
         encode = self.config.encode
         is_turn = made_of is not None and made_of.is_turn
         cuts: list[Cut] = []
-        left_out: Sequence[int] = ()
+        kept_messages: Sequence[int] | None = None
         num_before = 0
         limit = f"encode.max_len={encode.max_len}"
-        if len(tokens) < len(whole) and encode.truncation == "left":
+        conversation = None if made_of is None else made_of.conversation
+        is_cut = len(tokens) < len(whole)
+        if is_cut and encode.truncation == "turns" and made_of is not None and conversation is not None:
+            made_of, kept_messages = self._shorter(conversation, tokens)
+            whole = tokens
+        elif is_cut and encode.truncation == "left":
             num_before = len(whole) - len(tokens)
             cuts.append(Cut(limit, whole[:num_before], at_start=True))
-        elif _ids(tokens) == _ids(whole[: len(tokens)]) and len(tokens) < len(whole):
+        elif is_cut:
             cuts.append(Cut(limit, whole[len(tokens) :], at_start=False))
-        elif len(tokens) < len(whole) and made_of is not None and made_of.conversation is not None:
-            made_of, left_out = self._shorter(made_of, made_of.conversation, tokens)
-            whole = tokens
-        turns: list[TurnTokens] = []
-        if made_of is not None and made_of.conversation is not None:
-            kept = num_before, num_before + len(tokens)
-            turns = turn_tokens(self._encoder.marker(made_of.conversation), made_of, whole, kinds, kept)
-        escaped = escaped_texts(made_of.marked, turns) if made_of is not None else []
         packed, drop, chunks, packing_cut = self._packed(tokens)
         cuts += packing_cut
+        turns: list[TurnTokens] = []
+        if made_of is not None and made_of.conversation is not None:
+            kept = num_before, num_before + len(packed)
+            turns = turn_tokens(self._encoder.marker(made_of.conversation), made_of, whole, kinds, kept)
+        left_out: list[int] = []
+        if kept_messages is not None and conversation is not None:
+            turns = [one._replace(message=kept_messages[one.message]) for one in turns]
+            left_out = [number for number in range(len(conversation.messages)) if number not in kept_messages]
+        escaped = escaped_texts(made_of.marked, turns) if made_of is not None else []
         return SequencePreview(packed, kinds[: len(packed)], turns, cuts, left_out, chunks, drop, escaped, is_turn)
 
     def _shorter(
-        self, made_of: MarkedRecord, conversation: Conversation, tokens: Sequence[Token]
-    ) -> tuple[MarkedRecord | None, list[int]]:
-        """Find the shorter conversation that a sequence was made of, and the messages that are not in it."""
+        self, conversation: Conversation, tokens: Sequence[Token]
+    ) -> tuple[MarkedRecord | None, list[int] | None]:
+        """Find the shorter conversation that a sequence was made of, and which messages are in it."""
         for shorter in shorter_by_turns(conversation, self.config.encode.turns_to_keep):
             encoded = self._uncut.encode_records([shorter])
             if len(encoded.sequences.lengths) == 1 and encoded.sequences.input_ids.tolist() == _ids(tokens):
                 kept = {id(message) for message in shorter.messages}
-                gone = [number for number, one in enumerate(conversation.messages) if id(one) not in kept]
-                return self._uncut.marked(shorter)[-1], gone
-        return None, []
+                numbers = [number for number, one in enumerate(conversation.messages) if id(one) in kept]
+                return self._uncut.marked(shorter)[-1], numbers
+        return None, None
 
     def _marked(self, record: Record) -> list[MarkedRecord]:
         if isinstance(record, TokenizedRecord):

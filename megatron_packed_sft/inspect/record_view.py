@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _NARROW = 100  # columns; below, tables leave out what the text shows anyway
 _LONGEST_RECORD = 600
+_MOST_ESCAPED = 12  # different ones that are listed; all of them are marked in the text
 
 
 def record_view(
@@ -55,6 +57,7 @@ def record_view(
     if preview.shown_text:
         yield Text(f"the record: {quoted(preview.shown_text, longest=_LONGEST_RECORD)}", style="dim")
     if preview.sequences and not ids:
+        yield Text("")
         yield painter.legend()
 
 
@@ -132,10 +135,11 @@ def _turns_table(turns: Sequence[TurnTokens], *, wide: bool) -> RenderableType:
     for turn in turns:
         where = "?" if turn.start is None or turn.end is None else f"{turn.start}-{turn.end - 1}"
         if turn.start is not None and turn.start == turn.end:
-            where = "cut" if turn.characters[0] < turn.characters[1] else "none"
+            where = "cut" if turn.is_cut else "none"
         parts = [f"{name} {count:,}" for name, count in turn.kinds.items()]
         parts += [f"weight {weight:g}" for weight in turn.weights if weight != 1]
         parts += ["inside another turn"] if turn.is_inside else []
+        parts += ["cut"] if turn.is_cut and where != "cut" else []
         cells = [
             str(turn.message),
             quoted(turn.role, longest=20),
@@ -163,8 +167,9 @@ def _notes(one: SequencePreview, previewer: RecordPreviewer) -> Iterator[Rendera
     for start, end, masked in one.chunks:
         again = f", the first {masked} not trained again" if masked else ""
         yield Text(f"chunk: tokens {start}-{end - 1}{again}, by packing.overflow=split")
-    for text, message in one.escaped:
+    for (text, message), count in Counter(one.escaped).most_common(_MOST_ESCAPED):
         where = "" if message is None else f" in message {message}"
+        where += f", {count:,} times," if count > 1 else ""
         key = "text" if not one.turns else "content"
         yield Text.assemble(
             ("escaped: ", NOTE),
@@ -217,6 +222,7 @@ def _sequence_json(one: SequencePreview) -> dict[str, Any]:
                 "kinds": dict(turn.kinds),
                 "weights": list(turn.weights),
                 "is_inside": turn.is_inside,
+                "is_cut": turn.is_cut,
             }
             for turn in one.turns
         ],

@@ -37,6 +37,7 @@ class TurnTokens(NamedTuple):
         weights: the loss weights that they have.
         is_inside: it stands inside the turn of another message.
         characters: where it is in the rendered text.
+        is_cut: a limit left some of its tokens out.
     """
 
     message: int
@@ -50,6 +51,7 @@ class TurnTokens(NamedTuple):
     weights: Sequence[float] = ()
     is_inside: bool = False
     characters: tuple[int, int] = (0, 0)
+    is_cut: bool = False
 
 
 def turn_tokens(
@@ -85,7 +87,8 @@ def turn_tokens(
         one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
         if starts is not None:
             # A token that spans two turns belongs to the first.
-            first, last = (min(max(bisect_left(starts, at), low), high) for at in (turn.start, turn.end))
+            begin, end = (bisect_left(starts, at) for at in (turn.start, turn.end))
+            first, last = (min(max(at, low), high) for at in (begin, end))
             trained = [number for number in range(max(first, low + 1), last) if tokens[number].is_trained]
             known = [kinds[number - low] for number in trained if number - low < len(kinds)]
             counts = Counter(KIND_NAMES[TurnKind(kind)] for kind in known)
@@ -93,6 +96,7 @@ def turn_tokens(
                 start=first - low,
                 end=last - low,
                 num_trained=len(trained),
+                is_cut=(begin, end) != (first, last),
                 kinds=dict(counts),
                 weights=sorted({round(tokens[number].weight, 4) for number in trained}),
             )

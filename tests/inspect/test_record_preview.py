@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,31 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
     assert (done.code, done.out) == (2, "")
     assert problem in done.err
     assert done.err.count("\n") == 1
+
+
+def test_turns_that_a_limit_cuts_say_so(keys: list[str], tmp_path: Path) -> None:
+    path = write_records(tmp_path / "chats.jsonl", [WEIGHTED])
+    whole = preview_json(path, *keys)["sequences"][0]["turns"]
+    limit = whole[4]["start"] + 6
+    [cut] = preview_json(path, *keys, f"encode.max_len={limit}")["sequences"]
+    assert [turn["is_cut"] for turn in cut["turns"]] == [False] * 4 + [True] * 3
+    assert [turn["end"] for turn in cut["turns"]] == [*(turn["end"] for turn in whole[:4]), limit, limit, limit]
+    shown = packed_sft("preview", path, *keys, f"encode.max_len={limit}").out
+    assert re.search(r"^6 +assistant +cut ", shown, flags=re.MULTILINE)
+    assert f"at the end, by encode.max_len={limit}" in shown
+    for keep, gone in (("oldest", [3, 4, 5, 6]), ("newest", [1, 2])):
+        limit = whole[4]["start"] + 6 if keep == "oldest" else whole[6]["end"] - whole[1]["start"]
+        settings = [f"encode.max_len={limit}", "encode.truncation=turns", f"encode.turns_to_keep={keep}"]
+        [left] = preview_json(path, *keys, *settings)["sequences"]
+        assert left["left_out_messages"] == gone
+        assert [turn["message"] for turn in left["turns"]] == [number for number in range(7) if number not in gone]
+        assert left["cut"] == []
+
+
+def test_a_very_long_record_is_shown_whole(keys: list[str], tmp_path: Path) -> None:
+    path = write_records(tmp_path / "chats.jsonl", [chat("word " * 20_000, "Yes, <|im_end|> " * 2_000)])
+    shown = packed_sft("preview", path, *keys, "packing.pack_size=1000000")
+    assert shown.code == 0
+    assert shown.out.count("word") == 20_000
+    assert shown.out.count("‹text:<|im_end|>›") == 2_000
+    assert "escaped: <|im_end|> in message 1, 2,000 times, is text" in shown.out
