@@ -31,18 +31,19 @@ ALLOWED = {
     "tokens": {"disk", "storage", "packing"},  # a token store and a plan become shards
     "data": {"records", "encode", "tokens", "packing", "storage", "disk"},
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    "caches": {"records", "encode", "storage", "disk", "config"},
     "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
     # All but megatron and train: what those leave on disk is described by its JSON files.
     "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare", "config"},
     "cli": {
         *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
-        *("megatron", "prepare", "train", "inspect"),
+        *("megatron", "caches", "prepare", "train", "inspect"),
     },
 }
 # Packages that only some rooms may touch, because they are heavy or belong there.
 ONLY_IN = {
-    "torch": {"data", "megatron", "train"},
+    "torch": {"caches", "data", "megatron", "train"},
     "megatron": {"megatron", "train"},
     "safetensors": {"megatron"},
     "transformers": {"encode"},

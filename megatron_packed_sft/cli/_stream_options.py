@@ -20,22 +20,24 @@ def stream_options(
     """Return how a stream is to be read, or None when no flag says anything about one.
 
     Args:
-        tokenizer: a folder or file; gives the EOS id and the vocabulary that other flags do not.
+        tokenizer: a folder or file; gives the EOS id, where nothing else says it, and the vocabulary.
         eos_id, vocab_size, dtype, seq_length, file_pattern: as in `StreamOptions`.
     """
     if all(value is None for value in (tokenizer, eos_id, vocab_size, dtype, seq_length, file_pattern)):
         return None
     from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 
+    tokenizer_eos_id = None
     if tokenizer is not None:
         from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 
         loaded = load_tokenizer(tokenizer)
-        eos_id = loaded.eos_id if eos_id is None else eos_id
+        tokenizer_eos_id = loaded.eos_id
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
     return StreamOptions(
         seq_length=DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
         eos_id=eos_id,
+        tokenizer_eos_id=tokenizer_eos_id,
         file_pattern=file_pattern,
         dtype=dtype,
         vocab_size=vocab_size,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from megatron_packed_sft.cli._stream_options import stream_options
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.storage.validation_report import ValidationReport
 
 
 @verb(
@@ -19,7 +23,9 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
         packed-sft validate tokens --tokenizer my_model --seq-length 4096
     """
 )
-@argument("path", help="a shard or packed file, a dataset directory, a directory of shards, a token store or stream")
+@argument(
+    "path", help="a shard or packed file, a dataset directory, a directory of shards, a token store, stream or cache"
+)
 @click.option(
     "--level",
     type=click.Choice(("structure", "full")),
@@ -53,6 +59,7 @@ def command(
     """Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data at all."""
     from rich.text import Text
 
+    from megatron_packed_sft.caches.validate import is_sft_cache, validate_sft_cache
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.support.terminal import show, show_json
     from megatron_packed_sft.support.wording import counted
@@ -66,10 +73,12 @@ def command(
         seq_length=seq_length,
         file_pattern=file_pattern,
     )
-    is_store = stream is None and is_token_store(path)
-    report = (validate_token_store if is_store else functools.partial(validate, stream=stream))(
-        path, level=level, max_findings=max_findings, progress=not quiet
-    )
+    check: Callable[..., ValidationReport] = functools.partial(validate, stream=stream)
+    if stream is None and is_token_store(path):
+        check = validate_token_store
+    elif stream is None and is_sft_cache(path):
+        check = validate_sft_cache
+    report = check(path, level=level, max_findings=max_findings, progress=not quiet)
     if as_json:
         show_json(report.to_json())
         return 0 if report.ok else 1

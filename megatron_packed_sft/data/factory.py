@@ -25,7 +25,7 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
+from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -109,7 +109,8 @@ def create_sft_dataset(
         stream=StreamOptions(
             seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
             pack_sequences=pack_sequences,
-            eos_id=document_end(tokenizer, eos_id),
+            eos_id=eos_id,
+            tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
             file_pattern=file_pattern,
             dtype=dtype,
         ),

@@ -77,7 +77,8 @@ class TokenStreamDataset(PackedDataset):
         options = StreamOptions(
             seq_length=seq_length,
             pack_sequences=pack_sequences,
-            eos_id=document_end(tokenizer, eos_id),
+            eos_id=eos_id,
+            tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
             file_pattern=file_pattern,
             dtype=dtype,
             vocab_size=id_limit_of(tokenizer) if vocab_size is None and trusts_tokenizer else vocab_size,
@@ -186,11 +187,6 @@ class MemoryMappedDataset(TokenStreamDataset):
             overlap=False,
             **arguments,
         )
-
-
-def document_end(tokenizer: Any, eos_id: int | None) -> int | None:
-    """Return the id that ends a document: the one that was given, or the tokenizer's EOS."""
-    return eos_id if eos_id is not None or tokenizer is None else eos_id_of(tokenizer)
 
 
 def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:

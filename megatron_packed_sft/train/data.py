@@ -153,7 +153,8 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
     return StreamOptions(
         seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
         pack_sequences=data.pack_sequences,
-        eos_id=tokenizer.eos_id if data.eos_id is None and tokenizer is not None else data.eos_id,
+        eos_id=data.eos_id,
+        tokenizer_eos_id=None if tokenizer is None else tokenizer.eos_id,
         file_pattern=data.file_pattern,
         dtype=data.dtype,
         vocab_size=vocab_size,

@@ -21,6 +21,7 @@ class StreamOptions:
         seq_length: predictions of a window, which holds one token more.
         pack_sequences: tell the documents of a window apart; needs an EOS id.
         eos_id: the token that ends a document; None takes the one recorded beside the files.
+        tokenizer_eos_id: the EOS of the tokenizer in use, for files beside which nothing is recorded.
         file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
         file_names: exactly these files of the directory, instead of a pattern.
         dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
@@ -37,6 +38,7 @@ class StreamOptions:
     seq_length: int = DEFAULT_SEQ_LENGTH
     pack_sequences: bool = False
     eos_id: int | None = None
+    tokenizer_eos_id: int | None = None
     file_pattern: str | None = None
     file_names: tuple[str, ...] | None = None
     dtype: str | None = None

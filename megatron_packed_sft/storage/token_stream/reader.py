@@ -88,7 +88,9 @@ class TokenStream:
         self.files = tuple(files)
         self.options = options
         self.metadata = metadata
-        self.eos_id = metadata.eos_id if options.eos_id is None else options.eos_id
+        # What the stream was written with comes before what the tokenizer would end a text with.
+        known = (options.eos_id, metadata.eos_id, options.tokenizer_eos_id)
+        self.eos_id = next((number for number in known if number is not None), None)
         self.vocab_size = metadata.vocab_size if options.vocab_size is None else options.vocab_size
         dtype = np.dtype(files[0].dtype)
         self._id_dtype = SMALL_ID_DTYPE if dtype.kind == "u" and dtype.itemsize <= 2 else ID_DTYPE

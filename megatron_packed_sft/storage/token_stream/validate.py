@@ -18,6 +18,7 @@ from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import read_metadata
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
         f"{path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
         f"{'file' if len(stream.files) == 1 else 'files'}"
     )
+    for finding in _recorded_findings(stream, report):
+        report.add(finding)
     seen = None
     if report.level == "full":
         seen = _Seen()
@@ -69,6 +72,18 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
     if report.num_findings == num_findings:
         report.notes += _usage(stream, seen)
     return stream.figures
+
+
+def _recorded_findings(stream: TokenStream, report: ValidationReport) -> Iterator[Finding]:
+    """Compare the files with what the meta.json of a token cache says of them."""
+    described_by = stream.metadata.path
+    if described_by is None or described_by.name != "meta.json":
+        return
+    try:
+        folder = stream.path if stream.path.is_dir() else stream.path.parent
+        yield from RecordedFiles(described_by).findings(folder, report)
+    except PackedSFTError as error:
+        yield Finding(str(described_by), str(error))
 
 
 def _opened(path: Path, options: StreamOptions) -> TokenStream:
