@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.storage.convert import ConversionReport
 
 
 @verb(
@@ -68,7 +71,6 @@ def command(
     """
     from megatron_packed_sft.storage.convert import convert
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import counted
 
     report = convert(
         list(sources),
@@ -85,17 +87,21 @@ def command(
     if as_json:
         show_json(asdict(report))
     elif not quiet:
-        print(
-            f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
-            f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
-        )
-        if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
-            print(
-                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin"
-            )
-        if report.num_cleared_masks:
-            print(
-                f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
-                "they predict nothing and no collate reads them"
-            )
+        _show(report)
     return 0
+
+
+def _show(report: ConversionReport) -> None:
+    from megatron_packed_sft.support.wording import counted
+
+    print(
+        f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
+        f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
+    )
+    if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
+        print(f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin")
+    if report.num_cleared_masks:
+        print(
+            f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
+            "they predict nothing and no collate reads them"
+        )

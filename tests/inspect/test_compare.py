@@ -66,6 +66,16 @@ def test_the_same_bins_are_equal_in_any_storage(
     )
 
 
+def test_a_token_stream_is_compared_by_its_windows(tmp_path: Path) -> None:
+    for name, last in (("a", 9), ("b", 9), ("c", 8)):
+        tokens = np.arange(5_000, dtype=np.uint16) % 500
+        tokens[3_000] = last
+        np.save(tmp_path / f"{name}.npy", tokens)
+    assert compare(tmp_path / "a.npy", tmp_path / "b.npy")["equal"]
+    [found] = compare(tmp_path / "a.npy", tmp_path / "c.npy")["differences"]
+    assert (found["bin"], found["position"], found["a"]["id"], found["b"]["id"]) == (1, 3_000 - 2_048, 9, 8)
+
+
 def test_equal_sides_may_be_cut_into_other_shards(tmp_path: Path) -> None:
     bins = make_bins(20, 32, seed=6)
     for name, cuts in (("a", (7, 13)), ("b", (15,))):

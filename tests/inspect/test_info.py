@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_a_dataset_tells_splits_sources_drops_and_how_to_train(home: Path, capsy
         assert one["trained_share"] == pytest.approx(one["num_trained_tokens"] / one["num_tokens"])
     assert facts["total"]["num_bins"] == sum(one["num_bins"] for one in facts["splits"].values())
     assert facts["sources"]["input"]["num_records"] == 92
+    assert facts["sources"]["input"]["num_sequences"] == 90  # those in bins
     assert facts["sources"]["input"]["dropped"] == {"longer_than_pack": 1, "bad_row": 1}
     assert facts["fingerprint"] == dataset.fingerprint
     assert facts["tokenizer"]["name"] == "sp.model"
@@ -126,6 +128,13 @@ def test_the_size_of_very_many_shards_is_estimated_and_said_to_be(
     assert ", about " in said(home / "data", capsys=capsys)
 
 
+def test_a_shard_that_is_missing_is_named(home: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(home / "data", tmp_path / "copy"))
+    shutil.rmtree(copied / "validation" / "shard_000000")
+    [note] = describe(copied)["notes"]
+    assert note == f"{copied / 'validation' / 'shard_000000'} is missing; copy the dataset again"
+
+
 def test_a_shard_a_packed_file_and_parquet_tell_what_they_record(home: Path) -> None:
     truth = describe(home / "data")["splits"]["train"]
     shard = describe(home / "data" / "train" / "shard_000000")
@@ -182,6 +191,21 @@ def test_a_shards_directory_is_described_as_one(tmp_path: Path) -> None:
         write_shard(tmp_path / f"shard_{number}", make_bins(4, 16, seed=number), 16)
     facts = describe(tmp_path)
     assert (facts["kind"], facts["num_shards"], facts["total"]["num_bins"]) == ("directory of shards", 3, 12)
+
+
+def test_a_token_stream_tells_its_files_its_windows_and_what_they_leave_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        np.save(tmp_path / f"shard_{number}.npy", np.arange(10_000, dtype=np.uint16))
+    facts = describe(tmp_path)
+    assert (facts["kind"], facts["dtype"]) == ("token stream", "uint16")
+    assert (facts["total"]["num_files"], facts["total"]["num_tokens_in_files"]) == (3, 30_000)
+    assert facts["total"]["num_bins"] == 12  # windows of 2,049 tokens that do not cross files
+    assert facts["notes"]
+    assert "seq_length=2048)" in said(tmp_path, capsys=capsys)
+    deep = describe(tmp_path / "shard_0.npy", deep=True)
+    assert sum(deep["histograms"]["train"]["sequence lengths"]["counts"]) == 4
 
 
 def test_a_token_store_and_one_of_its_parts_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +275,7 @@ def test_a_run_tells_its_losses_speed_and_checkpoints(run: Path, capsys: pytest.
     assert [one["step"] for one in facts["checkpoints"]] == [100, 7000]
     shown = said(run, capsys=capsys)
     assert "step_007000" in shown
+    assert ["first", "loss", "5.0000"] in [line.split() for line in shown.splitlines()]
     assert "packed-sft export" in shown
     assert "so --deep adds nothing" in said(run, "--deep", capsys=capsys)
 

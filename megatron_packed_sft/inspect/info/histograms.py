@@ -30,7 +30,7 @@ _MOST_SEQUENCES_READ = 200_000
 
 def deep_facts(kind: str, path: Path, facts: Facts) -> Facts:
     """Return the facts that take reading the data."""
-    if kind in ("dataset directory", "shard", "directory of shards"):
+    if kind in ("dataset directory", "shard", "token stream", "directory of shards"):
         return _of_bins(path, facts)
     if kind == "token store":
         return {"histograms": {"all": _of_token_store(path)}}

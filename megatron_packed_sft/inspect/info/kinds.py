@@ -34,6 +34,9 @@ KINDS = (
     Kind("run", training.is_run, training.run_facts),
     Kind("token store", is_token_store, packed_data.token_store_facts),
     Kind("plan", lambda path: path.suffix == ".npz", packed_data.plan_facts),
+    Kind(
+        "token stream", lambda path: getattr(storage_of(path), "name", None) == "token_stream", packed_data.shards_facts
+    ),
     Kind("shard", lambda path: storage_of(path) is not None, packed_data.shards_facts),
     Kind("Megatron checkpoint", training.is_foreign_checkpoint, training.foreign_checkpoint_facts),
     Kind("directory of shards", lambda path: bool(shards_inside(path)), packed_data.shards_facts),

@@ -24,7 +24,17 @@ _MOST_SHARDS_MEASURED = 1000  # the sizes of more are estimated: asking a file s
 # Names on disk are older than the glossary.
 _RENAMED = {"num_loss_tokens": "num_trained_tokens"}
 _NUMBERS = (
-    *("num_bins", "num_sequences", "num_tokens", "num_loss_tokens", "pack_size", "max_seq_len", "max_seqs_per_bin"),
+    *(
+        "num_files",
+        "num_tokens_in_files",
+        "num_bins",
+        "num_sequences",
+        "num_tokens",
+        "num_loss_tokens",
+        "pack_size",
+        "max_seq_len",
+        "max_seqs_per_bin",
+    ),
     *("min_packed_len", "pad_seq_to_mult", "sum_loss_weights", "vocab_size", "pad_id"),
 )
 
@@ -78,7 +88,10 @@ def shards_facts(path: Path) -> Facts:
         **{name: first[name] for name in ("dtype", "plan_fingerprint", "created_by") if first.get(name)},
         "notes": list(dict.fromkeys(note for part in parts for note in part["notes"])),
         "how_to_use": how_to_use(
-            str(path), packed_storage=first["storage"], pack_size=together.get("pack_size"), tokenizer_path=None
+            str(path),
+            packed_storage=first["storage"],
+            pack_size=first["num_positions"] or together.get("pack_size"),
+            tokenizer_path=None,
         ),
     }
     if len(parts) == 1:
@@ -164,7 +177,16 @@ def bin_facts(figures: Mapping[str, Any]) -> Facts:
 
 def total_of(parts: Sequence[Mapping[str, Any]]) -> Facts:
     """Return the numbers of several parts together; what one of them does not know is not known."""
-    sums = ("num_shards", "num_bins", "num_sequences", "num_tokens", "num_trained_tokens", "sum_loss_weights")
+    sums = (
+        "num_shards",
+        "num_files",
+        "num_tokens_in_files",
+        "num_bins",
+        "num_sequences",
+        "num_tokens",
+        "num_trained_tokens",
+        "sum_loss_weights",
+    )
     largest = ("pack_size", "max_seq_len", "max_seqs_per_bin", "pad_seq_to_mult", "vocab_size")
     extremes: dict[str, Callable[..., Any]] = {"min_packed_len": min, **dict.fromkeys(largest, max)}
     known: Facts = {}
@@ -178,7 +200,7 @@ def total_of(parts: Sequence[Mapping[str, Any]]) -> Facts:
 
 def _shard(path: Path, storage: Storage) -> Facts:
     recorded = storage.recorded(path)
-    notes = []
+    notes = list(recorded.get("notes", ()))
     if storage.in_memory and recorded.get("num_loss_tokens") is None:
         notes.append(f"a {storage.name} file records little of itself; --deep reads it")
     return {
@@ -186,6 +208,7 @@ def _shard(path: Path, storage: Storage) -> Facts:
         **bin_facts(recorded),
         **{name: recorded.get(name) for name in ("tokenizer", "chat_template_fingerprint", "dtype", "created_by")},
         "plan_fingerprint": recorded.get("plan_fingerprint"),
+        "num_positions": recorded.get("max_input_len"),
         "fingerprint": storage.checksum(path) if storage.has_manifest else None,
         "num_bytes": stored_size(path),
         "notes": notes,
@@ -198,21 +221,24 @@ def _size_of(dataset: DatasetDirectory) -> Facts:
     recorded = [entry.num_bytes for _, entry in entries]
     if all(one is not None for one in recorded):
         return {"num_bytes": sum(one or 0 for one in recorded)}
-    measured = [
-        (entry.num_bins, stored_size(dataset.shard_path(split, entry)))
-        for split, entry in islice(entries, _MOST_SHARDS_MEASURED)
-        if os.path.lexists(dataset.shard_path(split, entry))
-    ]
+    measured, missing = [], []
+    for split, entry in islice(entries, _MOST_SHARDS_MEASURED):
+        path = dataset.shard_path(split, entry)
+        if os.path.lexists(path):
+            measured.append((entry.num_bins, stored_size(path)))
+        else:
+            missing.append(f"{path} is missing; copy the dataset again")
     num_bytes = sum(size for _, size in measured)
     if len(measured) == len(entries):
         return {"num_bytes": num_bytes}
     share = sum(entry.num_bins for _, entry in entries) / max(sum(bins for bins, _ in measured), 1)
-    return {"num_bytes": round(num_bytes * share), "num_bytes_is_estimated": True}
+    return {"num_bytes": round(num_bytes * share), "num_bytes_is_estimated": True, "notes": missing}
 
 
 def _source(recorded: Mapping[str, Any]) -> Facts:
     """Return what is told of a source: its files, what was read, what was dropped and why, and what was kept."""
-    splits = recorded.get("splits", {}).values()
+    in_bins = recorded.get("in_bins")  # not recorded by earlier releases
+    splits = [in_bins] if in_bins else list(recorded.get("splits", {}).values())
     num_tokens = sum(one["num_tokens"] for one in splits)
     num_trained = sum(one["num_trained_tokens"] for one in splits)
     dropped = dict(recorded.get("dropped", {}))

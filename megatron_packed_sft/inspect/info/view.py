@@ -16,6 +16,7 @@ Facts = Mapping[str, Any]
 _BAR_WIDTH = 40
 _STYLES = {"trained": "green", "dropped": "yellow", "": "cyan"}
 _PERCENTAGES = ("trained_share", "fullness", "padding_share", "data_share")
+_LOSSES = ("loss", "first_loss")
 _WORDS = {
     "max_seq_len": "longest sequence",
     "mean_seq_len": "tokens per sequence",
@@ -183,6 +184,8 @@ def _value(name: str, value: Any) -> str | int:
         return "-"
     if name in _PERCENTAGES:
         return f"{100 * value:.2f} %" if name == "fullness" else f"{100 * value:.1f} %"
+    if name in _LOSSES:
+        return f"{value:.4f}"
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1 else f"{value:.3g}"
     return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
