@@ -29,10 +29,18 @@ from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_s
 
 
 class Origin(NamedTuple):
-    """Where a sequence came from: a file, and the line or row in it."""
+    """Where a sequence came from: a file, and the line, record or row in it.
+
+    Example:
+        >>> str(Origin("chats.jsonl.gz", 3)), str(Origin("chats.json", 3))
+        ('chats.jsonl.gz, line 3', 'chats.json, record 3')
+    """
 
     file: str
     line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}, {'line' if '.jsonl' in self.file else 'record'} {self.line}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class BinOrigins:
         for index in np.unique(reasons[reasons >= 0]).tolist():
             some = np.flatnonzero(reasons == index)[:MAX_EXAMPLES].astype(np.int64)
             for sequence, origin in zip(some.tolist(), self._of_sequences(some), strict=True):
-                where = "" if origin is None else f"{origin.file}, line {origin.line}: "
+                where = "" if origin is None else f"{origin}: "
                 shown = f"{where}{lengths[sequence]:,} tokens; at most {options.longest_item:,} fit into a bin"
                 found.setdefault(str(reason_of(index)), []).append(shown)
         return found

@@ -57,6 +57,7 @@ def test_totals_and_charts_are_those_counted_by_hand(data: Path) -> None:
     # Attention: 9 + 1, 16 and 4, of 16.
     assert split["attention"]["mean_share"] == pytest.approx((10 + 16 + 4) / 3 / 16)
     assert split["attention"]["costliest_bin"] == 1
+    assert split["attention"]["step_costs"]["mean"] == [1.0, 1.6, 0.4], "steps of one bin, over their mean of 10"
     assert split["read"] == {"num_bins": 3, "num_sequences": 4, "num_tokens": 10}
     assert split["shown"] == {"num_bins": 3, "of": 3}
 

@@ -94,6 +94,19 @@ def test_each_kind_is_found_with_its_bin(chats: Chats, tokenizer: Tokenizer, tmp
     assert chats.bins[104].input_ids[position] == chats.end
 
 
+def test_a_rare_role_is_no_control_token_in_text(chats: Chats, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    chats.add(chats.ids("Hello, who are you?"), [*chats.ids("I am the one you asked for."), chats.end])
+    one = chats.bins[-1]
+    system = [chats.start, *chats.ids("system\nBe brief."), chats.end, *chats.ids("\n")]
+    ids, mask = np.array([*system, *one.input_ids]), np.array([*[0] * len(system), *one.loss_mask])
+    chats.bins[-1] = PackedBin(ids.astype(np.int32), mask.astype(np.uint8), one.seq_start_id)
+    tool = [chats.start, *chats.ids("tool\n42"), chats.end, *chats.ids("\n")]
+    two = chats.bins[7]
+    ids, mask = np.array([*two.input_ids, *chats.ids("\n"), *tool]), np.array([*two.loss_mask, *[0] * (len(tool) + 1)])
+    chats.bins[7] = PackedBin(ids.astype(np.int32), mask.astype(np.uint8), two.seq_start_id)
+    assert chats.found(tmp_path, TokenDecoder(tokenizer))["misplaced_control"].num_found == 0
+
+
 def test_without_a_tokenizer_what_needs_one_is_not_checked_and_the_rest_is(chats: Chats, tmp_path: Path) -> None:
     chats.add(chats.ids("Tell me a story"), chats.ids("Once upon a time there was a"))
     found = chats.found(tmp_path, TokenDecoder(None))

@@ -152,6 +152,7 @@ def _by_step(costs: Int64, shape: StepShape) -> dict[str, Any]:
         "ranks": shape.ranks,
         "num_steps": num_steps,
         "steps": _line(slowest_over_mean(costs, shape)) if num_steps else None,
+        "step_costs": _line(_step_costs(costs, shape)) if num_steps else None,
         "orders": [{"order": name, **_balance(one, shape)} for name, one in orders.items()] if num_steps else [],
         "others": [
             {"global_batch": one.global_batch, "ranks": one.ranks, **_balance(costs, one)}
@@ -176,6 +177,13 @@ def slowest_over_mean(costs: Int64, shape: StepShape) -> npt.NDArray[np.float64]
     by_rank = steps.sum(axis=1)
     slowest: npt.NDArray[np.float64] = by_rank.max(axis=1) / by_rank.mean(axis=1)
     return slowest
+
+
+def _step_costs(costs: Int64, shape: StepShape) -> npt.NDArray[np.float64]:
+    """Return the attention of each whole step over that of the mean step."""
+    num_steps = len(costs) // shape.global_batch
+    steps = costs[: num_steps * shape.global_batch].reshape(num_steps, shape.global_batch).sum(axis=1)
+    return steps / steps.mean()
 
 
 def _balance(costs: Int64, shape: StepShape) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ _FEW_TRAINED, _FEW_SHARE, _FEW_LENGTH = 2, 0.01, 64
 # As `prepare audit=true` has it: a short question before a short answer is nothing odd.
 _LATE_SHARE, _LATE_LENGTH = 0.95, 512
 _SHORTEST_REPEATED = 16
-_USUAL_SHARE, _ENOUGH_PLACES = 0.01, 50
+_RARE_SHARE, _MOST_ODD, _ENOUGH_PLACES = 0.0005, 0.02, 50
 _MOST_DECODED = 3_000_000  # tokens, in which texts that look like control tokens are searched
 
 
@@ -207,12 +207,9 @@ def _misplaced_control(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
     if decoder.tokenizer is None:
         suspicion.unchecked = "needs the tokenizer"
         return suspicion
-    places = np.flatnonzero(np.isin(read.ids, list(decoder.control_ids)))
-    after = np.where(read.is_last[places], -1, np.append(read.ids, -1)[places + 1])
     odd: dict[int, int] = {}
-    for place in _oddly_followed(read.ids[places], after, places):
-        if not read.is_trained[place]:
-            odd.setdefault(int(read.sequence_at(np.array([place]))[0]), place)
+    for place in _oddly_placed(read, decoder.control_ids):
+        odd.setdefault(int(read.sequence_at(np.array([place]))[0]), place)
     suspicion.num_found = len(odd)
     suspicion.examples = _examples(
         read,
@@ -223,15 +220,31 @@ def _misplaced_control(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
     return suspicion
 
 
-def _oddly_followed(control: npt.NDArray[Any], after: npt.NDArray[Any], places: Int64) -> Iterator[int]:
-    """Yield the places where a control token that has a few usual followers has another one."""
-    for one in np.unique(control).tolist():
-        chosen = control == one
-        followers, counts = np.unique(after[chosen], return_counts=True)
-        usual = followers[counts >= max(2, _USUAL_SHARE * counts.sum())]
-        rare = chosen & ~np.isin(after, usual)
-        if counts.sum() >= _ENOUGH_PLACES and 0 < rare.sum() <= 2 * _USUAL_SHARE * counts.sum():
-            yield from places[rare].tolist()
+def _oddly_placed(read: TokensRead, control_ids: Iterable[int]) -> Iterator[int]:
+    """Yield the untrained control tokens with a neighbour behind them that others of their kind do not have.
+
+    A role that is rare in the data is no sign of that, so the one before must be odd, too, where it tells anything: it
+    does for the start of a turn, which follows the end of another, and not for the end of a turn, which follows text.
+    """
+    places = np.flatnonzero(np.isin(read.ids, list(control_ids)))
+    is_first = np.zeros(len(read.ids), np.bool_)
+    is_first[read.starts] = True
+    before = np.where(is_first[places], -1, read.ids[places - 1])
+    after = np.where(read.is_last[places], -1, np.append(read.ids, -1)[places + 1])
+    for one in np.unique(read.ids[places]).tolist():
+        own = read.ids[places] == one
+        odd_after, tells_after = _odd_ones(after[own])
+        odd_before, tells_before = _odd_ones(before[own])
+        if tells_after:
+            odd = odd_after & (odd_before | (not tells_before)) & ~read.is_trained[places[own]]
+            yield from places[own][odd].tolist()
+
+
+def _odd_ones(neighbours: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
+    """Return which neighbours are of a rare kind, and whether that tells anything: usually they are not."""
+    kinds, number, counts = np.unique(neighbours, return_inverse=True, return_counts=True)
+    odd = (counts <= max(2, _RARE_SHARE * len(neighbours)))[number]
+    return odd, len(neighbours) >= _ENOUGH_PLACES and bool(odd.mean() <= _MOST_ODD) and len(kinds) > 1
 
 
 def ends_of_turns(read: TokensRead, decoder: TokenDecoder) -> frozenset[int]:

@@ -55,7 +55,9 @@ const Bins = (() => {
 
   function originOf(bin, sequence) {
     const origin = bin.origins && bin.origins[sequence];
-    return origin ? { file: source.files[origin[0]], line: origin[1] } : null;
+    if (!origin) return null;
+    const file = source.files[origin[0]];
+    return { file, line: origin[1], noun: /\.jsonl(\.\w+)?$/.test(file) ? "line" : "record" };
   }
 
   const address = (bin, sequence, token) =>
@@ -175,7 +177,7 @@ const Bins = (() => {
       if (bin.weights[at] > 0) { kind += " on"; trained++; }
       if (control.has(bin.tokens[at])) kind += " control";
       if (text === "") kind += " later";
-      else if (text.includes("\n")) kind += " line";
+      else if (text[0] === "\n") kind += " line";
       const span = document.createElement("span");
       span.className = kind;
       span.dataset.at = at;
@@ -186,7 +188,7 @@ const Bins = (() => {
     const origin = originOf(bin, sequence);
     return make("div", { class: "sequence", id: `sequence-${sequence + 1}` },
       make("h3", {}, `Sequence ${sequence + 1}`, make("span", {}, `${Page.counted(end - start, "token")}, ${percent(trained / (end - start))} trained`),
-        origin ? make("span", {}, `${origin.file.split("/").pop()}, line ${count(origin.line)}`) : null), tokens);
+        origin ? make("span", {}, `${origin.file.split("/").pop()}, ${origin.noun} ${count(origin.line)}`) : null), tokens);
   }
 
   function describe(at) {
@@ -204,7 +206,7 @@ const Bins = (() => {
       ["Trained", trained],
       control.has(token) ? ["Kind", "control token"] : null,
       ["Position", `${count(at - bin.starts[sequence])} in sequence ${sequence + 1}, ${count(at)} in the bin`],
-      ["Source", origin ? `${origin.file}, line ${count(origin.line)}` : "not recorded"],
+      ["Source", origin ? `${origin.file}, ${origin.noun} ${count(origin.line)}` : "not recorded"],
     ];
     ui.details.replaceChildren(make("h3", {}, "Token"), make("dl", {}, entries.filter(Boolean).map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])));
     for (const block of ui.attention.querySelectorAll(".block")) block.classList.toggle("now", Number(block.dataset.block) === sequence);

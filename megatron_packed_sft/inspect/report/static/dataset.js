@@ -85,7 +85,12 @@
         Charts.histogram("Attention cost of bins", "As a share of one sequence that fills the bin.", a.histogram, { x: "share", y: "bins", bucket: shares, format: asPercent }),
         !a.num_steps ? make("p", { class: "note" }, `The split has fewer bins than one step of ${count(a.global_batch)}, so there is no balance to show; choose --global-batch-size.`)
         : Charts.lines("Balance over ranks, step by step", `${counted(a.num_steps, "step")} of ${counted(a.global_batch, "bin")} on ${counted(a.ranks, "rank")}, in stored order: the rank that has most to do over the mean.`, a.steps.at,
-          [{ label: "slowest / mean", values: a.steps.highest, color: "accent" }], { x: "step", y: "slowest / mean", format: (value) => decimal(value, 2), low: 1 })),
+          [{ label: "slowest / mean", values: a.steps.highest, color: "accent" }], { x: "step", y: "slowest / mean", format: (value) => decimal(value, 2), low: 1 }),
+        a.num_steps ? Charts.lines("Attention cost of steps", "Over that of the mean step, in stored order: even steps take equally long.", a.step_costs.at,
+          a.step_costs.at.length < a.num_steps
+            ? [{ label: "highest", values: a.step_costs.highest, color: "accent" }, { label: "lowest", values: a.step_costs.lowest, color: "second", dash: [4, 3] }]
+            : [{ label: "cost", values: a.step_costs.mean, color: "accent" }],
+          { x: "step", y: "cost / mean", format: (value) => decimal(value, 2) }) : null),
       make("p", {}, `All ranks wait for the slowest one: 1.0 is even, 1.5 means that half as much again is waited for. Other shapes: --ranks and --global-batch-size.`),
       !a.num_steps ? null : table("Balance by the order of bins", [{ title: `${count(a.global_batch)} bins a step, ${counted(a.ranks, "rank")}`, cell: (one) => one.order },
         { title: "mean", number: true, cell: (one) => ratio(one.mean) }, { title: "worst step", number: true, cell: (one) => ratio(one.worst) }], a.orders),
