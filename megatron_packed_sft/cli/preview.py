@@ -39,6 +39,7 @@ from megatron_packed_sft.cli._verb import argument, complete_words, verb
 @click.option("--work-dir", metavar="DIR", help="where a dataset was prepared, if not beside it: tells file and line")
 @click.option("--seq-length", type=int, metavar="N", help="of a token stream: predictions of a window (default: 2048)")
 @click.option("--pack-sequences", is_flag=True, default=None, help="of a token stream: tell its documents apart")
+@click.option("--eos-id", type=int, metavar="ID", help="of a token stream: the id that ends a document, if nobody says")
 @click.option("--ids", is_flag=True, help="one token per line, with position, id, weight and kind")
 @click.option("--config-name", metavar="NAME", help="prepare's settings from a file of your own, NAME.yaml")
 @click.option("--config-dir", metavar="DIR", help="where that file is")

@@ -108,7 +108,8 @@ class PackedPreviewer:
         plan: of a token store: show its bins and not its sequences.
         work_dir: the work directory that made it, if that is not beside it.
         seq_length: of a token stream: predictions of a window.
-        pack_sequences: of a token stream: tell its documents apart, by the tokenizer's end of sequence.
+        pack_sequences: of a token stream: tell its documents apart.
+        eos_id: of a token stream: ends a document; None takes what is recorded, or the tokenizer's end of sequence.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class PackedPreviewer:
         work_dir: str | os.PathLike[str] | None = None,
         seq_length: int | None = None,
         pack_sequences: bool = False,
+        eos_id: int | None = None,
     ) -> None:
         self.path = Path(path)
         self._opened: OpenedData | None = None
@@ -129,10 +131,11 @@ class PackedPreviewer:
         self._origins: BinOrigins | None = None
         self.found: FoundTokenizer
         is_stream = isinstance(storage_of(self.path), TokenStreamStorage)
-        if not is_stream and (seq_length is not None or pack_sequences):
-            option = "--seq-length" if seq_length is not None else "--pack-sequences"
+        about_streams = {"--seq-length": seq_length, "--pack-sequences": pack_sequences or None, "--eos-id": eos_id}
+        option = next((name for name, value in about_streams.items() if value is not None), None)
+        if option is not None and not is_stream:
             raise InvalidInputError(f"{option} goes with a token stream, and {path} is none; leave it out")
-        stream = self._stream_options(tokenizer, seq_length, pack_sequences) if is_stream else None
+        stream = self._stream_options(tokenizer, seq_length, pack_sequences, eos_id) if is_stream else None
         if is_token_store(self.path):
             self._open_store(tokenizer, plan)
         else:
@@ -143,16 +146,17 @@ class PackedPreviewer:
             raise InvalidInputError(f"--split goes with a dataset directory, and {path} is a token store; leave it out")
         self.decoder = TokenDecoder(self.found.tokenizer)
 
-    def _stream_options(self, tokenizer: Any, seq_length: int | None, pack_sequences: bool) -> StreamOptions:
-        """Return how to read a token stream: its tokenizer knows where documents end."""
-        eos_id = None if tokenizer is None else load_tokenizer(tokenizer).eos_id
-        if pack_sequences and eos_id is None:
-            raise InvalidInputError(
-                f"--pack-sequences needs to know where the documents of {self.path} end; add --tokenizer PATH, a "
-                "tokenizer with an end of sequence"
-            )
-        length = DEFAULT_SEQ_LENGTH if seq_length is None else seq_length
-        return StreamOptions(seq_length=length, pack_sequences=pack_sequences, eos_id=eos_id, spelling="flag")
+    def _stream_options(
+        self, tokenizer: Any, seq_length: int | None, pack_sequences: bool, eos_id: int | None
+    ) -> StreamOptions:
+        """Return how to read a token stream: documents end where it records that, or as its tokenizer ends them."""
+        return StreamOptions(
+            seq_length=DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
+            pack_sequences=pack_sequences,
+            eos_id=eos_id,
+            tokenizer_eos_id=None if tokenizer is None else load_tokenizer(tokenizer).eos_id,
+            spelling="flag",
+        )
 
     def _open_packed(self, split: str | None, tokenizer: Any, work_dir: Any, stream: StreamOptions | None) -> None:
         opened = self._opened = open_data(self.path, work_dir=work_dir, stream=stream)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_SEED = 1234  # that of datasets and of the training recipe
 _OF_RECORDS = ("row", "config_name", "config_dir")
-_OF_PACKED = ("bin_number", "sample", "sequence", "split", "plan", "work_dir", "seq_length", "pack_sequences")
+_OF_PACKED = ("bin_number", "sample", "sequence", "split", "plan", "work_dir", "seq_length", "pack_sequences", "eos_id")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class PreviewRequest:
     work_dir: str | None = None
     seq_length: int | None = None
     pack_sequences: bool | None = None
+    eos_id: int | None = None
     ids: bool = False
     config_name: str | None = None
     config_dir: str | None = None
@@ -129,6 +130,7 @@ def _preview_packed(path: str, settings: Sequence[str], request: PreviewRequest)
         work_dir=request.work_dir,
         seq_length=request.seq_length,
         pack_sequences=bool(request.pack_sequences),
+        eos_id=request.eos_id,
     )
     previews: Iterator[BinPreview] = (make() for make in _wanted_bins(previewer, request))
     if request.as_json:

@@ -168,7 +168,7 @@ def test_damaged_data_is_exit_code_1(home: Path, tmp_path: Path) -> None:
     assert done.err.count("\n") == 1
 
 
-def test_a_token_stream_is_shown_by_window_and_by_document(tmp_path: Path, tokenizer_path: str) -> None:
+def test_a_token_stream_is_shown_by_window_and_by_document(home: Path, tmp_path: Path, tokenizer_path: str) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
     ids: list[int] = []
     for number in range(40):
@@ -184,7 +184,10 @@ def test_a_token_stream_is_shown_by_window_and_by_document(tmp_path: Path, token
     assert "says something." in packed_sft("preview", *given).out
     unknown = packed_sft("preview", tmp_path / "stream", "--seq-length", 64)
     assert "the data records no tokenizer; give its path with --tokenizer" in unknown.out
-    for words in (["--seq-length", 4], ["--pack-sequences"]):
-        refused = packed_sft("preview", tokenizer_path.replace("sp.model", ""), *words)
+    for words in (["--seq-length", 4], ["--pack-sequences"], ["--eos-id", 2]):
+        refused = packed_sft("preview", home / "data", *words)
         assert refused.code == 2
-    assert "add --tokenizer" in packed_sft("preview", tmp_path / "stream", "--pack-sequences").err
+        assert f"{words[0]} goes with a token stream" in refused.err
+    by_id = [tmp_path / "stream", "--seq-length", 64, "--pack-sequences", "--bin", 1]
+    assert "pass a tokenizer or --eos-id" in packed_sft("preview", *by_id).err
+    assert len(preview_json(*by_id, "--eos-id", tokenizer.eos_id)["sequences"]) == len(apart["sequences"])
