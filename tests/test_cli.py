@@ -290,6 +290,7 @@ def test_shells_complete_verbs_options_values_and_keys(shell: str) -> None:
     assert completed(shell, "prepare", "packing=opt") == ["packing=optimal"]
     assert completed(shell, "train", "output=x", "model=tin") == ["model=tiny"]
     assert completed(shell, "train", "resum") == ["resume="]
+    assert completed(shell, "preview", "chats.jsonl", "encode.max_l") == ["encode.max_len="]
 
 
 BASH = """

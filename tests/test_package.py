@@ -35,7 +35,7 @@ ALLOWED = {
     "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
     # All but megatron and train: what those leave on disk is described by its JSON files.
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare"},
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare", "config"},
     "cli": {
         *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
         *("megatron", "caches", "prepare", "train", "inspect"),

@@ -77,6 +77,23 @@ def run_application(
     return ended(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
 
 
+def composed(
+    arguments: Sequence[str], *, name: str, schema: type[ConfigT], look_alikes: Mapping[str, str] | None = None
+) -> ConfigT:
+    """Return the configuration that an application would get from some arguments, for verbs that share its keys.
+
+    Args:
+        arguments: KEY=VALUE, --config-name and --config-dir.
+        name: of the configuration file.
+        schema: as in `run_application`.
+        look_alikes: as in `run_application`.
+    """
+    asked = parse_command_line(arguments, schema, {}, look_alikes or {})
+    files = Files.find(name, asked.config_name, asked.config_dir)
+    [overrides] = asked.combinations()
+    return _typed(schema, _merged(schema, files.compose(overrides), look_alikes or {}))
+
+
 def completions(
     words: Sequence[str], incomplete: str, *, name: str, schema: type, flags: Mapping[str, str]
 ) -> list[str]:

@@ -13,6 +13,7 @@ from megatron_packed_sft.data.factory import open_bins
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
 from megatron_packed_sft.prepare.origins import PreparedFrom
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.support.paths import local_path
 
 
@@ -52,12 +53,18 @@ class OpenedData:
         return find_tokenizer(recorded, given=given, candidates=candidates)
 
 
-def open_data(path: str | os.PathLike[str], *, work_dir: str | os.PathLike[str] | None = None) -> OpenedData:
+def open_data(
+    path: str | os.PathLike[str],
+    *,
+    work_dir: str | os.PathLike[str] | None = None,
+    stream: StreamOptions | None = None,
+) -> OpenedData:
     """Open packed data: a dataset directory, a shard or file of any storage, or a directory of shards.
 
     Args:
         path: the data.
         work_dir: the work directory that made it, if that is not beside it.
+        stream: how to read a token stream.
     """
     location = local_path(path)
     if (location / DATASET).exists():
@@ -71,7 +78,7 @@ def open_data(path: str | os.PathLike[str], *, work_dir: str | os.PathLike[str] 
             PreparedFrom.of(dataset, None if work_dir is None else local_path(work_dir, "work_dir")),
             {split: len(dataset.splits[split]) for split in ordered},
         )
-    reader = open_bins(location).source
+    reader = open_bins(location, stream=stream).source
     storage, num_shards = "several storages", {}
     if isinstance(reader, ShardBinReader):
         storage, num_shards = reader.storage.name, {"train": len(reader.paths)}

@@ -152,6 +152,12 @@ class BinOrigins:
         return (noted["file"], lines) if len(lines) == len(part) else None
 
 
+def noted_tokenizer_paths(work_dir: Path) -> list[str]:
+    """Return where the tokenizers were that a work directory's datasets were made with, as far as it noted them."""
+    noted = (_receipt(file).get("tokenizer_path") for file in sorted((work_dir / "published").glob("*.json")))
+    return [path for path in dict.fromkeys(noted) if isinstance(path, str) and path]
+
+
 def _receipt(file: Path) -> dict[str, Any]:
     """Return what a stage noted; nothing when the receipt is missing or damaged."""
     try:
