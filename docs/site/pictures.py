@@ -21,18 +21,23 @@ from rich.text import Text
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 COLUMNS = 100
-WINDOW = "1280,1000"
+WINDOW = {"width": 1280, "height": 900}
+MILLISECONDS_TO_SETTLE = 1500
+BIN = "#bin/train/60"  # the page opens at its browser of bins
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> None:
     """Make all pictures from sample chats."""
     PICTURES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory() as folder:
+        home = str(Path(folder, "first_look"))  # part of what the pictures show
+        os.mkdir(home)
         run(home, "sample-data", "chats", "--rows", "400", "--tokenizer", "tokenizer.model")
         settings = ("tokenizer.path=tokenizer.model", "template=chatml")
         preview = ("preview", "chats/chats.jsonl", *settings, "--row", "2")
-        (PICTURES / "preview.svg").write_text(drawn(on_terminal(home, *preview), f"packed-sft {' '.join(preview)}"))
+        shown = on_terminal(home, *preview).replace(f"{home}/", "")
+        (PICTURES / "preview.svg").write_text(drawn(shown, f"packed-sft {' '.join(preview)}"))
         run(home, "prepare", "input=chats/*", "output=my_dataset", *settings, "packing.pack_size=2048")
         run(home, "report", "my_dataset", "-o", "report.html")
         photograph(Path(home, "report.html"), PICTURES / "report.png")
@@ -72,20 +77,26 @@ def _read(terminal: int) -> bytes:
 def drawn(text: str, title: str) -> str:
     """Return coloured text as an SVG that loads nothing."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    console.print(Text.from_ansi(text))
+    console.print(Text.from_ansi(text.replace("\r\n", "\n").rstrip()))
     picture = console.export_svg(title=title, unique_id="preview")
     return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
 
 
 def photograph(page: Path, picture: Path) -> None:
-    """Take a picture of a page, if there is a browser."""
+    """Take a picture of a page at its browser of bins, if there is a browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"no Chromium: {picture} is left as it is", file=sys.stderr)
         return
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={WINDOW}"]
-    command = [browser, *options, "--virtual-time-budget=3000", f"--screenshot={picture}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        tab = chromium.new_page(viewport=WINDOW, reduced_motion="reduce")
+        tab.goto(page.as_uri() + BIN)
+        tab.wait_for_timeout(MILLISECONDS_TO_SETTLE)
+        tab.screenshot(path=picture)
+        chromium.close()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_packed_sft import load_template
+from megatron_packed_sft import load_template, open_token_store, sample_conversations, train_sentencepiece
+from megatron_packed_sft.caches import SPECIAL_TOKENS
 from megatron_packed_sft.cli.main import main as packed_sft
 from tests.docs.pages import ROOT
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, save_folder
+
+EOS_ID = 2
 
 
 @pytest.fixture(scope="session")
@@ -20,14 +24,31 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("sample-data", folder / "chats", "--rows", "400", "--tokenizer", folder / "tokenizer.model")
     prepare = ("prepare", f"input={folder}/chats/*", f"tokenizer.path={folder}/tokenizer.model", "template=chatml")
     run(*prepare, f"output={folder}/my_dataset", "packing.pack_size=2048", "split.validation_fraction=0.05")
-    shutil.rmtree(folder / "my_dataset.work")
     run("convert", folder / "my_dataset/train/shard_000000", folder / "training_2048.npy", "--to", "legacy")
     (folder / "packed").mkdir()
     for number in range(2):
         shutil.copy(folder / "training_2048.npy", folder / f"packed/part_{number}.npy")
+    for name in ("chats", "web"):
+        shutil.copytree(folder / "my_dataset", folder / "packed" / name)
+    save_flat_tokens(folder)
     save_model(folder / "Qwen3-0.6B")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     return folder
+
+
+def save_flat_tokens(folder: Path) -> None:
+    """A token stream, one of Megatron's indexed datasets, and a corpus with a tokenizer of seed 002."""
+    store = open_token_store(folder / "my_dataset.work/tokens/train")
+    ids = np.concatenate([np.append(part.arrays.ids, EOS_ID) for part in store.parts])
+    (folder / "tokens").mkdir()
+    np.save(folder / "tokens/shard_00000.npy", ids.astype(np.uint16))
+    run(
+        "convert", folder / "my_dataset/train", folder / "web_text_document", "--to", "megatron_indexed", "--drop-masks"
+    )
+    texts = [message["content"] for chat in sample_conversations(200) for message in chat.messages]
+    (folder / "corpus.txt").write_text("".join(f"{text}\n" for text in texts))
+    (folder / "tokenizer").mkdir()
+    train_sentencepiece(texts, folder / "tokenizer/spm.model", user_defined_symbols=tuple(SPECIAL_TOKENS.values()))
 
 
 def save_model(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -25,6 +26,7 @@ DOCUMENTED = {
     "megatron_packed_sft.plugins",
     "megatron_packed_sft.train",
 }
+SHELL_WORDS = {">", "||", "&&", "|"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -38,10 +40,10 @@ def commands(page: Path) -> list[list[str]]:
     lines = "\n".join(texts(page, "bash")).replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
-        words = shlex.split(line, comments=True)
+        words = list(itertools.takewhile(lambda word: word not in SHELL_WORDS, shlex.split(line, comments=True)))
         if words[:1] == ["packed-sft"]:
             found.append(words[1:])
-        elif "megatron_packed_sft" in words:  # python -m or torchrun -m
+        elif "-m" in words and "megatron_packed_sft" in words:  # of python or torchrun
             found.append(words[words.index("megatron_packed_sft") + 1 :])
         elif "recipes/sft.py" in words:
             found.append(["train", *words[words.index("recipes/sft.py") + 1 :]])

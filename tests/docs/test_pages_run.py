@@ -15,8 +15,13 @@ import pytest
 from tests.docs.pages import CODE, PAGES, ROOT, blocks, runnable
 
 LANGUAGES = {*CODE, "", "text"}
-# Kept on one worker each: a page's blocks build on one another.
-pages = pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem)
+# Pages with a test of their own, which also looks at what their blocks show.
+RUN_ELSEWHERE = {
+    "look_at_your_data": "tests/inspect/test_look_at_your_data.py",
+    "huggingface": "tests/data/test_causal_lm_collator.py",
+}
+RUN_HERE = [page for page in PAGES if runnable(page) and page.stem not in RUN_ELSEWHERE]
+pages = pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 
 
 @pages
@@ -57,6 +62,11 @@ def steps(page: Path) -> Iterator[str]:
 
 def here_document(command: str, text: str) -> str:
     return f"{command} <<'END OF BLOCK'\n{text}\nEND OF BLOCK"
+
+
+@pytest.mark.parametrize("name", RUN_ELSEWHERE)
+def test_a_page_that_runs_elsewhere_is_read_there(name: str) -> None:
+    assert f"{name}.md" in (ROOT / RUN_ELSEWHERE[name]).read_text()
 
 
 def test_every_block_is_of_a_known_language() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_pages_name_what_exists import commands
 from tests.inspect.previewing import packed_sft, tokenizer_path
 from tests.prepare.preparing import chat, write_records
 from tests.real_data import tokenizer_folder
-from tests.test_docs import commands
 
 __all__ = ["tokenizer_path"]
 
