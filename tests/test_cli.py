@@ -167,10 +167,22 @@ def test_a_bug_is_one_sentence_and_its_traceback_is_kept(
     assert "ZeroDivisionError" in kept.read_text()
 
 
+def heed_interrupts() -> None:
+    """Undo what a shell does to jobs in the background, and to all that they start: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_exits_with_130_and_says_that_nothing_was_published(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_packed_sft", "sample-data", str(tmp_path / "chats"), "--rows", "9999999"]
+    command = [sys.executable, "-m", "megatron_packed_sft", "sample-data", str(tmp_path / "chats"), "--rows", "200000"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=heed_interrupts,
+    ) as run:
         while not any(tmp_path.rglob("*")) and run.poll() is None:  # until it is at work
             time.sleep(0.05)
         run.send_signal(signal.SIGINT)
