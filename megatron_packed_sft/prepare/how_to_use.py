@@ -10,7 +10,9 @@ import shlex
 _PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
 
 
-def how_to_use(path: str, *, packed_storage: str, pack_size: int | None, tokenizer_path: str | None) -> list[str]:
+def how_to_use(
+    path: str, *, packed_storage: str, pack_size: int | None, tokenizer_path: str | None, in_windows: bool = False
+) -> list[str]:
     """Return the lines for a recipe, and the call that opens the data.
 
     Args:
@@ -18,6 +20,7 @@ def how_to_use(path: str, *, packed_storage: str, pack_size: int | None, tokeniz
         packed_storage: the name of its storage.
         pack_size: of its bins.
         tokenizer_path: where its tokenizer is; None if nobody knows.
+        in_windows: whether bins are windows of that many predictions, which training must be told.
 
     Example:
         >>> lines = how_to_use("my_data", packed_storage="memmap_v1", pack_size=4096, tokenizer_path=None)
@@ -28,6 +31,8 @@ def how_to_use(path: str, *, packed_storage: str, pack_size: int | None, tokeniz
     setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
     tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else os.path.abspath(tokenizer_path)
     length = "" if pack_size is None else f", seq_length={pack_size}"
+    if in_windows:
+        setting += f" data.sequence_length={pack_size}"
     return [
         "Train on it:",
         f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={packed_storage} {setting}",
@@ -35,6 +40,7 @@ def how_to_use(path: str, *, packed_storage: str, pack_size: int | None, tokeniz
         f"  packed_storage: {packed_storage}",
         "  data:",
         f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
+        *([f"    sequence_length: {pack_size}"] if in_windows else []),
         "In Python:",
         "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",
         f"  tokenizer = load_tokenizer({json.dumps(tokenizer, ensure_ascii=False)})",

@@ -200,6 +200,7 @@ def test_a_token_stream_tells_its_files_its_windows_and_what_they_leave_out(
         np.save(tmp_path / f"shard_{number}.npy", np.arange(10_000, dtype=np.uint16))
     facts = describe(tmp_path)
     assert (facts["kind"], facts["dtype"]) == ("token stream", "uint16")
+    assert facts["how_to_use"][1].endswith(" data.sequence_length=2048")
     assert (facts["total"]["num_files"], facts["total"]["num_tokens_in_files"]) == (3, 30_000)
     assert facts["total"]["num_bins"] == 12  # windows of 2,049 tokens that do not cross files
     assert facts["notes"]

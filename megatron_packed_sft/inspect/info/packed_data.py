@@ -92,6 +92,7 @@ def shards_facts(path: Path) -> Facts:
             packed_storage=first["storage"],
             pack_size=first["num_positions"] or together.get("pack_size"),
             tokenizer_path=None,
+            in_windows=first["num_positions"] is not None,
         ),
     }
     if len(parts) == 1:
