@@ -23,19 +23,20 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "support": set(),
     "disk": set(),
-    "records": set(),
+    "remote": {"disk"},
+    "records": {"remote"},  # inputs may be URLs
     "encode": {"records"},  # the types of records
     "config": set(),
     "packing": {"disk"},  # a plan's file is published like everything else
-    "storage": {"disk"},
-    "tokens": {"disk", "storage", "packing"},  # a token store and a plan become shards
-    "data": {"records", "encode", "tokens", "packing", "storage", "disk"},
+    "storage": {"disk", "remote"},
+    "tokens": {"disk", "remote", "storage", "packing"},  # a token store and a plan become shards
+    "data": {"records", "encode", "tokens", "packing", "storage", "remote", "disk"},
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
-    "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
-    "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    "prepare": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "config"},
+    "train": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "megatron", "config"},
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"},
     "cli": {
-        *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
+        *("records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"),
         *("megatron", "prepare", "train", "inspect"),
     },
 }

@@ -36,6 +36,7 @@ from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
@@ -100,6 +101,7 @@ class ShardBinReader:
     description: str
     of_directory: bool = False  # opened by the name of a directory that holds the shards
     is_listed: bool = False  # in a dataset.json, which the entries are from
+    remote: Sequence[RemoteShard] | None = None  # the shards' places in an object store
     _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,9 +151,17 @@ class ShardBinReader:
         entries = dataset.entries(split)
         paths = [dataset.shard_path(split, entry) for entry in entries]
         _announce(dataset.storage, paths)
-        description = f"split {split!r} of {dataset.path}, {_count(dataset.storage, len(entries))}"
+        description = f"split {split!r} of {dataset.location}, {_count(dataset.storage, len(entries))}"
+        found = [dataset.remote_shard(split, entry) for entry in entries]
         return cls(
-            dataset.storage, paths, entries, dataset.figures[split], description, of_directory=True, is_listed=True
+            dataset.storage,
+            paths,
+            entries,
+            dataset.figures[split],
+            description,
+            of_directory=True,
+            is_listed=True,
+            remote=None if dataset.url is None else [one for one in found if one is not None],
         )
 
     @property
@@ -191,7 +201,9 @@ class ShardBinReader:
         shard = self._open.get(number)
         if shard is None:
             path, entry = self.paths[number], self.entries[number]
-            shard = open_listed_shard(self.storage, path, entry) if self.is_listed else self._reopened(path, entry)
+            remote = None if self.remote is None else self.remote[number]
+            listed = self.is_listed
+            shard = open_listed_shard(self.storage, path, entry, remote) if listed else self._reopened(path, entry)
             self._open[number] = shard
         return shard
 

@@ -33,7 +33,7 @@ from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 
@@ -66,6 +66,8 @@ def create_sft_dataset(
     dtype: str | None = None,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
+    cache_dir: PathLike | None = None,
+    cache_size: str | int | None = None,
     **arguments: Any,
 ) -> PackedDataset:
     """Open packed data as a dataset.
@@ -93,6 +95,8 @@ def create_sft_dataset(
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
+        cache_dir, cache_size: of URLs such as s3://bucket/dataset: the node's cache that shards are fetched to, and how
+            large it may become, such as 200GB; see `node_cache` for the defaults.
         arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
     """
     source, order = open_bins(
@@ -104,6 +108,8 @@ def create_sft_dataset(
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
+        cache_dir=cache_dir,
+        cache_size=cache_size,
         stream=StreamOptions(
             seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
             pack_sequences=pack_sequences,
@@ -155,6 +161,8 @@ def open_bins(
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
     stream: StreamOptions | None = None,
+    cache_dir: PathLike | None = None,
+    cache_size: str | int | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -163,8 +171,9 @@ def open_bins(
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
         stream: how to read the token streams among the paths.
+        cache_dir, cache_size: where shards of URLs are fetched to.
     """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions())
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), cache_dir, cache_size)
     given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     paths = [found for item in given for found in _expand(item)]
@@ -209,9 +218,16 @@ class _Opening(NamedTuple):
     split: str
     tolerance: Tolerance
     stream: StreamOptions
+    cache_dir: PathLike | None
+    cache_size: str | int | None
 
-    def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
+    def end_to_end(self, paths: Sequence[Path | str], wanted: Storage | None) -> list[BinReader]:
         """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
+        if any(isinstance(path, str) for path in paths):
+            return [self.one(path, wanted) for path in paths]
+        return self._end_to_end([Path(path) for path in paths], wanted)
+
+    def _end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
         storages = [storage_of(path) for path in paths]
         first = storages[0]
         if len(paths) > 1 and first is not None and all(one is first for one in storages):
@@ -219,8 +235,18 @@ class _Opening(NamedTuple):
             return [ShardBinReader.of_shards(self._configured(first), paths, self.tolerance)]
         return [self.one(path, wanted) for path in paths]
 
-    def one(self, path: Path, wanted: Storage | None) -> BinReader:
-        """Open one path."""
+    def remote(self, url: str, wanted: Storage | None) -> BinReader:
+        """Open a dataset in an object store."""
+        from megatron_packed_sft.remote.node_cache import node_cache
+
+        dataset = open_dataset(url, node_cache(self.cache_dir, self.cache_size))
+        _check_wanted(url, dataset.storage, wanted)
+        return ShardBinReader.of_dataset(dataset, self.split)
+
+    def one(self, path: Path | str, wanted: Storage | None) -> BinReader:
+        """Open one path, or a URL."""
+        if isinstance(path, str):
+            return self.remote(path, wanted)
         if is_token_store(path):
             raise InvalidInputError(
                 f"{path} is a token store; name a plan to read bins out of it, or materialize it first"
@@ -276,14 +302,16 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
             )
 
 
-def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:
+def _check_wanted(path: Path | str, found: Storage, wanted: Storage | None) -> None:
     if wanted is not None and wanted is not found:
         raise InvalidInputError(
             f"{path} is {found.name}, but packed_storage asks for {wanted.name!r}; set packed_storage to {found.name}"
         )
 
 
-def _expand(path: PathLike) -> list[Path]:
+def _expand(path: PathLike) -> list[Path] | list[str]:
+    if is_url(path):
+        return [os.fspath(path)]
     location = local_path(path)
     if os.path.lexists(location):
         return [location]

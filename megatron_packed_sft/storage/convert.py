@@ -28,7 +28,7 @@ from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.support.progress import Progress
 
 PathLike = str | os.PathLike[str]
@@ -100,6 +100,9 @@ def convert(
     collate reads that place (it predicts nothing); here it becomes 0, and the report counts how many were cleared.
     """
     storage = storage_named(to)
+    if is_url(target):
+        options = {name: value for name, value in locals().items() if name not in ("sources", "target", "storage")}
+        return _converted_to_url(sources, os.fspath(target), options)
     location = local_path(target, "target")
     if overlong not in ("grow", "error"):
         raise InvalidInputError(f"overlong is {overlong!r}; use 'grow' or 'error'")
@@ -123,6 +126,19 @@ def convert(
                         conversion.copy(source, writer, bar)
                 dataset.finalize(provenance={"converted_from": [source.path.name for source in found]})
     return conversion.report(location, len(found))
+
+
+def _converted_to_url(sources: PathLike | Sequence[PathLike], url: str, options: dict[str, Any]) -> ConversionReport:
+    """Convert on the local disk and upload the result."""
+    from megatron_packed_sft.remote.uploads import refuse_existing, scratch_directory, upload
+
+    overwrite = bool(options["overwrite"])
+    refuse_existing(url, overwrite=overwrite)
+    with scratch_directory() as scratch:
+        local = scratch / (base_name(url) or "dataset")
+        report = convert(sources, local, **options)
+        upload(local, url, overwrite=overwrite)
+    return replace(report, target=redacted(url))
 
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:

@@ -1,0 +1,62 @@
+"""A shard in an object store: what the cache of the node must know to fetch it, and to check what arrives."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_packed_sft.remote.downloads import Contents
+from megatron_packed_sft.remote.filesystem import child, read_object
+from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
+from megatron_packed_sft.storage.interface import Storage
+
+
+@dataclass(frozen=True)
+class RemoteShard:
+    """One shard of a store. It can be pickled: every process opens the cache for itself.
+
+    Args:
+        storage: of the shard.
+        url: of the shard.
+        checksum: as dataset.json records it.
+        num_bytes: of a shard that is one file.
+        group: the URL of the dataset.
+        cache_directory, cache_size: of the cache of the node.
+    """
+
+    storage: Storage
+    url: str
+    checksum: str
+    num_bytes: int | None
+    group: str
+    cache_directory: Path
+    cache_size: int | None
+
+    @property
+    def cache(self) -> NodeCache:
+        """The cache of the node."""
+        return node_cache(self.cache_directory, self.cache_size)
+
+    @functools.cached_property
+    def item(self) -> CacheItem:
+        """What the cache calls it."""
+        return CacheItem(self.url, self.checksum, self._contents, self.group)
+
+    @property
+    def path(self) -> Path:
+        """Where it is once it was fetched."""
+        return self.cache.path_of(self.item)
+
+    def hold(self) -> Hold:
+        """Fetch the shard unless it is there, and keep it while the returned object lives."""
+        return self.cache.hold(self.item)
+
+    def _contents(self) -> Contents:
+        def read(name: str, limit: int) -> bytes:
+            return read_object(child(self.url, name), limit)
+
+        return self.storage.contents(self.url, self.checksum, self.num_bytes, read)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "item"}
