@@ -26,11 +26,12 @@ from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import is_url, local_path
@@ -236,10 +237,13 @@ class _Opening(NamedTuple):
         return [self.one(path, wanted) for path in paths]
 
     def remote(self, url: str, wanted: Storage | None) -> BinReader:
-        """Open a dataset in an object store."""
+        """Open a dataset, a shard or a file in an object store."""
         from megatron_packed_sft.remote.node_cache import node_cache
 
-        dataset = open_dataset(url, node_cache(self.cache_dir, self.cache_size))
+        cache = node_cache(self.cache_dir, self.cache_size)
+        if not has_dataset(url, cache):
+            return self.one(local_copy(url, cache), wanted)
+        dataset = open_dataset(url, cache)
         _check_wanted(url, dataset.storage, wanted)
         return ShardBinReader.of_dataset(dataset, self.split)
 

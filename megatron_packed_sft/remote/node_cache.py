@@ -176,6 +176,10 @@ class NodeCache:
             replace_file(tag_file, info.tag.encode())
             return data
 
+    def has_document(self, url: str) -> bool:
+        """Return whether there is a copy of a small object, of now or of earlier."""
+        return (self.directory / "documents" / checksum(url.encode())).exists()
+
     def entries(self) -> Iterator[Entry]:
         """Yield what is in the cache, the least recently used first."""
         for used, num_bytes, key in sorted((used, num_bytes, key) for key, num_bytes, used in self._sizes()):

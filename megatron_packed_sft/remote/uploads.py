@@ -22,6 +22,7 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, 
 from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
 from megatron_packed_sft.remote.filesystem import (
     ObjectInfo,
+    base_name,
     child,
     file_md5,
     is_missing,
@@ -60,6 +61,23 @@ def scratch_directory(near: Path | None = None) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def uploading(url: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a local path to write to; what is there at the end of the block is published under the URL.
+
+    Example:
+        >>> with uploading("memory://doc/file") as path:
+        ...     _ = path.write_text("whole")
+        >>> read_object("memory://doc/file", 10)
+        b'whole'
+    """
+    refuse_existing(url, overwrite=overwrite)
+    with scratch_directory() as scratch:
+        local = scratch / (base_name(url) or "data")
+        yield local
+        upload(local, url, overwrite=overwrite)
 
 
 def upload(

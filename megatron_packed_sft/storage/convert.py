@@ -8,17 +8,20 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.filesystem import redacted
+from megatron_packed_sft.remote.uploads import uploading
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import (
     DATASET,
     DatasetWriter,
     ShardEntry,
+    has_dataset,
     open_dataset,
     open_listed_shard,
 )
@@ -28,6 +31,7 @@ from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.remote_shard import RemoteShard, local_copy
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.support.progress import Progress
 
@@ -58,14 +62,13 @@ class _Source:
     number: int | None = None
     entry: ShardEntry | None = None  # what a dataset.json says of it
     recorded: BinFigures | None = None  # what that dataset.json says of its split
+    remote: RemoteShard | None = None  # its place in an object store
 
     def open(self) -> PackedShard:
         """Open the shard."""
-        return (
-            self.storage.open(self.path)
-            if self.entry is None
-            else open_listed_shard(self.storage, self.path, self.entry)
-        )
+        if self.entry is None:
+            return self.storage.open(self.path)
+        return open_listed_shard(self.storage, self.path, self.entry, self.remote)
 
 
 def convert(
@@ -101,8 +104,19 @@ def convert(
     """
     storage = storage_named(to)
     if is_url(target):
-        options = {name: value for name, value in locals().items() if name not in ("sources", "target", "storage")}
-        return _converted_to_url(sources, os.fspath(target), options)
+        with uploading(os.fspath(target), overwrite=overwrite) as local:
+            report = convert(
+                sources,
+                local,
+                to=to,
+                pack_size=pack_size,
+                overlong=overlong,
+                vocab_size=vocab_size,
+                pad_id=pad_id,
+                split=split,
+                progress=progress,
+            )
+        return replace(report, target=redacted(os.fspath(target)))
     location = local_path(target, "target")
     if overlong not in ("grow", "error"):
         raise InvalidInputError(f"overlong is {overlong!r}; use 'grow' or 'error'")
@@ -126,19 +140,6 @@ def convert(
                         conversion.copy(source, writer, bar)
                 dataset.finalize(provenance={"converted_from": [source.path.name for source in found]})
     return conversion.report(location, len(found))
-
-
-def _converted_to_url(sources: PathLike | Sequence[PathLike], url: str, options: dict[str, Any]) -> ConversionReport:
-    """Convert on the local disk and upload the result."""
-    from megatron_packed_sft.remote.uploads import refuse_existing, scratch_directory, upload
-
-    overwrite = bool(options["overwrite"])
-    refuse_existing(url, overwrite=overwrite)
-    with scratch_directory() as scratch:
-        local = scratch / (base_name(url) or "dataset")
-        report = convert(sources, local, **options)
-        upload(local, url, overwrite=overwrite)
-    return replace(report, target=redacted(url))
 
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
@@ -259,22 +260,30 @@ def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:
         raise InvalidInputError("there is nothing to convert; name at least one file")
     paths = [path for item in given for path in _expand(item)]
     found = [source for path in paths for source in _sources_at(path, split)]
-    if len(given) == len(found) == 1 and found[0].path == local_path(given[0]):
+    if len(given) == len(found) == 1 and found[0].path == paths[0]:
         return found  # one shard, named itself: it becomes one shard
     counts: dict[str, int] = {}
     numbered = []
     for source in found:
         number = counts.get(source.split, 0)
         counts[source.split] = number + 1
-        numbered.append(_Source(source.path, source.storage, source.split, number, source.entry, source.recorded))
+        numbered.append(replace(source, number=number))
     return numbered
 
 
-def _sources_at(path: Path, split: str) -> list[_Source]:
-    if (path / DATASET).exists():
+def _sources_at(path: Path | str, split: str) -> list[_Source]:
+    if isinstance(path, str) or (path / DATASET).exists():
         dataset = open_dataset(path)
         return [
-            _Source(dataset.shard_path(name, entry), dataset.storage, name, None, entry, dataset.figures[name])
+            _Source(
+                dataset.shard_path(name, entry),
+                dataset.storage,
+                name,
+                None,
+                entry,
+                dataset.figures[name],
+                dataset.remote_shard(name, entry),
+            )
             for name, entries in dataset.splits.items()
             for entry in entries
         ]
@@ -289,7 +298,10 @@ def _sources_at(path: Path, split: str) -> list[_Source]:
     return [_Source(shard, storage, split) for shard, storage in inside]
 
 
-def _expand(source: PathLike) -> list[Path]:
+def _expand(source: PathLike) -> list[Path] | list[str]:
+    """Return the paths that a source stands for; a URL of a dataset stays one, other URLs are fetched."""
+    if is_url(source):
+        return [os.fspath(source)] if has_dataset(source) else [local_copy(os.fspath(source))]
     path = local_path(source, "source")
     if os.path.lexists(path):
         return [path]

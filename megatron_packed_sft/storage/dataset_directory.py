@@ -180,10 +180,11 @@ def open_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -
     return _parsed(data, location, None, None)
 
 
-def has_dataset(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a dataset.json at a path or a URL."""
+def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> bool:
+    """Return whether there is a dataset.json at a path or a URL; a cache that has a copy of it needs no network."""
     if is_url(path):
-        return object_info(child(os.fspath(path), DATASET)) is not None
+        url = child(os.fspath(path), DATASET)
+        return (cache is not None and cache.has_document(url)) or object_info(url) is not None
     return Path(path, DATASET).exists()
 
 

@@ -6,10 +6,15 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.downloads import Contents
-from megatron_packed_sft.remote.filesystem import child, read_object
+from megatron_packed_sft.remote.filesystem import child, object_info, read_object, redacted
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.storage.interface import Storage
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.registry import storage_named
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,28 @@ class RemoteShard:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "item"}
+
+
+_HELD: dict[str, Hold] = {}  # copies whose paths were handed out: they stay until this process ends
+
+
+def local_copy(url: str, cache: NodeCache | None = None) -> Path:
+    """Return the local path of a single shard or file of an object store: fetched, checked and kept from now on.
+
+    A memmap_v1 shard is checked against its manifest. Other files are known by what the store says of them.
+    """
+    cache = cache or node_cache()
+    if object_info(child(url, MANIFEST)) is not None:
+        data = cache.document(child(url, MANIFEST), MAX_MANIFEST_BYTES)
+        shard = RemoteShard(
+            storage_named("memmap_v1"), url, checksum(data), None, url, cache.directory, cache.asked_size
+        )
+        item = shard.item
+    else:
+        info = object_info(url)
+        if info is None:
+            raise InvalidInputError(f"{redacted(url)} is no dataset, shard or file; check the URL")
+        contents = Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM)
+        item = CacheItem(url, f"{info.size} {info.tag}", lambda: contents, url)
+    hold = _HELD[item.key] = cache.hold(item)
+    return hold.path
