@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _NO_TOLERANCE = Tolerance()
+_NUM_BATCHES_FETCHED_AHEAD = 32  # a download takes longer than a read
 
 
 class BinReader(Protocol):
@@ -239,13 +240,25 @@ class ShardBinReader:
         return max(_longest_input(self.shard(number)) for number in range(len(self.entries)))
 
     def advise(self, bins: Numbers) -> None:
-        """Have the kernel read the bins ahead, where the storage is memory-mapped."""
+        """Have the kernel read the bins ahead, where the storage is memory-mapped; fetch shards that are not here."""
+        by_shard = self._by_shard(bins)
+        if self.remote is not None:
+            remote = self.remote
+            cache = remote[0].cache
+            missing = {number for number, *_ in by_shard if not cache.has(remote[number].item)}
+            cache.ahead.want(remote[number].item for number, *_ in by_shard if number in missing)
+            by_shard = [one for one in by_shard if one[0] not in missing]
         if self.storage.in_memory:
             return
-        for number, _, inside in self._by_shard(bins):
+        for number, _, inside in by_shard:
             shard = self.shard(number)
             if isinstance(shard, MemmapShard | TokenStream):
                 shard.advise(inside.tolist())
+
+    @property
+    def num_batches_advised(self) -> int | None:
+        """How many batches ahead `advise` is useful; None for as many as usual."""
+        return None if self.remote is None else _NUM_BATCHES_FETCHED_AHEAD
 
     def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
         # In Python: for the few bins of a batch that takes a tenth of the time of np.unique and masks.

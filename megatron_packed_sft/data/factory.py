@@ -22,7 +22,8 @@ from megatron_packed_sft.data.datasets import (
 )
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
-from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
+from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.token_streams import TokenStreamDataset, document_end
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
@@ -69,6 +70,7 @@ def create_sft_dataset(
     allow_template_mismatch: bool = False,
     cache_dir: PathLike | None = None,
     cache_size: str | int | None = None,
+    shard_window: int | None = None,
     **arguments: Any,
 ) -> PackedDataset:
     """Open packed data as a dataset.
@@ -98,6 +100,8 @@ def create_sft_dataset(
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
         cache_dir, cache_size: of URLs such as s3://bucket/dataset: the node's cache that shards are fetched to, and how
             large it may become, such as 200GB; see `node_cache` for the defaults.
+        shard_window: shuffle so many shards at a time, for data larger than its cache; see `ShardOrder`. The dataset has
+            every bin once unless `max_num_samples` says otherwise.
         arguments: further ones of `PackedDataset`, such as `contract` and `loss`.
     """
     source, order = open_bins(
@@ -120,7 +124,12 @@ def create_sft_dataset(
             vocab_size=None if allow_tokenizer_mismatch else id_limit_of(tokenizer),
         ),
     )
-    if order is not None and max_num_samples is None:
+    ordered: Order | None = order
+    if shard_window is not None:
+        if order is not None:
+            raise InvalidInputError("shard_window and weights were both given; a blend has an order of its own")
+        ordered = shard_order(source, shard_window, seed)
+    if ordered is not None and max_num_samples is None:
         max_num_samples = len(source)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
     dataset = dataset_over(
@@ -130,7 +139,7 @@ def create_sft_dataset(
         max_seq_length=length,
         max_num_samples=max_num_samples,
         seed=seed,
-        order=order,
+        order=ordered,
         allow_tokenizer_mismatch=allow_tokenizer_mismatch,
         **arguments,
     )
@@ -198,6 +207,15 @@ def open_bins(
         blend = Blend(weights, [len(one) for one in sources])
         order = BlendOrder(blend, [SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources])
     return OpenedBins(source, order)
+
+
+def shard_order(source: BinReader, window: int, seed: int) -> ShardOrder:
+    """Return an order that visits a window of shards at a time; the source must be shards of one storage."""
+    if not isinstance(source, ShardBinReader):
+        raise InvalidInputError(f"shard_window needs shards, and {source.description} is something else; leave it out")
+    sizes = tuple(entry.num_bins for entry in source.entries)
+    # The window is in the fingerprint, so that a state of another order is refused.
+    return ShardOrder(sizes, window, seed, f"{source.fingerprint}|window {window}")
 
 
 def _class_over(source: BinReader) -> type[PackedDataset]:

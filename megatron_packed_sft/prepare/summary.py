@@ -47,7 +47,7 @@ def summary(report: PrepareReport) -> list[RenderableType]:
 def how_to_use(report: PrepareReport) -> list[str]:
     """Return the lines for a recipe, and the call that opens the data."""
     first = next(iter(report.splits.values()))
-    path = str(report.output)
+    path = report.output
     plain = _PLAIN_PATH.fullmatch(path) is not None
     setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
     return [

@@ -29,6 +29,7 @@ from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, replace_
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import POOL
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError
+from megatron_packed_sft.remote.ahead import FetchAhead
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import base_name, object_info, read_object, redacted
 from megatron_packed_sft.remote.range_locks import RangeLocks, alone
@@ -109,6 +110,7 @@ class NodeCache:
         self._released: deque[str] = deque()
         self._known: dict[str, dict[str, Any]] = {}
         self._warned = False
+        self.ahead = FetchAhead(self)
 
     @property
     def size(self) -> int:
@@ -125,13 +127,14 @@ class NodeCache:
             if not self._is_there(key):
                 self._fetch(item, wait=True)
             os.utime(self._entries / key)
+            self.ahead.used(key)
         except BaseException:
             self._let_go(key, os.getpid())
             raise
         return Hold(self, key, self.path_of(item))
 
     def try_fetch(self, item: CacheItem) -> Hold | None:
-        """Download a shard ahead of its use and hold it; None when another process is at it."""
+        """Download a shard ahead of its use and hold it; None when another process is at it, or there is no room."""
         self._retain(item.key)
         try:
             if self._is_there(item.key) or self._fetch(item, wait=False):
@@ -141,6 +144,12 @@ class NodeCache:
             raise
         self._let_go(item.key, os.getpid())
         return None
+
+    def size_of(self, key: str) -> int:
+        """Return the bytes of a shard that is there."""
+        if key not in self._known:
+            self._sizes()
+        return int(self._known[key]["bytes"]) if key in self._known else 0
 
     def path_of(self, item: CacheItem) -> Path:
         """Return where an item is, if it is there."""
@@ -217,7 +226,9 @@ class NodeCache:
             if self._is_there(item.key):  # another process has just finished
                 return True
             contents = item.contents()
-            staging = self._reserve(item, contents.num_bytes)
+            staging = self._reserve(item, contents.num_bytes, is_needed=wait)
+            if staging is None:
+                return False
             try:
                 with os_errors("create", staging):
                     download(item.url, contents, staging / (base_name(item.url) or "data"))
@@ -229,8 +240,11 @@ class NodeCache:
                 raise
             return True
 
-    def _reserve(self, item: CacheItem, num_bytes: int) -> Path:
-        """Make room for a shard, and return the directory to download it into, which counts from now on."""
+    def _reserve(self, item: CacheItem, num_bytes: int, *, is_needed: bool) -> Path | None:
+        """Make room for a shard, and return the directory to download it into, which counts from now on.
+
+        One that is not needed yet gets room only where nothing in use is in the way.
+        """
         limit = self.size
         if num_bytes > limit:
             raise InvalidInputError(
@@ -239,14 +253,16 @@ class NodeCache:
             )
         with alone(self.directory / "room.lock", "0"):
             missing = self._make_room(num_bytes, limit)
+            if missing > 0 and not is_needed:
+                return None
             if missing > 0:
                 POOL.unmap_all(lambda shard: shard.holder is not None)  # they are mapped again when they are needed
                 missing = self._make_room(num_bytes, limit)
             if missing > 0 and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the cache %s is %s over its size: all shards in it are in use; raise cache_size, or read shard by "
-                    "shard (order=shards)",
+                    "the cache %s is %s over its size: all shards in it are in use; raise cache_size, or set "
+                    "shard_window to visit fewer shards at a time",
                     self.directory,
                     byte_count(missing),
                 )

@@ -125,7 +125,8 @@ class DataConfig:
     """The data to train on.
 
     Args:
-        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, or a list of these.
+        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, URL, or a list of
+            these.
         weights: one per path of a list: blend the paths in this proportion.
         plan: a plan file, when data.path is a token store.
         split: the split of a dataset directory to train on.
@@ -136,6 +137,10 @@ class DataConfig:
         allow_template_mismatch: accept paths made with different chat templates.
         eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
+        shard_window: shuffle so many shards at a time, in shuffled order, for data larger than its cache; null shuffles
+            all bins.
+        cache_dir: where shards of URLs are fetched to, once per node; null is $PACKED_SFT_CACHE_DIR or the user's cache.
+        cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
         allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
@@ -151,6 +156,9 @@ class DataConfig:
     allow_template_mismatch: bool = False
     eos_id: int | None = None
     shuffle: bool = True
+    shard_window: int | None = None
+    cache_dir: str | None = None
+    cache_size: str | None = None
     pad_to_max_length: bool = False
     prefetch: int = 4
     allow_mismatch: list[str] = field(default_factory=list)

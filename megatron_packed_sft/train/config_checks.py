@@ -11,6 +11,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
+from megatron_packed_sft.remote.sizes import parse_size
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
@@ -32,6 +33,7 @@ GRADIENT_DTYPES: Final = ("float32", "bfloat16")
 RECOMPUTES: Final = ("none", "selective", "full")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 BATCH_UNITS: Final = ("bins", "sequences")
+_MAY_BE_URLS: Final = ("data.path", "validation.paths")
 LOSSES: Final = ("per_token", "per_conversation")
 
 
@@ -46,7 +48,10 @@ def check_config(config: TrainConfig) -> None:
     for problem in _problems(config):
         raise InvalidInputError(problem)
     for key, path in _paths(config):
-        local_path(path, key)
+        if key not in _MAY_BE_URLS:
+            local_path(path, key)
+    if config.data.cache_size is not None:
+        parse_size(config.data.cache_size, "data.cache_size")
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
@@ -96,6 +101,9 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.path is {data.path!r}; give a path, or a list of paths such as [first,second]"
     if data.weights is not None and not data.shuffle:
         yield "data.shuffle=false cannot be combined with data.weights; leave one of them out"
+    if data.shard_window is not None and (data.weights is not None or not data.shuffle or data.plan is not None):
+        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, data.plan and data.shuffle"
+    yield from _below(1, {"data.shard_window": data.shard_window})
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"

@@ -10,17 +10,19 @@ from pathlib import Path
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
+from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins, shard_order
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
-from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.remote.node_cache import node_cache
+from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
+from megatron_packed_sft.support.paths import is_url
 from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import named_paths
 from megatron_packed_sft.train.pretrained import has_tokenizer
@@ -82,9 +84,17 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         seed=config.seed,
         pad_id=eos_id or 0,
         tolerance=tolerance,
+        cache_dir=data.cache_dir,
+        cache_size=data.cache_size,
     )
     held_out = {
-        name: open_bins(path, split=config.validation.split, tolerance=tolerance)
+        name: open_bins(
+            path,
+            split=config.validation.split,
+            tolerance=tolerance,
+            cache_dir=data.cache_dir,
+            cache_size=data.cache_size,
+        )
         for name, path in _validation_paths(config).items()
     }
     sources = [trained.source, *(opened.source for opened in held_out.values())]
@@ -159,8 +169,10 @@ def training_loader(
         data_parallel_size: number of ranks that share them.
     """
     dataset = data.dataset
-    order = None
-    if dataset.sampling_order is None:
+    order: Order | None = None
+    if config.data.shard_window is not None:
+        order = shard_order(dataset.source, config.data.shard_window, config.seed)
+    elif dataset.sampling_order is None:
         # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
         # records the dataset's fingerprint.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
@@ -233,7 +245,10 @@ class CountedBatches(Iterator[Batch]):
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
     own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
-    splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
+    cache = None
+    if any(map(is_url, own.values())):
+        cache = node_cache(config.data.cache_dir, config.data.cache_size)
+    splits = {path: open_dataset(path, cache).splits for path in own.values() if has_dataset(path, cache)}
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
