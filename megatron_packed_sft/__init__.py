@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
+    from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
+    from megatron_packed_sft.data.static_packs import StaticPackDataset
     from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
     from megatron_packed_sft.encode.encoder import RecordEncoder
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AnnealedWeights": "data.order.blend_weights",
     "BinBlock": "storage.bins",
     "BinFigures": "storage.bins",
     "Blend": "data.order.blend",
@@ -119,6 +122,7 @@ _HOMES = {
     "SamplePackDataset": "data.sample_packs",
     "Schema": "records.schemas.registry",
     "ShardManifest": "storage.memmap_v1.manifest",
+    "StaticPackDataset": "data.static_packs",
     "Steps": "packing.options",
     "Storage": "storage.interface",
     "StreamOptions": "storage.token_stream.options",
@@ -166,6 +170,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnnealedWeights",
     "BinBlock",
     "BinFigures",
     "Blend",
@@ -207,6 +212,7 @@ __all__ = [
     "SamplePackDataset",
     "Schema",
     "ShardManifest",
+    "StaticPackDataset",
     "Steps",
     "Storage",
     "StreamOptions",

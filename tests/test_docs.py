@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The modules, beside the package itself, that documents may import from.
 DOCUMENTED = {
+    "megatron_packed_sft.caches",
     "megatron_packed_sft.errors",
     "megatron_packed_sft.megatron.bridge",
     "megatron_packed_sft.megatron.megatron_lm",

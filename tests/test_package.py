@@ -32,17 +32,19 @@ ALLOWED = {
     "tokens": {"disk", "remote", "storage", "packing"},  # a token store and a plan become shards
     "data": {"records", "encode", "tokens", "packing", "storage", "remote", "disk"},
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    "caches": {"records", "encode", "storage", "disk", "config"},
     "prepare": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "megatron", "config"},
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"},
+    # All but megatron and train: what those leave on disk is described by its JSON files.
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "prepare"},
     "cli": {
         *("records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"),
-        *("megatron", "prepare", "train", "inspect"),
+        *("megatron", "caches", "prepare", "train", "inspect"),
     },
 }
 # Packages that only some rooms may touch, because they are heavy or belong there.
 ONLY_IN = {
-    "torch": {"data", "megatron", "train"},
+    "torch": {"caches", "data", "megatron", "train"},
     "megatron": {"megatron", "train"},
     "safetensors": {"megatron"},
     "transformers": {"encode"},
@@ -124,7 +126,7 @@ def test_type_checkers_see_the_same_names_as_users() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
     room = room_of(path)
-    if room in ("__init__", "__main__"):
+    if room == "__init__" or path.name == "__main__.py":  # what is run sits on top of everything
         return
     for name in imports_of(path):
         parts = name.split(".")

@@ -3,7 +3,7 @@
     command line ─▶ Hydra composes ─▶ keys and values checked ─▶ the task gets a dataclass
                     YAML files         against the dataclass
 
-Hydra is used through its public functions, and only to compose: nothing that a configuration names is ever called.
+Hydra is used through its public functions, and only to compose: it never calls what a configuration names.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def run_application(
         look_alikes: keys that people try and the right one for each, such as {"packing_length": "packing.pack_size"}.
         argv: arguments after the program's name; sys.argv's by default.
     """
-    arguments = sys.argv[1:] if argv is None else argv
     never_fail_on_characters()
+    arguments = sys.argv[1:] if argv is None else argv
     program, debug = f"packed-sft {name}", "--debug" in arguments
 
     def run() -> int:
@@ -71,8 +71,7 @@ def run_application(
                 else:
                     codes.append(task(_typed(schema, config)) or 0)
             except PackedSFTError as error:  # the other combinations of a multirun may still be right
-                sentences = error.problems if isinstance(error, WrongKeysError) else ()
-                codes.append(refused(program, error, debug=debug, sentences=sentences))
+                codes.append(_refused(program, error, debug=debug))
         return max(codes, default=0)
 
     return ended(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
@@ -135,6 +134,12 @@ def _container(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise InvalidInputError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
     return container
+
+
+def _refused(program: str, error: PackedSFTError, *, debug: bool) -> int:
+    """Say what is wrong, a sentence for each wrong key; return the exit code for it."""
+    sentences = error.problems if isinstance(error, WrongKeysError) else ()
+    return refused(program, error, debug=debug, sentences=sentences)
 
 
 def _help(name: str, schema: type, files: Files, description: str, examples: str, flags: Mapping[str, str]) -> str:

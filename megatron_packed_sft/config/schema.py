@@ -178,7 +178,16 @@ def _unknown(schema: Any, values: Any, prefix: str) -> Iterator[str]:
         if name in kinds:
             yield from _unknown(_without_none(kinds[name]), inner, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield from _leaves(inner, f"{prefix}{name}")
+
+
+def _leaves(values: Any, path: str) -> Iterator[str]:
+    """Yield the paths below one that does not exist: a key in a foreign group, such as training.steps, has a hint."""
+    if not isinstance(values, Mapping) or not values:
+        yield path
+        return
+    for name, inner in values.items():
+        yield from _leaves(inner, f"{path}.{name}")
 
 
 def _converted(value: Any, kind: Any, path: str, problems: list[str]) -> Any:

@@ -27,7 +27,7 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.disk.json_document import MANIFEST, parse_file_records
 from megatron_packed_sft.disk.npy import SMALL_HEADER, ArraySpec
-from megatron_packed_sft.errors import InvalidInputError, ManifestError, TargetExistsError
+from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError, TargetExistsError
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
@@ -63,11 +63,7 @@ def compute_lengths(
         >>> compute_lengths([[1, 2], [3]], len).tolist()
         [2, 1]
     """
-    if callable(getattr(dataset, "set_epoch", None)):
-        raise InvalidInputError(
-            f"{type(dataset).__name__} has set_epoch, so its samples may change from epoch to epoch and a static plan "
-            "would not fit them; use a dataset with fixed samples, and let the sampler shuffle the packs"
-        )
+    refuse_changing(dataset)
     if not 1 <= len(dataset) <= _MAX_SAMPLES:
         raise InvalidInputError(f"the dataset has {len(dataset)} samples; a plan needs 1 to {_MAX_SAMPLES:,}")
     if cache_path is None:
@@ -94,15 +90,47 @@ def compute_lengths(
         return lengths
 
 
+def refuse_changing(dataset: Any) -> None:
+    """Refuse a dataset whose sample i is not the same at every call, or that has no sample i."""
+    name = type(dataset).__name__
+    is_iterable = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+    if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise InvalidInputError(
+            f"{name} is not map-style, and a static plan names samples by their index; give a dataset with len() and "
+            "dataset[i], such as the list of its samples, or prepare the data with packed-sft prepare"
+        )
+    for one in _parts_of(dataset):
+        if callable(getattr(one, "set_epoch", None)):
+            inside = "" if one is dataset else f", inside {name},"
+            raise InvalidInputError(
+                f"{type(one).__name__}{inside} has set_epoch, so its samples may change from epoch to epoch and a "
+                "static plan would not fit them; use a dataset with fixed samples, and let the sampler shuffle the "
+                "packs"
+            )
+
+
+def _parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and what it wraps, as torch's Subset and ConcatDataset do."""
+    waiting, seen = [dataset], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        inner = getattr(one, "datasets", None)
+        waiting += [getattr(one, "dataset", None), *(inner if isinstance(inner, list | tuple) else ())]
+
+
 def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.NDArray[np.int64]:
     lengths = np.empty(len(dataset), np.int64)
     with Progress("lengths", len(dataset), "sample", quiet=not progress) as bar:
         for index in range(len(dataset)):
-            lengths[index] = measured(dataset[index], length_of, index)
+            lengths[index] = measured(read_sample(dataset, index), length_of, index)
             bar.update(1)
     # Measure a few samples twice: lengths that depend on chance or on the order of calls cannot be planned with.
     for index in np.unique(np.linspace(0, len(dataset) - 1, 16).astype(int)).tolist():
-        check_unchanged(index, int(lengths[index]), measured(dataset[index], length_of, index))
+        check_unchanged(index, int(lengths[index]), measured(read_sample(dataset, index), length_of, index))
     return lengths
 
 
@@ -139,9 +167,25 @@ def _lock(fd: int, path: Path) -> bool:
     return True
 
 
+def read_sample(dataset: Any, index: int) -> Any:
+    """Return one sample; whatever goes wrong in the dataset's own code is told with the index."""
+    try:
+        return dataset[index]
+    except PackedSFTError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"sample {index} of {type(dataset).__name__} cannot be read ({type(error).__name__}: {error}); mend it, or "
+            "leave it out of the dataset"
+        ) from error
+
+
 def measured(sample: Any, length_of: SampleLength, index: int) -> int:
     """Return the length of one sample; it must be at least 1."""
-    length = int(length_of(sample))
+    try:
+        length = int(length_of(sample))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"sample {index}: {error}") from None
     if length < 1:
         raise InvalidInputError(f"sample {index} has length {length}; leave empty samples out of the dataset")
     return length

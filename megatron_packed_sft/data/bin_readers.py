@@ -30,14 +30,17 @@ from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.packing.strategies.packing_problem import Int32
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
+from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -141,7 +144,7 @@ class ShardBinReader:
                 for path, shard in zip(paths, shards, strict=True)
             ],
             together,
-            f"{_count(storage, len(shards))}, {paths[0]}{' ...' if len(shards) > 1 else ''}",
+            _described(storage, paths, shards),
             of_directory,
             _open=dict(enumerate(shards)),
         )
@@ -252,7 +255,7 @@ class ShardBinReader:
             return
         for number, _, inside in by_shard:
             shard = self.shard(number)
-            if isinstance(shard, MemmapShard | TokenStream):
+            if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
                 shard.advise(inside.tolist())
 
     @property
@@ -300,7 +303,7 @@ def _longest_input(shard: Any) -> int:
         return int((arrays.packed_len.astype(np.int64) - np.diff(arrays.seq_offsets.astype(np.int64))).max())
     if isinstance(shard, FlatShard):
         return int((shard.packed_len.astype(np.int64) - np.diff(shard.flat.seq_offsets)).max())
-    if isinstance(shard, TokenStream):
+    if isinstance(shard, TokenStream | IndexedDocuments):
         return shard.pack_size - 1
     return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
 
@@ -324,23 +327,18 @@ def sample_of(packed: PackedBin, is_padding: bool, *, weighted: bool = False) ->
 class PlanBinReader:
     """Bins of a plan, put together from the token store when they are asked for; any pack size, no shards."""
 
-    def __init__(self, store: TokenStore, plan: PackPlan, pad_id: int = 0) -> None:
+    def __init__(self, store: TokenStore, plan: PackPlan, pad_id: int = 0, bins: Int32 | None = None) -> None:
+        """`bins` are those to read, in this order; by default all, in the plan's."""
+        chosen = plan.bin_order if bins is None else bins
         self._store = store
         self._plan = plan
-        self._bins = plan.bin_order.astype(np.int64)
+        self._bins = chosen.astype(np.int64)
         self._width = stored_width(plan)
-        counts = np.diff(plan.bin_offsets)
         self.pad_id: int | None = pad_id
         self.vocab_size = store.manifest.vocab_size
-        self.figures = BinFigures(
-            num_bins=plan.num_bins,
-            pack_size=self._width,
-            max_seqs_per_bin=int(counts.max()),
-            max_seq_len=int(plan.item_lengths[plan.indices].max()),
-            min_packed_len=int(plan.bin_tokens.min()),
-            pad_seq_to_mult=plan.pad_seq_to_mult,
-            num_tokens=int(plan.bin_tokens.sum()),
-            num_sequences=len(plan.indices),
+        self.figures = figures_of_plan(
+            plan,
+            self._bins,
             vocab_size=store.manifest.vocab_size,
             pad_id=pad_id,
             tokenizer=store.manifest.tokenizer,
@@ -348,7 +346,7 @@ class PlanBinReader:
             has_weights=store.has_weights,
         )
         self.description = f"token store {store.path} with {plan!r}"
-        self.fingerprint = checksum((store.fingerprint + plan.order_fingerprint).encode())
+        self.fingerprint = checksum((store.fingerprint + plan.fingerprint_of_bins(chosen)).encode())
 
     def made_with(self) -> list[MadeWith]:
         """Return what the store was made with."""
@@ -384,12 +382,33 @@ class PlanBinReader:
 
     def longest_input(self) -> int:
         """Return how many positions the bin that needs most takes in a batch."""
-        plan = self._plan
-        inputs = sizes_of(plan.item_lengths, "tokens", plan.pad_seq_to_mult)[plan.indices].astype(np.int64) - 1
-        return int(np.add.reduceat(inputs, plan.bin_offsets[:-1]).max())
+        return longest_input_of_plan(self._plan)
 
     def advise(self, bins: Numbers) -> None:
         """Nothing is announced: sequences lie all over the store."""
+
+
+def figures_of_plan(plan: PackPlan, bins: Numbers, **recorded: Any) -> BinFigures:
+    """Return the figures of a plan's bins as they are read, with what else is recorded about the data."""
+    counts = np.diff(plan.bin_offsets)[bins]
+    tokens = plan.bin_tokens[bins]
+    return BinFigures(
+        num_bins=len(bins),
+        pack_size=stored_width(plan),
+        max_seqs_per_bin=int(counts.max()),
+        max_seq_len=int(plan.item_lengths[plan.indices].max()),
+        min_packed_len=int(tokens.min()),
+        pad_seq_to_mult=plan.pad_seq_to_mult,
+        num_tokens=int(tokens.sum()),
+        num_sequences=int(counts.sum()),
+        **recorded,
+    )
+
+
+def longest_input_of_plan(plan: PackPlan) -> int:
+    """Return how many positions the bin that needs most takes in a batch."""
+    inputs = sizes_of(plan.item_lengths, "tokens", plan.pad_seq_to_mult)[plan.indices].astype(np.int64) - 1
+    return int(np.add.reduceat(inputs, plan.bin_offsets[:-1]).max())
 
 
 class JoinedBinReader:
@@ -458,6 +477,14 @@ def _pass_on(shards: Sequence[PackedShard]) -> None:
             logger.warning("%s", warning)
         for note in stream.notes:
             logger.info("%s", note)
+
+
+def _described(storage: Storage, paths: Sequence[Path], shards: Sequence[PackedShard]) -> str:
+    more = " ..." if len(shards) > 1 else ""
+    num_files = sum(len(shard.files) for shard in shards if isinstance(shard, TokenStream))
+    if num_files:
+        return f"token stream {paths[0]}{more}, {counted(num_files, 'file')}"
+    return f"{_count(storage, len(shards))}, {paths[0]}{more}"
 
 
 def _count(storage: Storage, count: int) -> str:

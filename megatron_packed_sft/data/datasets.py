@@ -23,7 +23,7 @@ from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of
 from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, ShardBinReader, sample_of
 from megatron_packed_sft.data.made_with import Tolerance, refuse_other_tokenizer
-from megatron_packed_sft.data.order.blend import BlendOrder
+from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
@@ -154,7 +154,10 @@ class PackedDataset:
         """Identifies what index i means: the data, and the dataset's own order if it has one."""
         if self._order is None:
             return self.source.fingerprint
-        weights = self._order.blend.weights if isinstance(self._order, BlendOrder) else ()
+        blend = self._order.blend if isinstance(self._order, BlendOrder) else None
+        weights = (
+            () if blend is None else blend.weights if blend.annealing is None else (blend.weights, blend.annealing)
+        )
         identity = (self.source.fingerprint, self._order.fingerprint, self._order.seed, self._num_samples, weights)
         return checksum(repr(identity).encode())
 

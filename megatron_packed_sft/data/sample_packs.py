@@ -6,10 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_packed_sft.data._sample_lengths import SampleLength, check_unchanged, compute_lengths, measured
+from megatron_packed_sft.data._sample_lengths import (
+    SampleLength,
+    check_unchanged,
+    compute_lengths,
+    measured,
+    read_sample,
+)
+from megatron_packed_sft.data.static_plan import plan_statically
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
 
 
@@ -21,17 +26,18 @@ class SamplePackDataset:
     The sampler decides the order of packs in an epoch.
 
     Args:
-        dataset: map-style; samples are whatever it returns. A dataset with `set_epoch` is refused.
+        dataset: map-style; samples are whatever it returns. Iterable ones, and those with `set_epoch`, are refused.
         length_of: the number of positions a sample takes.
         pack_size: positions of a pack.
-        overflow: `single`, `drop` or `error`, for samples longer than the pack.
+        overflow: `single`, `drop` or `error`, for oversized samples: those longer than the pack. They are logged.
+        full_is_oversized: a sample that fills a pack exactly is oversized, too.
         cache_path: a directory to cache the lengths in; ranks may share a new one.
         fingerprint: of whatever changes lengths; a cache needs one. By default the dataset's own `fingerprint`.
         progress: show a progress bar while lengths are computed.
         world_size, drop_last: make the number of packs a multiple of the ranks, by repeating the first packs or by
             dropping the last ones.
         check_lengths: compare every sample's length with the planned one when it is read.
-        pack_arguments: further arguments of `pack`, such as strategy or seed.
+        pack_arguments: further arguments of `pack`, such as strategy or seed; not those that change the packs' order.
 
     Example:
         >>> packs = SamplePackDataset([[1, 2], [3], [4, 5, 6]], len, pack_size=3)
@@ -46,6 +52,7 @@ class SamplePackDataset:
         *,
         pack_size: int,
         overflow: str = "single",
+        full_is_oversized: bool = False,
         cache_path: str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
         world_size: int = 1,
@@ -54,14 +61,20 @@ class SamplePackDataset:
         progress: bool = False,
         **pack_arguments: Any,
     ) -> None:
-        if overflow not in ("single", "drop", "error"):
-            raise InvalidInputError(
-                f"overflow is {overflow!r}; samples are never cut, so it is 'single', 'drop' or 'error'"
-            )
         lengths = compute_lengths(dataset, length_of, cache_path=cache_path, fingerprint=fingerprint, progress=progress)
         self.dataset = dataset
-        self.plan: PackPlan = pack(lengths, pack_size=pack_size, overflow=overflow, **pack_arguments)
-        self.aligned = self.plan.aligned(world_size, drop_last)
+        self.static_plan = plan_statically(
+            lengths,
+            pack_size=pack_size,
+            overflow=overflow,
+            full_is_oversized=full_is_oversized,
+            world_size=world_size,
+            drop_last=drop_last,
+            **pack_arguments,
+        )
+        self.aligned = self.static_plan.aligned
+        self.plan: PackPlan = self.aligned.plan
+        self._identity = fingerprint if fingerprint is not None else str(getattr(dataset, "fingerprint", ""))
         self._length_of = length_of if check_lengths else None
 
     def __len__(self) -> int:
@@ -70,19 +83,24 @@ class SamplePackDataset:
     @property
     def fingerprint(self) -> str:
         """Identifies the plan, and so the lengths; it is part of a loader's state."""
-        return checksum((self.aligned.fingerprint + str(getattr(self.dataset, "fingerprint", ""))).encode())
+        return checksum((self.aligned.fingerprint + self._identity).encode())
 
     def __getitem__(self, index: int) -> list[Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"pack {index} of {len(self)}")
         samples = []
-        for number in self.plan.bin(int(self.aligned.bins[index])).tolist():
-            sample = self.dataset[number]
+        for number in self.sample_numbers(index):
+            sample = read_sample(self.dataset, number)
             if self._length_of is not None:
                 found = measured(sample, self._length_of, number)
                 check_unchanged(number, int(self.plan.item_lengths[number]), found)
             samples.append(sample)
         return samples
+
+    def sample_numbers(self, index: int) -> list[int]:
+        """Return which samples pack `index` holds."""
+        numbers: list[int] = self.plan.bin(int(self.aligned.bins[index])).tolist()
+        return numbers
 
     def __getitems__(self, indices: Sequence[int]) -> list[list[Any]]:
         """Return many packs."""
@@ -90,5 +108,5 @@ class SamplePackDataset:
 
     @staticmethod
     def collate_fn(packs: Sequence[list[Any]]) -> list[list[Any]]:
-        """Return the packs as they are: turning raw samples into tensors is up to the caller."""
+        """Return the packs as they are: samples may be anything. `create_sft_dataset` makes batches of encoded ones."""
         return list(packs)

@@ -77,7 +77,8 @@ class TokenStreamDataset(PackedDataset):
         options = StreamOptions(
             seq_length=seq_length,
             pack_sequences=pack_sequences,
-            eos_id=document_end(tokenizer, eos_id),
+            eos_id=eos_id,
+            tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
             file_pattern=file_pattern,
             dtype=dtype,
             vocab_size=id_limit_of(tokenizer) if vocab_size is None and trusts_tokenizer else vocab_size,
@@ -93,13 +94,16 @@ class TokenStreamDataset(PackedDataset):
         opened = [self.source.shard(number) for number in range(len(self.source.entries))]
         return [one for one in opened if isinstance(one, TokenStream)]
 
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return one item."""
+        if self._order is None and 0 <= index < self._num_samples:  # arrays for one number would take half of the time
+            return self._item(index, is_padding=False)
+        return self.__getitems__([index])[0]
+
     def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Return many items."""
         windows, is_padding = self._locate(indices)
-        items = [self._item(*one) for one in zip(windows.tolist(), is_padding.tolist(), strict=True)]
-        # transformers' Trainer removes what is no argument of the model from items, but only from a plain dict.
-        is_for_trainer = self._collate_arguments["contract"] == "hf"
-        return [MappingProxyType(item) for item in items] if is_for_trainer else [*items]
+        return [self._item(*one) for one in zip(windows.tolist(), is_padding.tolist(), strict=True)]
 
     def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of items that `__getitem__` returned."""
@@ -124,7 +128,7 @@ class TokenStreamDataset(PackedDataset):
             return 0  # it only fills places that count nowhere
         return super()._padding_id(contract)
 
-    def _item(self, index: int, is_padding: bool) -> dict[str, Any]:
+    def _item(self, index: int, is_padding: bool) -> Mapping[str, Any]:
         import torch
 
         assert isinstance(self.source, ShardBinReader)
@@ -143,7 +147,8 @@ class TokenStreamDataset(PackedDataset):
         if is_padding:
             item |= {"hidden_labels": item["labels"], "labels": torch.full_like(item["labels"], -100)}
             item["is_padding"] = True
-        return item
+        # transformers' Trainer removes what is no argument of the model from items, but only from a plain dict.
+        return MappingProxyType(item) if self._collate_arguments["contract"] == "hf" else item
 
 
 class MemoryMappedDataset(TokenStreamDataset):
@@ -188,11 +193,6 @@ class MemoryMappedDataset(TokenStreamDataset):
         )
 
 
-def document_end(tokenizer: Any, eos_id: int | None) -> int | None:
-    """Return the id that ends a document: the one that was given, or the tokenizer's EOS."""
-    return eos_id if eos_id is not None or tokenizer is None else eos_id_of(tokenizer)
-
-
 def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the packed sample of an item: its window, the starts of its documents and a loss mask."""
     if missing := [field for field in _ITEM_FIELDS if field not in item]:
@@ -204,7 +204,9 @@ def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:
     starts = [0]
     if "doc_ids" in item:
         starts += (np.flatnonzero(np.diff(np.asarray(item["doc_ids"]))) + 1).tolist()
+    is_empty = len(starts) == len(ids)  # nothing but EOS: one sequence without any loss, as in `find_documents`
+    starts = [0] if is_empty else starts
     sample = {"input_ids": ids, "seq_boundaries": [*starts, len(ids)], "loss_mask": np.ones(len(ids), np.uint8)}
-    if item.get("is_padding", False):
+    if is_empty or item.get("is_padding", False):
         sample |= {"is_padding": True, "loss_mask": np.zeros(len(ids), np.uint8)}
     return sample

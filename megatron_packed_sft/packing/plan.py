@@ -200,24 +200,29 @@ class AlignedPlan:
     def __len__(self) -> int:
         return self.num_bins
 
-    def log(self) -> None:
-        """Log what alignment did, for comparison between ranks and runs."""
-        _logger.info(
-            "aligned plan: num_raw_bins=%d num_aligned_bins=%d world_size=%d drop_last=%s "
-            "raw_fingerprint=%s aligned_fingerprint=%s",
-            self.plan.num_bins,
-            self.num_bins,
-            self.world_size,
-            self.drop_last,
-            self.plan.fingerprint,
-            self.fingerprint,
-        )
+    def lines(self) -> list[str]:
+        """Return what alignment did, for comparison between ranks and runs.
+
+        Example:
+            >>> from megatron_packed_sft.packing.packer import pack
+            >>> aligned = pack([4, 4, 4], pack_size=4).aligned(world_size=2, drop_last=False)
+            >>> aligned.lines()[1]
+            'pad_needed=1 repeated_packs=[0]'
+        """
+        lines = [
+            f"N_raw_packs={self.plan.num_bins} N_aligned_packs={self.num_bins} world_size={self.world_size} "
+            f"drop_last={self.drop_last} raw_plan={self.plan.fingerprint} aligned_plan={self.fingerprint}"
+        ]
         if self.repeated_bins.size:
-            _logger.info(
-                "aligned plan: pad_needed=%d repeated_bins=%s", self.repeated_bins.size, self.repeated_bins.tolist()
-            )
+            lines.append(f"pad_needed={self.repeated_bins.size} repeated_packs={self.repeated_bins.tolist()}")
         if self.dropped_bins.size:
-            _logger.info("aligned plan: dropped_bins=%s", self.dropped_bins.tolist())
+            lines.append(f"dropped_packs={self.dropped_bins.tolist()}")
+        return lines
+
+    def log(self) -> None:
+        """Log the same lines."""
+        for line in self.lines():
+            _logger.info("aligned plan: %s", line)
 
 
 def _aligned(plan: PackPlan, world_size: int, drop_last: bool) -> AlignedPlan:

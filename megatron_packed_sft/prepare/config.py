@@ -113,6 +113,7 @@ class PrepareConfig:
             is an error before anything is published.
         rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
         audit: also show what is trained of each source, by kind, and records whose masks look odd; reads all again.
+        report: also write OUTPUT.report.html, a page that shows what will be trained.
         limit: prepare the first records of each source only, for a trial.
         dry_run: count and estimate, write nothing.
         overwrite: replace an output that was made with other settings or from other files.
@@ -141,6 +142,7 @@ class PrepareConfig:
     max_drop_share: float = 0.2
     rejects: str | None = None
     audit: bool = False
+    report: bool = False
     limit: int | None = None
     dry_run: bool = False
     overwrite: bool = False

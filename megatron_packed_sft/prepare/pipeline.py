@@ -10,6 +10,7 @@ receipt matches, and whose result is whole, is not done again.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -51,7 +52,7 @@ from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, Spli
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, scan
 from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
-from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.storage.registry import dataset_storage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal
@@ -71,7 +72,7 @@ class Pipeline:
         self.config = config
         self.places = places_of(config.output, config.work_dir)
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
-        self.packed_storage = storage_named(config.packed_storage).name
+        self.packed_storage = dataset_storage(config.packed_storage).name
         self._sources = _sources(config)
         self._executor = create_executor(config.executor.kind, config.executor.num_workers)
         self._packing = config.packing.options()
@@ -251,6 +252,7 @@ class Pipeline:
             provenance=provenance,
             card=card(report, provenance),
             num_workers=self._executor.num_workers,
+            tokenizer_path=os.path.abspath(self.config.tokenizer.path),
         )
 
     @property

@@ -13,10 +13,11 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.packing.options import STORABLE_OVERFLOWS, PackOptions
 from megatron_packed_sft.packing.packer import pack_with
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.strategies.registry import function_at, is_dotted
+from megatron_packed_sft.packing.strategies.registry import is_dotted
 from megatron_packed_sft.prepare.counts import SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
+from megatron_packed_sft.support.dotted_names import function_named
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -186,7 +187,7 @@ def _code_of(strategy: str) -> dict[str, str]:
     """Return the source of a strategy that is a user's own function: a plan of its earlier code is not used again."""
     if not is_dotted(strategy):
         return {}
-    function = function_at(strategy)
+    function = function_named(strategy, "strategy")
     return {"code": inspect.getsource(inspect.getmodule(function) or function)}
 
 

@@ -38,6 +38,7 @@ class PublishRequest:
     card: str
     num_workers: int
     url: str | None = None  # where the output is uploaded to; it is removed here afterwards
+    tokenizer_path: str = ""  # noted in the receipt, so that the dataset's text can be shown later
 
     @property
     def fingerprint(self) -> str:
@@ -84,7 +85,8 @@ def publish(
     if request.url is not None:
         upload(request.output, request.url, overwrite=True)  # what may be replaced was decided at the start
         shutil.rmtree(request.output, ignore_errors=True)
-    work.write_receipt(_receipt_name(request), request.fingerprint, {"published": _published(request)})
+    noted = {"published": _published(request), "tokenizer_path": request.tokenizer_path}
+    work.write_receipt(_receipt_name(request), request.fingerprint, noted)
 
 
 def num_shards(plan: PackPlan, packed_storage: str, shard_bytes: int, vocab_size: int | None) -> int:

@@ -76,7 +76,7 @@ def find_files(
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise InvalidInputError("no input files; give at least one path")
-    found = [path for pattern in given for path in _expand(os.fspath(pattern))]
+    found = [path for pattern in given for path in expand_path(os.fspath(pattern))]
     for path, num_times in Counter(found).items():
         if num_times > 1:
             raise InvalidInputError(
@@ -89,7 +89,8 @@ def _ignore(num_bytes: int) -> None:
     """No-op progress callback."""
 
 
-def _expand(pattern: str) -> list[str]:
+def expand_path(pattern: str) -> list[str]:
+    """Return the files that a path, a glob or a URL stands for, sorted; at least one."""
     if is_url(pattern) and not pattern.startswith("file://"):
         system, path = file_system(pattern)
         with reading(pattern):
@@ -123,7 +124,7 @@ def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
     if file_format == "json" and not _begins_an_array(path, compression):
         file_format = "jsonl"
     modified = None if is_url(path) else _modified(path)
-    size, checksum = _size_and_checksum([path], on_read)
+    size, checksum = size_and_checksum([path], on_read)
     return InputFile(path, file_format, compression, size, checksum, modified)
 
 
@@ -144,7 +145,7 @@ def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
     data_files = _strings_in(
         f"{path}/{_HF_STATE}", lambda document: [entry["filename"] for entry in document["_data_files"]]
     )
-    size, checksum = _size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)], on_read)
+    size, checksum = size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)], on_read)
     return InputFile(path, "hf_dataset", None, size, checksum)
 
 
@@ -183,7 +184,8 @@ def _begins_an_array(path: str, compression: Compression | None) -> bool:
     return False
 
 
-def _size_and_checksum(paths: list[str], on_read: Callable[[int], None]) -> tuple[int, str]:
+def size_and_checksum(paths: list[str], on_read: Callable[[int], None] = _ignore) -> tuple[int, str]:
+    """Return the stored bytes of some files together, and one checksum of them."""
     checksum = xxhash.xxh3_128()
     size = 0
     for block in _all_blocks(paths):

@@ -89,6 +89,7 @@ class Storage(abc.ABC):
     in_memory: bool = False  # opening reads the whole shard
     one_shard_per_split: bool = False  # its consumers take one file and not several
     has_manifest: bool = False  # its shards record their own sizes, checksums, vocabulary and padding id
+    keeps_masks: bool = True  # otherwise its readers train on every token, and it makes no dataset directories
     keeps_weights: bool = False  # a loss mask of floats comes back as it was; otherwise its writer refuses one
 
     @abc.abstractmethod
@@ -115,7 +116,15 @@ class Storage(abc.ABC):
         provenance: Mapping[str, Any] | None = None,
     ) -> PackedShardWriter:
         """Create a writer of one shard; `provenance` are `PROVENANCE_KEYS` of `bins`, to keep where there is room."""
-        raise InvalidInputError(f"storage {self.name!r} is read-only; choose another one to write")
+        raise self._read_only()
+
+    def refuse_read_only(self) -> None:
+        """Refuse to be written to, if there is no writer: for callers who have much to do before they need one."""
+        if type(self).create_writer is Storage.create_writer:
+            raise self._read_only()
+
+    def _read_only(self) -> InvalidInputError:
+        return InvalidInputError(f"storage {self.name!r} is read-only; choose another one to write")
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return about how many bytes bins take on disk."""
@@ -124,6 +133,15 @@ class Storage(abc.ABC):
     def figures(self, shard: PackedShard) -> BinFigures:
         """Return what is known of all bins of an open shard."""
         return BinFigures.of(shard)
+
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what is known of a shard without reading its bins, by the names of `BinFigures`."""
+        if self.in_memory:
+            return {}
+        shard = self.open(path)
+        if isinstance(getattr(shard, "figures", None), BinFigures):
+            return vars(self.figures(shard)).copy()
+        return {"num_bins": len(shard), "pack_size": shard.pack_size}
 
     def checksum(self, path: Path) -> str:
         """Return what identifies the shard's content, as dataset.json records it."""

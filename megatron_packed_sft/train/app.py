@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
+from megatron_packed_sft.data.order.state import LoaderState
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -40,7 +42,8 @@ _EXAMPLES = """  packed-sft train data.path=my_dataset
   torchrun --nproc-per-node 2 recipes/sft.py data.path=my_dataset output=runs/first train.steps=100
   torchrun --nproc-per-node 8 recipes/sft.py model=llama3_8b parallel=tensor_8 data.path=my_dataset
   packed-sft train model=from_pretrained model.path=Qwen3-0.6B optimizer=adam_fine_tune data.path=my_dataset
-  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000"""
+  packed-sft train data.path=training_4096.npy storage=legacy model.vocab_size=32000
+  packed-sft train packing_mode=static data.path=my_dataset.work/tokens/train data.sequence_length=4096"""
 
 _FLAGS = {"--json": "json=true"}
 _LOSSES = {
@@ -101,10 +104,12 @@ def _train(config: TrainConfig) -> None:
     data = open_data(config, pretrained)
     shape = pretrained or model_shape(config.model, data.vocab_size)
     check_parallel(shape, config.parallel)
+    schedule = _schedule(
+        config, data, resumption
+    )  # for its errors; rank 0's choice of a checkpoint decides the real one
     if resumption is not None:
-        _refuse_other_run(resumption, config, data, shape)
+        _refuse_other_run(resumption, config, data, shape, schedule)
         refuse_damaged(resumption.checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
-    _schedule(config, data, resumption)  # for its errors; rank 0's choice of a checkpoint decides the real one
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
@@ -153,6 +158,7 @@ def _run(
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
+    _refuse_different_data(data.dataset.fingerprint)
     schedule = _schedule(config, data, resumption)
     weights = None
     if resumption is None and config.model.path is not None:
@@ -214,11 +220,13 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
         num_sequences=data.dataset.source.figures.num_sequences,
         data_parallel_size=data_parallel_size(num_ranks(), config.parallel),
         num_steps_done=0 if state is None else state.step,
-        num_bins_done=0 if state is None else state.data["consumed_samples"],
+        num_bins_done=0 if state is None else LoaderState.from_dict(state.data).consumed_samples,
     )
 
 
-def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape) -> None:
+def _refuse_other_run(
+    resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape, schedule: StepSchedule
+) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
     from megatron_packed_sft.train.checkpoint import recorded_model, refuse_other_adapters, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
@@ -227,16 +235,32 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
     checkpoint, state = resumption
     refuse_other_model(checkpoint, state.model, recorded_model(shape, config))
     refuse_other_adapters(checkpoint, state.peft, recorded_peft(config.peft))
-    loader = training_loader(data, config)
+    loader = training_loader(data, config, num_bins=schedule.num_bins)
     try:
         loader.load_state_dict(dict(state.data))
     except StateMismatchError as error:  # the loader names its own argument; here it is a key
         override = f"data.allow_mismatch=[{', '.join(error.differing)}]"
+        static = " (static packs are aligned to the data-parallel ranks, so their number counts, too)"
+        hint = static if config.packing_mode == STATIC else ""
         raise InvalidInputError(
-            f"cannot resume from {checkpoint}: {error.problem}, or set {override} to resume anyway"
+            f"cannot resume from {checkpoint}: {error.problem}{hint}, or set {override} to resume anyway"
         ) from None
     except InvalidInputError as error:
         raise InvalidInputError(f"cannot resume from {checkpoint}: {error}") from None
+
+
+def _refuse_different_data(fingerprint: str) -> None:
+    """Refuse ranks that opened different data, or planned different packs of it; a collective call."""
+    import torch
+
+    found: list[Any] = [None] * num_ranks()
+    torch.distributed.all_gather_object(found, fingerprint)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InvalidInputError(
+                f"rank {rank} opened other data than rank 0 (fingerprint {other} instead of {found[0]}); give all "
+                "ranks the same files, and samples that do not depend on the rank"
+            )
 
 
 def _silence_known_warnings() -> None:
@@ -247,6 +271,23 @@ def _silence_known_warnings() -> None:
         warnings.filterwarnings("ignore", message, category=FutureWarning)
     # A checkpoint that cannot be written is reported by our own error.
     logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
+
+
+def _blend_lines(data: TrainingData, schedule: StepSchedule) -> Iterator[str]:
+    if data.blended is None:
+        return
+    blend = data.blended.order(schedule.num_bins).blend
+    start, end = ([weight / blend.stages.total for weight in blend.stages.weights[edge]] for edge in (0, -1))
+    if blend.annealing is None:
+        shares = zip(data.blended.names, start, strict=True)
+        yield f"blend: {', '.join(f'{name} {share:.2%}' for name, share in shares)}"
+        return
+    moves = (
+        f"{name} {before:.2%} to {after:.2%}"
+        for name, before, after in zip(data.blended.names, start, end, strict=True)
+    )
+    first, last = blend.annealing.first, blend.annealing.last
+    yield f"blend: {', '.join(moves)}, from bin {first:,} to bin {last:,} of {schedule.num_bins:,}"
 
 
 def _opening_lines(
@@ -262,6 +303,7 @@ def _opening_lines(
         f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
     yield f"loss: {_LOSSES[data.loss_kind]}"
+    yield from _blend_lines(data, schedule)
     yield from schedule.notes
     yield from data.notes
     if resumption is not None:

@@ -21,6 +21,7 @@ LOOK_ALIKES: Final = {
             "max_seq_len",
             "max_length",
             "max_model_len",
+            "global_max_length",
             "max_sequence_length",
         ),
         "data.sequence_length",
@@ -29,6 +30,8 @@ LOOK_ALIKES: Final = {
         ("effective_batch_size", "batch_size", "gbs"),
         "train.global_batch_size (gradient accumulation follows from it)",
     ),
+    "packing": "packing_mode (prepared or static)",
+    **dict.fromkeys(("drop_last", "dataloader_drop_remainder"), "dataloader_drop_last"),
     "gradient_accumulation_steps": "train.gradient_accumulation",
     **dict.fromkeys(("per_device_train_batch_size", "mbs"), "train.micro_batch_size"),
     **dict.fromkeys(("max_steps", "train_iters", "num_steps"), "train.steps"),
@@ -49,7 +52,10 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("dropout", "resid_pdrop"), "model.hidden_dropout"),
     **dict.fromkeys(("frozen", "freeze_layers", "freeze_embeddings"), "model.freeze"),
     **dict.fromkeys(("report_to", "loggers"), "logger.names"),
-    **dict.fromkeys(("data_path", "train_path"), "data.path"),
+    **dict.fromkeys(("data_path", "train_path", "dataset_path"), "data.path"),
+    "tokenizer_path": "data.tokenizer",
+    **dict.fromkeys(("datasets", "mixture"), "data.path={name: PATH, ...} with data.weights or data.blend"),
+    **dict.fromkeys(("annealing", "anneal"), "data.blend={start: ..., end: ..., from: 0.8, to: 1.0}"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
     **dict.fromkeys(
@@ -125,21 +131,36 @@ class DataConfig:
     """The data to train on.
 
     Args:
-        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store, URL, or a list of
-            these.
-        weights: one per path of a list: blend the paths in this proportion.
+        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store; a directory of flat
+            .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a URL of a
+            dataset; a list of these, or names for them such as {chats: PATH, web: PATH}.
+        weights: one per path of a list, or by name such as {chats: 0.7, web: 0.3}: blend the paths in this proportion.
+        blend: weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
+            0.8, to: 1.0}; from and to are shares of the run.
         plan: a plan file, when data.path is a token store.
+        samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
+            dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_code.
+        allow_code: import and call the function that data.samples names.
+        length_cache: where the lengths of these samples are kept; null is a directory in output.
         split: the split of a dataset directory to train on.
-        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16.
+        sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
+            streams need it: they are cut into windows of so many predictions. With packing_mode=static, what a pack of
+            several samples holds at most.
+        pack_sequences: tell the documents of a token stream's windows apart, by their EOS.
+        file_pattern: which files of a token stream's directory, such as '*.npy'; null takes all .npy or all .bin files.
+        dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
+        documents: a bin is a document of Megatron's indexed datasets, instead of a window of their tokens.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
         allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
             made with different tokenizers.
         allow_template_mismatch: accept paths made with different chat templates.
-        eos_id: padding id when no tokenizer is given; null takes the one recorded with the data.
+        eos_id: padding id when no tokenizer is given, and what ends the documents of a token stream; null takes the
+            tokenizer's, or the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
         shard_window: shuffle so many shards at a time, in shuffled order, for data larger than its cache; null shuffles
             all bins.
-        cache_dir: where shards of URLs are fetched to, once per node; null is $PACKED_SFT_CACHE_DIR or the user's cache.
+        cache_dir: where shards of URLs are fetched to, once per node; null is $PACKED_SFT_CACHE_DIR, or the user's
+            cache.
         cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
@@ -147,10 +168,18 @@ class DataConfig:
     """
 
     path: Any = MISSING
-    weights: list[float] | None = None
+    weights: Any = None
+    blend: Any = None
     plan: str | None = None
+    samples: str | None = None
+    allow_code: bool = False
+    length_cache: str | None = None
     split: str = "train"
     sequence_length: int | None = None
+    pack_sequences: bool = False
+    file_pattern: str | None = None
+    dtype: str | None = None
+    documents: bool = False
     tokenizer: str | None = None
     allow_tokenizer_mismatch: bool = False
     allow_template_mismatch: bool = False
@@ -343,6 +372,13 @@ class TrainConfig:
 
     Args:
         packed_storage: the storage that data.path must have, such as memmap_v1 or legacy; auto accepts any.
+        packing_mode: prepared trains on bins that were packed before; static packs a token store, or the samples of
+            data.samples, when the run starts.
+        dataloader_drop_last: static packs are made a multiple of the data-parallel ranks by dropping the last ones;
+            false repeats the first ones.
+        packing_allow_single_long: a sample longer than data.sequence_length is a static pack of its own; false leaves
+            it out.
+        packing_full_is_oversized: a sample of exactly data.sequence_length counts as longer, too.
         output: the run's directory: checkpoints, metrics.jsonl, config.yaml, tensorboard.
         resume: auto resumes from the newest checkpoint in output, never starts from scratch, or a checkpoint's path.
         seed: seed of the initial weights and of the data order.
@@ -359,6 +395,10 @@ class TrainConfig:
     """
 
     packed_storage: str = "auto"
+    packing_mode: str = "prepared"
+    dataloader_drop_last: bool = False
+    packing_allow_single_long: bool = True
+    packing_full_is_oversized: bool = False
     output: str = "runs/sft"
     resume: str = "auto"
     seed: int = 1234

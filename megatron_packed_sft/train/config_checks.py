@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order
 from megatron_packed_sft.data.order.state import COMPARED
+from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
@@ -59,6 +61,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         if not getattr(config, key):  # it would mean the working directory
             yield f"{key} is empty; give it a value, or leave the key out"
     yield from _data_problems(config.data)
+    yield from _static_problems(config)
     yield from _optimizer_problems(config.optimizer)
     yield from _step_problems(config.train)
     yield from _peft_problems(config.peft, config.model)
@@ -73,13 +76,13 @@ def _problems(config: TrainConfig) -> Iterator[str]:
 def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "output", config.output
     yield "resume", config.resume
-    for path in config.data.path if isinstance(config.data.path, list) else [config.data.path]:
+    for path in listed_paths(config.data.path):
         yield "data.path", path
     for path in named_paths(config.validation.paths).values():
         yield "validation.paths", path
     if config.model.path is not None:
         yield "model.path", config.model.path
-    for name in ("plan", "tokenizer"):
+    for name in ("plan", "tokenizer", "length_cache"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
 
@@ -94,20 +97,89 @@ def named_paths(paths: Any) -> dict[str, str]:
     return dict(paths) if isinstance(paths, dict) else {path: path for path in paths or ()}
 
 
+def listed_paths(paths: Any) -> list[Any]:
+    """Return the paths of data.path, which is one of them, a list, or has names.
+
+    Example:
+        >>> listed_paths("data/maths"), listed_paths({"maths": "data/maths"})
+        (['data/maths'], ['data/maths'])
+    """
+    return list(paths.values()) if isinstance(paths, dict) else paths if isinstance(paths, list) else [paths]
+
+
 def _data_problems(data: DataConfig) -> Iterator[str]:
-    # The key has no type in the schema, because it is a string or a list of strings.
-    paths = data.path if isinstance(data.path, list) else [data.path]
+    # The key has no type in the schema, because it is a string, a list of strings, or strings by name.
+    paths = listed_paths(data.path)
     if not paths or not all(isinstance(path, str) and path for path in paths):
-        yield f"data.path is {data.path!r}; give a path, or a list of paths such as [first,second]"
-    if data.weights is not None and not data.shuffle:
-        yield "data.shuffle=false cannot be combined with data.weights; leave one of them out"
-    if data.shard_window is not None and (data.weights is not None or not data.shuffle or data.plan is not None):
-        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, data.plan and data.shuffle"
+        yield (
+            f"data.path is {data.path!r}; give a path, a list of paths such as [first,second], or names such as "
+            "{chats: PATH, web: PATH}"
+        )
+    yield from _blend_problems(data)
+    others = (data.weights, data.blend, data.plan, None if data.shuffle else data.shuffle)
+    if data.shard_window is not None and any(one is not None for one in others):
+        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
     yield from _below(1, {"data.shard_window": data.shard_window})
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
     yield from _below(0, {"data.prefetch": data.prefetch, "data.eos_id": data.eos_id})
+
+
+def _blend_problems(data: DataConfig) -> Iterator[str]:
+    for key in ("weights", "blend"):
+        if getattr(data, key) is not None and not data.shuffle:
+            yield f"data.shuffle=false cannot be combined with data.{key}; leave one of them out"
+    if data.weights is not None and data.blend is not None:
+        yield "data.weights and data.blend cannot be combined; data.blend has start and end weights of its own"
+    names = list(data.path) if isinstance(data.path, dict) else []
+    try:
+        if data.blend is not None:
+            BlendSchedule.parse(data.blend, names, num_sources=len(names) or None, where="data.blend")
+        if data.weights is not None:
+            weights_in_order(data.weights, names, num_sources=len(names) or None, where="data.weights")
+    except InvalidInputError as error:
+        yield str(error)
+
+
+def _static_problems(config: TrainConfig) -> Iterator[str]:
+    data, default = config.data, TrainConfig()
+    if config.packing_mode not in MODES:
+        yield (
+            f"packing_mode is {config.packing_mode!r}; choose from {', '.join(MODES)}: packs are planned before the "
+            "first step, never on the way"
+        )
+    if config.packing_mode != STATIC:
+        names = ("dataloader_drop_last", "packing_allow_single_long", "packing_full_is_oversized")
+        keys = [name for name in names if getattr(config, name) != getattr(default, name)]
+        keys += [f"data.{name}" for name in ("samples", "length_cache") if getattr(data, name) is not None]
+        for key in keys:
+            yield f"{key} goes with packing_mode=static; set that, or leave it out"
+        return
+    if data.sequence_length is None:
+        yield "packing_mode=static needs data.sequence_length: what a pack of several samples holds at most"
+    yield from _below(1, {"data.sequence_length": data.sequence_length})
+    for key, is_given in {
+        "data.weights": data.weights is not None,
+        "data.blend": data.blend is not None,
+        "data.documents": data.documents,
+        "data.plan": data.plan is not None,
+        "data.pack_sequences": data.pack_sequences,
+        "data.file_pattern": data.file_pattern is not None,
+        "data.dtype": data.dtype is not None,
+        "a list in data.path": not isinstance(data.path, str),
+        f"packed_storage={config.packed_storage}": config.packed_storage != default.packed_storage,
+    }.items():
+        if is_given:
+            yield (
+                f"packing_mode=static packs one token store or dataset when the run starts, so {key} has no meaning; "
+                "leave it out"
+            )
+    if data.samples is not None and not data.allow_code:
+        yield (
+            f"data.samples={data.samples} would import and call code of that name; set data.allow_code=true if that "
+            "is meant"
+        )
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:

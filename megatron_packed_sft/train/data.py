@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins, shard_order
+from megatron_packed_sft.data.factory import OpenedBins, shard_order
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
+from megatron_packed_sft.data.order.blend_order import BlendedSources
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
+from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -22,9 +24,14 @@ from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
+from megatron_packed_sft.storage.megatron_indexed.storage import STORAGE as MEGATRON_INDEXED
+from megatron_packed_sft.storage.token_stream.files import is_stream
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.support.paths import is_url
-from megatron_packed_sft.train.config import DataConfig, TrainConfig, ValidationConfig
-from megatron_packed_sft.train.config_checks import named_paths
+from megatron_packed_sft.train.config import TrainConfig, ValidationConfig
+from megatron_packed_sft.train.config_checks import listed_paths, named_paths
+from megatron_packed_sft.train.data_sources import open_held_out, open_trained
 from megatron_packed_sft.train.pretrained import has_tokenizer
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
@@ -42,6 +49,7 @@ class TrainingData:
         vocab_size: all ids are below it.
         notes: what the user should know.
         tokenizer: of data.tokenizer, or of the folder in model.path.
+        blended: the sources of a blend, whose order depends on the length of the run.
         watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
             None when nobody asks.
     """
@@ -52,6 +60,7 @@ class TrainingData:
     vocab_size: int
     notes: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
+    blended: BlendedSources | None = None
     watched: str | None = None
 
     @property
@@ -75,26 +84,11 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
     tolerance = Tolerance(
         tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
     )
-    trained = open_bins(
-        data.path,
-        split=data.split,
-        packed_storage=config.packed_storage if data.plan is None else AUTO,
-        plan=data.plan,
-        weights=data.weights,
-        seed=config.seed,
-        pad_id=eos_id or 0,
-        tolerance=tolerance,
-        cache_dir=data.cache_dir,
-        cache_size=data.cache_size,
-    )
+    layout = parallel_layout(config)
+    stream = _stream_options(config, tokenizer, pretrained)
+    trained, static_lines = open_trained(config, eos_id or 0, layout, tolerance, stream)
     held_out = {
-        name: open_bins(
-            path,
-            split=config.validation.split,
-            tolerance=tolerance,
-            cache_dir=data.cache_dir,
-            cache_size=data.cache_size,
-        )
+        name: open_held_out(config, path, eos_id or 0, layout, tolerance, _for_path(stream, path))
         for name, path in _validation_paths(config).items()
     }
     sources = [trained.source, *(opened.source for opened in held_out.values())]
@@ -105,10 +99,10 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             refuse_other_tokenizer(one, source.made_with(), tolerance, name=f"that of {key}")
     if eos_id is None:
         eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
-    layout = parallel_layout(config)
+    _refuse_shared_windows(layout, sources)
     layout.refuse_unpadded((part.where, part.pad_seq_to_mult) for source in sources for part in source.made_with())
     multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
-    length = _sequence_length(data, sources, multiple)
+    length = _sequence_length(config, sources, multiple)
     if pretrained is None:
         vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
     else:
@@ -122,8 +116,6 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             opened.source,
             eos_id,
             max_seq_length=length,
-            order=opened.order,
-            max_num_samples=None if opened.order is None else len(opened.source),
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
@@ -134,10 +126,60 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
-        notes=[*_template_notes(tokenizers, sources)],
+        notes=[*(f"static packs: {line}" for line in static_lines), *_template_notes(tokenizers, sources)],
         tokenizer=tokenizer,
+        blended=trained.blended,
         watched=_watched(config.validation, list(held_out)),
     )
+
+
+def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained: ModelShape | None) -> StreamOptions:
+    """Return how the token streams among the paths are read."""
+    data = config.data
+    paths = [*listed_paths(data.path), *named_paths(config.validation.paths).values()]
+    streams = [path for path in paths if is_stream(Path(path)) or (_is_indexed(path) and not data.documents)]
+    if data.sequence_length is None and streams:
+        raise InvalidInputError(
+            f"{streams[0]} is a token stream, and nobody says how long its windows are; set data.sequence_length, such "
+            f"as {DEFAULT_SEQ_LENGTH}"
+        )
+    vocab_size = config.model.vocab_size if pretrained is None else pretrained.vocab_size
+    if tokenizer is not None and not data.allow_tokenizer_mismatch:
+        vocab_size = tokenizer.vocab_size
+    return StreamOptions(
+        seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
+        pack_sequences=data.pack_sequences,
+        eos_id=data.eos_id,
+        tokenizer_eos_id=None if tokenizer is None else tokenizer.eos_id,
+        file_pattern=data.file_pattern,
+        dtype=data.dtype,
+        documents=data.documents,
+        vocab_size=vocab_size,
+        spelling="key",
+    )
+
+
+def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> None:
+    streams = [source for source in sources if source.figures.max_input_len is not None]
+    if layout.context > 1 and streams:
+        raise InvalidInputError(
+            f"{streams[0].description}: context-parallel ranks share sequences that were padded for them, and the "
+            "windows of a token stream are not; set parallel.context=1, or train on packed data alone"
+        )
+
+
+def _for_path(stream: StreamOptions, path: str) -> StreamOptions:
+    """Return the options for validation data: those of streams mean nothing where it is packed."""
+    if is_stream(Path(path)):
+        return replace(stream, documents=False)
+    if _is_indexed(path):
+        return replace(stream, file_pattern=None, dtype=None)
+    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None, documents=False)
+
+
+def _is_indexed(path: str) -> bool:
+    """Return whether a path is one of Megatron's indexed datasets."""
+    return MEGATRON_INDEXED.recognises(indexed_path(Path(path)))
 
 
 def parallel_layout(config: TrainConfig) -> ParallelLayout:
@@ -155,6 +197,7 @@ def training_loader(
     data: TrainingData,
     config: TrainConfig,
     *,
+    num_bins: int | None = None,
     global_batch_size: int | None = None,
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
@@ -164,15 +207,18 @@ def training_loader(
     Args:
         data: what `open_data` returned.
         config: gives the seed and what may differ on resume.
+        num_bins: bins of the whole run; a blend whose weights change needs it.
         global_batch_size: bins per step.
         data_parallel_rank: this rank's share of them.
         data_parallel_size: number of ranks that share them.
     """
     dataset = data.dataset
-    order: Order | None = None
-    if config.data.shard_window is not None:
+    order: Order
+    if data.blended is not None:
+        order = data.blended.order(num_bins)
+    elif config.data.shard_window is not None:
         order = shard_order(dataset.source, config.data.shard_window, config.seed)
-    elif dataset.sampling_order is None:
+    else:
         # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
         # records the dataset's fingerprint.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
@@ -244,7 +290,7 @@ class CountedBatches(Iterator[Batch]):
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
-    own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
+    own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
     cache = None
     if any(map(is_url, own.values())):
         cache = node_cache(config.data.cache_dir, config.data.cache_size)
@@ -252,10 +298,15 @@ def _validation_paths(config: TrainConfig) -> dict[str, str]:
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
-    return {
-        **named_paths(config.validation.paths),
-        **{name: path for name, path in own.items() if split in splits.get(path, ())},
-    }
+    further = named_paths(config.validation.paths)
+    own = {name: path for name, path in own.items() if split in splits.get(path, ())}
+    for name in further.keys() & own.keys():
+        if further[name] != own[name]:
+            raise InvalidInputError(
+                f"the name {name!r} is that of {further[name]} in validation.paths and of {own[name]} in data.path, "
+                "which has a validation split of its own; give one of them another name"
+            )
+    return {**further, **own}
 
 
 def _tokenizers(config: TrainConfig) -> dict[str, Tokenizer]:
@@ -318,13 +369,17 @@ def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
     return settings.watch
 
 
-def _sequence_length(data: DataConfig, sources: list[BinReader], multiple: int) -> int:
-    longest = max(sources, key=lambda source: source.figures.pack_size)
-    pack_size = longest.figures.pack_size
+def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:
+    data = config.data
+    longest = max(sources, key=lambda source: source.figures.num_positions)
+    pack_size = longest.figures.num_positions
+    # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest bin;
+    # rounded up, its batches have the same shapes as those of shards, and the same losses.
+    rounded = -(-pack_size // multiple) * multiple
     if data.sequence_length is None:
-        # Batches are padded to this multiple, unless this limit is lower. A legacy file's pack size is its longest
-        # bin; rounded up, its batches have the same shapes as those of shards, and the same losses.
-        return -(-pack_size // multiple) * multiple
+        return rounded
+    if config.packing_mode == STATIC:  # a pack of one long sample may exceed it
+        return max(rounded, -(-data.sequence_length // multiple) * multiple)
     if data.sequence_length < pack_size:
         raise InvalidInputError(
             f"data.sequence_length is {data.sequence_length}, but bins of {longest.description} have up to "

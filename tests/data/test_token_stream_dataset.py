@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from megatron_packed_sft import (
     create_sft_dataset,
     doc_ids_from_boundaries,
 )
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StateMismatchError
+from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StateMismatchError
+from megatron_packed_sft.storage.token_stream import flat_file
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
 from tests.storage.test_token_stream import write_stream
@@ -176,10 +178,15 @@ def test_documents_are_sequences_with_boundaries_and_positions_of_their_own(tmp_
 
 def test_a_window_of_nothing_but_eos_trains_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.full(33, EOS, np.uint16))
-    dataset = create_sft_dataset(tmp_path, EOS, seq_length=8, pack_sequences=True)
-    batch = dataset.fetch_batch([0, 1])
-    assert not batch["loss_mask"].any()
-    assert batch["tokens"].shape == (2, 8)
+    for answer_only_loss in (True, False):
+        dataset = create_sft_dataset(
+            tmp_path, EOS, seq_length=8, pack_sequences=True, answer_only_loss=answer_only_loss
+        )
+        assert set(dataset[0]["labels"].tolist()) == {-100}
+        for batch in (dataset.fetch_batch([0, 1]), dataset.collate_fn([dataset[0], dataset[1]])):
+            assert not batch["loss_mask"].any()
+            assert batch["tokens"].shape == (2, 8)
+            assert batch["cu_seqlens_q"].tolist() == [[0, 7, 8]] * 2  # a model can run on it
 
 
 def test_padding_samples_train_nothing(tmp_path: Path) -> None:
@@ -271,8 +278,17 @@ def test_streams_of_several_directories_are_laid_end_to_end(tmp_path: Path) -> N
     assert len(both) == 54
     last = create_sft_dataset(tmp_path / "b", EOS, seq_length=SEQ_LENGTH)
     assert both[53]["input_ids"].tolist() == last[3]["input_ids"].tolist()
-    files = create_sft_dataset(str(tmp_path / "a" / "*.npy"), EOS, seq_length=SEQ_LENGTH)
-    assert len(files) == 50
+
+
+def test_files_that_a_glob_finds_are_one_stream(tmp_path: Path) -> None:
+    write_stream(tmp_path, [101, 3, 100], suffix=".bin", vocab=VOCAB)  # by its own size alone, the last is uint32
+    dataset = create_sft_dataset(str(tmp_path / "*.bin"), EOS, seq_length=SEQ_LENGTH)
+    assert len(dataset) == 4 + 0 + 4
+    [stream] = dataset.streams
+    assert (stream.dtype, len(stream.files)) == ("uint16", 3)
+    again = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
+    assert again.fingerprint == dataset.fingerprint
+    assert len(create_sft_dataset([tmp_path / "shard_00002.bin"], EOS, SEQ_LENGTH, dtype="uint16")) == 4
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -325,10 +341,23 @@ def test_a_token_outside_the_tokenizers_vocabulary_is_never_silent(tmp_path: Pat
     assert int(tolerant.fetch_batch([number])["tokens"].max()) == VOCAB
 
 
+def test_a_file_that_is_cut_while_training_ends_the_loop_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stream(tmp_path, [50_000], vocab=VOCAB)
+    monkeypatch.setattr(flat_file, "_SECONDS_BETWEEN_LOOKS", -1.0)
+    dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
+    batches = iter(PackedLoader(dataset, shuffle=True, global_batch_size=4, num_epochs=None, prefetch=0))
+    next(batches)
+    os.truncate(tmp_path / "shard_00000.npy", 4096)
+    with pytest.raises(ShardChangedError, match=r"shard_00000.npy has 4,096 bytes and had 100,128 when its stream was"):
+        next(batches)
+
+
 def test_what_concerns_streams_is_refused_where_there_is_none(tmp_path: Path) -> None:
     write_shard(tmp_path / "chats", make_bins(4, 24, seed=3), 24)
     for arguments in ({"pack_sequences": True}, {"file_pattern": "*.npy"}, {"dtype": "uint16"}):
-        with pytest.raises(InvalidInputError, match=r"is no token stream; leave .* out, packed data knows its own"):
+        with pytest.raises(InvalidInputError, match=r"is no token stream; leave it out, packed data knows its own"):
             create_sft_dataset(tmp_path / "chats", EOS, **arguments)
 
 

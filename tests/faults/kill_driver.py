@@ -13,8 +13,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_packed_sft import DatasetWriter, create_shard_writer, pack, validate
+from megatron_packed_sft.caches import Message, build_pretrain_cache, build_sft_cache
 from megatron_packed_sft.storage.testing import with_weights
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins
@@ -63,12 +65,50 @@ def write_plan(target: Path) -> None:
     pack([5, 3, 8, 2, 7, 1], pack_size=PACK_SIZE, shuffle_output=True).save(target)
 
 
+class Letters:
+    """The smallest tokenizer that a cache can be built with."""
+
+    vocab_size = 200
+    special_token_ids = MappingProxyType({"sys": 150, "usr": 151, "asst": 152, "eot": 153})
+
+    def encode(self, text: str) -> list[int]:
+        """One id per letter."""
+        return [ord(letter) % 128 for letter in text]
+
+
+def write_pretrain_cache(target: Path) -> None:
+    """A token cache of several shards in two splits."""
+    texts = [f"document {number}" for number in range(20)]
+    build_pretrain_cache(
+        texts,
+        target,
+        tokenizer=Letters(),
+        max_train_tokens=100,
+        max_val_tokens=50,
+        shard_bytes=80,
+        seed=42,
+        shuffle_buffer=3,
+        dataset_name="documents",
+    )
+
+
+def write_sft_cache(target: Path) -> None:
+    """A cache of chats."""
+    chats: list[list[Message]] = [
+        [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "yes"}]
+        for number in range(9)
+    ]
+    build_sft_cache(chats, target, tokenizer=Letters(), val_frac=0.3, seed=42, dataset_name="chats")
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     "shard": write_shard,
     "weighted_shard": write_weighted_shard,
     "legacy": write_legacy,
     "dataset": write_dataset,
     "plan": write_plan,
+    "pretrain_cache": write_pretrain_cache,
+    "sft_cache": write_sft_cache,
 }
 
 
@@ -108,7 +148,7 @@ def main(scenario: str, home: Path) -> None:
             if left is not None:
                 if left != reference:
                     problems.append(f"{name}: what is published is not whole")
-                if goal.is_dir() and not validate(goal).ok:
+                if goal.is_dir() and "cache" not in scenario and not validate(goal).ok:
                     problems.append(f"{name}: what is published does not validate")
                 shutil.rmtree(goal) if goal.is_dir() else goal.unlink()
             write(goal)  # a dead writer's leftovers must not block the next one

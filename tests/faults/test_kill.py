@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("scenario", ["shard", "legacy", "dataset", "plan"])
+@pytest.mark.parametrize("scenario", ["shard", "legacy", "dataset", "plan", "pretrain_cache", "sft_cache"])
 def test_a_killed_writer_leaves_nothing_or_a_whole_result_and_a_rerun_gives_the_same_bytes(
     scenario: str, tmp_path: Path
 ) -> None:

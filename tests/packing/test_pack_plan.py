@@ -66,10 +66,10 @@ def test_without_drop_last_the_first_bins_are_repeated_at_the_end(caplog: pytest
     assert aligned.repeated_bins.tolist() == [0, 1]
     assert aligned.dropped_bins.size == 0
     logged = caplog.text
-    assert "num_raw_bins=10 num_aligned_bins=12 world_size=4 drop_last=False" in logged
+    assert "N_raw_packs=10 N_aligned_packs=12 world_size=4 drop_last=False" in logged
     assert plan.fingerprint in logged
     assert aligned.fingerprint in logged
-    assert "pad_needed=2 repeated_bins=[0, 1]" in logged
+    assert "pad_needed=2 repeated_packs=[0, 1]" in logged
 
 
 def test_with_drop_last_the_last_bins_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,7 +78,7 @@ def test_with_drop_last_the_last_bins_are_dropped(caplog: pytest.LogCaptureFixtu
         aligned = plan.aligned(world_size=4, drop_last=True)
     assert aligned.bins.tolist() == list(range(8))  # floor(10 / 4) * 4
     assert aligned.dropped_bins.tolist() == [8, 9]
-    assert "dropped_bins=[8, 9]" in caplog.text
+    assert "dropped_packs=[8, 9]" in caplog.text
     assert plan.aligned(world_size=4, drop_last=True).fingerprint == aligned.fingerprint
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import (
@@ -77,6 +79,7 @@ def test_windows_are_slices_of_the_files_in_the_order_of_their_names(suffix: str
     assert gathered.ids.tolist() == [window.tolist() for window in expected[::-1]]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
     seq_length=st.integers(1, 9),
@@ -106,6 +109,7 @@ def test_every_token_but_the_first_of_a_file_and_its_rest_is_predicted_once(
         assert f": {num_unused:,} of {sum(lengths):,} tokens" in stream.notes[0]
 
 
+@settings(deadline=None)  # kernels are compiled at the first call
 @given(tokens=st.lists(st.integers(0, 3), min_size=2, max_size=60), seq_length=st.integers(1, 12))
 def test_documents_end_with_their_eos_and_the_bins_are_sound(
     tokens: list[int], seq_length: int, tmp_path_factory: pytest.TempPathFactory
@@ -121,7 +125,11 @@ def test_documents_end_with_their_eos_and_the_bins_are_sound(
             window = window[:-1]  # the last token would be a document of its own, without a prediction
         one = stream[index]
         assert one.input_ids.tolist() == window
-        assert one.seq_start_id.tolist() == [0, *(k + 1 for k in range(len(window) - 1) if window[k] == EOS)]
+        starts = [0, *(k + 1 for k in range(len(window) - 1) if window[k] == EOS)]
+        if len(starts) == len(window):  # nothing but EOS: one sequence, so that it has places in a batch
+            assert not one.loss_mask.any()
+            starts, window = [0], window[:1]
+        assert one.seq_start_id.tolist() == starts
         violations, _ = find_violations(block_of([one], stream.pack_size), vocab_size=4, pad_id=None)
         assert not violations
         assert int(one.loss_mask.sum()) == len(window) - one.num_sequences
@@ -196,7 +204,7 @@ def test_without_a_word_the_sizes_of_bin_files_decide_and_that_is_said(
 
 def test_uint16_that_looks_like_uint32_by_its_size_is_not_read_wrongly(tmp_path: Path) -> None:
     write_stream(tmp_path, [40, 80], suffix=".bin", vocab=5000)
-    with pytest.raises(InvalidInputError, match="which no tokenizer has; pass dtype='uint16', or dtype='uint32' if"):
+    with pytest.raises(InvalidInputError, match="which no tokenizer has; set dtype to uint16, or to uint32 if"):
         open_token_stream(tmp_path, StreamOptions(seq_length=8))
     assert len(open_token_stream(tmp_path, StreamOptions(seq_length=8, dtype="uint16"))) == 4 + 9
 
@@ -207,9 +215,9 @@ def test_file_pattern_chooses_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not tokens")
     assert len(open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*_00001.npy"))) == 7
     assert open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*.bin", dtype="u2")).num_tokens == 30
-    with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check file_pattern"):
+    with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check the pattern"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.arrow"))
-    with pytest.raises(InvalidInputError, match=r"notes.txt is no .npy or .bin file; let file_pattern name those"):
+    with pytest.raises(InvalidInputError, match=r"notes.txt is no .npy or .bin file; let the pattern name those"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.txt"))
     with pytest.raises(InvalidInputError, match=r"file_pattern is '\*\*/x'; it names files of the directory"):
         StreamOptions(file_pattern="**/x")
@@ -256,7 +264,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     refused(ShardFileError, "has 150 bytes, its header says 168; it was cut or appended to: copy it again")
     home = tmp_path / "dtype"
     write_stream(home, [20])
-    refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave dtype out", dtype="uint32")
+    refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave it out", dtype="uint32")
     refused(InvalidInputError, "pack_sequences tells .* nobody says which id that is; pass", pack_sequences=True)
     for text in ("{", "[1,"):
         (home / "metadata.yaml").write_text(text)
@@ -471,6 +479,24 @@ def test_validate_prints_lines_that_train_on_the_stream(tmp_path: Path) -> None:
     dataset = eval(call.removeprefix("python: "), {"create_sft_dataset": create_sft_dataset})
     assert len(dataset) == report.num_bins
     json.dumps(report.to_json())
+
+
+@pytest.mark.parametrize("name", ["tokens", "a folder", "it's, {odd}=1"])
+def test_the_printed_lines_are_taken_by_a_shell_the_recipe_and_python(name: str, tmp_path: Path) -> None:
+    home = tmp_path / name
+    write_stream(home, [41, 30], suffix=".bin")
+    options = StreamOptions(seq_length=8, eos_id=EOS, vocab_size=50, file_pattern="shard_*.bin", spelling="flag")
+    notes = validate(home, stream=options).notes
+    [line] = [note.removeprefix("train: packed-sft ") for note in notes if note.startswith("train: ")]
+    script = f"{shlex.quote(sys.executable)} -m megatron_packed_sft {line} --cfg job"
+    done = subprocess.run(script, shell=True, capture_output=True, text=True, check=True)
+    settings = yaml.safe_load(done.stdout)
+    assert settings["data"]["path"] == str(home)
+    assert settings["data"]["file_pattern"] == "shard_*.bin"
+    assert (settings["data"]["dtype"], settings["data"]["pack_sequences"]) == ("uint16", True)
+    assert (settings["data"]["eos_id"], settings["model"]["vocab_size"]) == (EOS, 50)
+    [call] = [note.removeprefix("python: ") for note in notes if note.startswith("python: ")]
+    assert len(eval(call, {"create_sft_dataset": create_sft_dataset})) == 5 + 3
 
 
 def test_validate_says_what_nobody_knows(tmp_path: Path) -> None:

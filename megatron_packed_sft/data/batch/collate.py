@@ -138,7 +138,7 @@ def _padded_shape(
     longest = max(token_count)
     if longest > options.max_seq_length:
         raise _overlong(bins, token_count.index(longest), longest, options)
-    length = options.padded_length(max(longest, 1), options.max_seq_length)  # there may be nothing to predict at all
+    length = options.padded_length(longest, options.max_seq_length)
     num_boundaries = [1 + count + (tokens < length) for count, tokens in zip(num_sequences, token_count, strict=True)]
     return _Shape(len(token_count), length, num_boundaries)
 

@@ -166,7 +166,7 @@ def locate_in_stream(
     table[LENGTH] = gathered.lengths
     table[FIRST_SEQUENCE] = gathered.seq_offsets[:-1]
     table[SEQUENCES_END] = gathered.seq_offsets[1:]
-    table[BATCH_INDEX], table[BIN], table[IS_PADDING] = indices, numbers, padding
+    table[BATCH_INDEX], table[BIN], table[IS_PADDING] = indices, numbers, padding | gathered.is_empty
     # The last token of a document has no place in a batch, so the mask may be 1 there, too.
     mask = np.ones(numbers.size * width, np.uint8)
     return LocatedBins(

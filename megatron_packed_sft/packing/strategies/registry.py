@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.strategies.packing_problem import Bins, Int32, PackingProblem, bins_from_numbers
 from megatron_packed_sft.plugins import Registry
+from megatron_packed_sft.support.dotted_names import function_named
 
 # (lengths, capacity) -> bins: a list of lists of indices, or an array with the bin number of each sequence.
 CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]
@@ -100,30 +100,7 @@ def check_strategy(name: str, *, allow_code: bool = False, prefix: str = "") -> 
         raise InvalidInputError(
             f"strategy {name!r} is code, which runs only on your word; set {prefix}allow_code=true if you trust it"
         )
-    function_at(name)
-
-
-def function_at(path: str) -> CustomStrategy:
-    """Import a function by its dotted path: `package.module.function`, or `package.module:function`.
-
-    Example:
-        >>> function_at("builtins.len") is len
-        True
-    """
-    module, _, attribute = path.rpartition(":" if ":" in path else ".")
-    try:
-        function: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            function = getattr(function, part)
-    except Exception as error:  # whatever the user's module raises
-        raise InvalidInputError(
-            f"strategy {path!r} cannot be imported ({type(error).__name__}: {error}); check the name, install its "
-            "package, or add its folder to PYTHONPATH"
-        ) from error
-    if not callable(function):
-        raise InvalidInputError(f"strategy {path!r} must be a function of (lengths, capacity), not {function!r}")
-    custom: CustomStrategy = function
-    return custom
+    function_named(name, "strategy")
 
 
 def run_strategy(name: str, problem: PackingProblem) -> Bins:
@@ -134,7 +111,7 @@ def run_strategy(name: str, problem: PackingProblem) -> Bins:
     if isinstance(name, GivenStrategy):
         function: Callable[..., Any] = name.function
     else:
-        function = function_at(name) if is_dotted(name) else STRATEGIES[name]
+        function = function_named(name, "strategy") if is_dotted(name) else STRATEGIES[name]
     if not callable(function):
         raise InvalidInputError(f"strategy {name!r} must be a function of (lengths, capacity), not {function!r}")
     result = function(problem.sizes.astype(np.int64), problem.capacity)

@@ -74,8 +74,8 @@ def find_files(path: Path, options: StreamOptions, metadata: StreamMetadata) -> 
         _refuse_mixed_dtypes(files)
         if options.dtype is not None and parse_dtype(options.dtype, "dtype") != files[0].dtype:
             raise InvalidInputError(
-                f"dtype is {options.dtype!r}, but the header of {paths[0]} says {_name(files[0].dtype)}; leave dtype "
-                "out, a .npy file knows its own"
+                f"{options.spelled('dtype')} is {options.dtype!r}, but the header of {paths[0]} says "
+                f"{_name(files[0].dtype)}; leave it out, a .npy file knows its own"
             )
         return files
     sizes = [_size(one) for one in paths]
@@ -91,10 +91,12 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
         return [path]
     with os_errors("list", path):
         names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    if options.file_pattern is not None:
+    if options.file_names is not None:
+        names = sorted(options.file_names)
+    elif options.file_pattern is not None:
         names = [name for name in names if fnmatch.fnmatchcase(name, options.file_pattern)]
         if not names:
-            raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check file_pattern")
+            raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check the pattern")
     elif not names:
         raise InvalidInputError(f"{path} is an empty directory; name one that holds .npy or .bin files of tokens")
     else:
@@ -104,10 +106,10 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
     if len(suffixes := {os.path.splitext(name)[1] for name in names}) > 1:
         raise InvalidInputError(
             f"{path} holds {' and '.join(sorted(suffixes))} files, and a stream is made of one kind; choose with "
-            "file_pattern, such as *.npy"
+            f"{options.spelled('file_pattern')}, such as *.npy"
         )
     if not suffixes <= set(SUFFIXES):
-        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let file_pattern name those with tokens")
+        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let the pattern name those with tokens")
     return [path / name for name in names]
 
 

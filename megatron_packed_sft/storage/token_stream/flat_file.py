@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_packed_sft.errors import ShardChangedError, ShardFileError
 # Reading a map behind the end of a file that was cut meanwhile kills the process (SIGBUS). A look at the size costs a
 # microsecond on a local disk and more on a network's, so it is taken when a file is mapped and once per second of use.
 _SECONDS_BETWEEN_LOOKS = 1.0
+_BLOCK_TOKENS = 1 << 20  # of a file that is read from front to back
 
 
 class FlatFile(LazyMaps[npt.NDArray[Any]]):
@@ -46,6 +48,13 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         if time.monotonic() - self._looked_at > _SECONDS_BETWEEN_LOOKS:
             self._look()
         return array[start:stop]
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield (place of its first, tokens) of consecutive blocks from start to stop, each read ahead in one go."""
+        for first in range(start, stop, _BLOCK_TOKENS):
+            last = min(first + _BLOCK_TOKENS, stop)
+            self.advise(first, min(last + _BLOCK_TOKENS, stop))
+            yield first, self.tokens(first, last)
 
     def advise(self, start: int, stop: int) -> None:
         """Have the kernel read these tokens ahead: they are needed soon."""

@@ -18,7 +18,7 @@ _SECTIONS = ("tokenized_info",)  # where tatm keeps what concerns the tokens
 _DTYPE_KEYS = ("token_dtype", "dtype")
 _EOS_KEYS = ("eos_id", "eos_token_id", "eod_id", "eod")
 _SPECIAL_EOS_KEYS = ("eos", "eot", "eod")
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 16 << 20  # that of a token cache lists its shards
 
 _SPELLED = re.compile(r"(?:np\.|numpy\.)?(u?)int(8|16|32|64)(?:[-_ ]?(le|be|little|big))?")
 _CODE = re.compile(r"([<>|=]?)([ui])([1248])")

@@ -39,6 +39,7 @@ class GatheredWindows(NamedTuple):
     lengths: npt.NDArray[np.int64]  # [N]: W, or one less where the last token would be a document of its own
     seq_offsets: npt.NDArray[np.int64]  # [N + 1]
     seq_starts: npt.NDArray[np.uint32]
+    is_empty: npt.NDArray[np.bool_]  # [N]: nothing but EOS, so that nothing is predicted
 
 
 def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | None = None) -> TokenStream:
@@ -59,6 +60,11 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
     if not os.path.lexists(location):
         raise ShardError(f"{location} does not exist; check the path")
     options = options or StreamOptions()
+    if options.documents:
+        raise InvalidInputError(
+            f"{location} has no .idx that tells its documents apart; leave {options.spelled('documents')} out, or use "
+            f"{options.spelled('pack_sequences')} with the EOS id"
+        )
     metadata = read_metadata(location if location.is_dir() else location.parent)
     return TokenStream(location, find_files(location, options, metadata), options, metadata)
 
@@ -87,7 +93,9 @@ class TokenStream:
         self.files = tuple(files)
         self.options = options
         self.metadata = metadata
-        self.eos_id = metadata.eos_id if options.eos_id is None else options.eos_id
+        # What the stream was written with comes before what the tokenizer would end a text with.
+        known = (options.eos_id, metadata.eos_id, options.tokenizer_eos_id)
+        self.eos_id = next((number for number in known if number is not None), None)
         self.vocab_size = metadata.vocab_size if options.vocab_size is None else options.vocab_size
         dtype = np.dtype(files[0].dtype)
         self._id_dtype = SMALL_ID_DTYPE if dtype.kind == "u" and dtype.itemsize <= 2 else ID_DTYPE
@@ -100,8 +108,8 @@ class TokenStream:
         self._refuse_no_window()
         if options.pack_sequences and self.eos_id is None:
             raise InvalidInputError(
-                f"pack_sequences tells the documents of {path} apart by their EOS, and nobody says which id that is; "
-                "pass a tokenizer or eos_id"
+                f"{options.spelled('pack_sequences')} tells the documents of {path} apart by their EOS, and nobody "
+                f"says which id that is; pass a tokenizer or {options.spelled('eos_id')}"
             )
         samples = self._samples()
         self._refuse_wrong_guess(samples)
@@ -153,7 +161,7 @@ class TokenStream:
         gathered = self.gather([index])
         length = int(gathered.lengths[0])
         starts = gathered.seq_starts[: int(gathered.seq_offsets[1])]
-        loss_mask = np.ones(length, np.uint8)
+        loss_mask = np.full(length, not gathered.is_empty[0], np.uint8)
         loss_mask[starts[1:] - 1] = 0
         loss_mask[-1] = 0
         return PackedBin(gathered.ids[0, :length], loss_mask, starts)
@@ -191,10 +199,13 @@ class TokenStream:
         seq_offsets = np.empty(num_windows + 1, np.int64)
         eos_id = self.eos_id if self.options.pack_sequences and self.eos_id is not None else -1
         seq_starts = np.empty(num_windows if eos_id < 0 else num_windows * width, np.uint32)
-        window, position = window_kernel.find_documents(ids, eos_id, self._id_limit, lengths, seq_offsets, seq_starts)
+        is_empty = np.empty(num_windows, np.bool_)
+        window, position = window_kernel.find_documents(
+            ids, eos_id, self._id_limit, lengths, seq_offsets, seq_starts, is_empty
+        )
         if window >= 0:
             raise self._outside(windows[window], position)
-        return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]])
+        return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]], is_empty)
 
     def advise(self, windows: Iterable[int]) -> None:
         """Have the kernel read these windows ahead: they are needed soon."""
@@ -215,7 +226,7 @@ class TokenStream:
         value = int(file.tokens(start + position, start + position + 1)[0])
         return ShardFileError(
             f"{file.path}: the token at position {start + position:,} is {value}, not in 0..{self._id_limit - 1}; use "
-            "the tokenizer that made the stream, or pass the right dtype"
+            f"the tokenizer that made the stream, or pass the right {self.options.spelled('dtype')}"
         )
 
     def _refuse_no_window(self) -> None:
@@ -223,7 +234,8 @@ class TokenStream:
             longest = max(one.num_tokens for one in self.files)
             raise InvalidInputError(
                 f"{self.path}: no file is as long as a window of {self.pack_size:,} tokens, the longest has "
-                f"{longest:,}; lower seq_length to at most {max(longest - 1, 1):,}, or name other files"
+                f"{longest:,}; lower {self.options.spelled('seq_length')} to at most {max(longest - 1, 1):,}, or name "
+                "other files"
             )
 
     def _samples(self) -> list[npt.NDArray[Any]]:
@@ -248,7 +260,8 @@ class TokenStream:
         if largest >= GUESSED_ID_LIMIT:
             raise InvalidInputError(
                 f"{self.path}: by the sizes of its .bin files the tokens are {self.dtype}, but then there is the id "
-                f"{largest:,}, which no tokenizer has; pass dtype='uint16', or dtype='{self.dtype}' if it is right"
+                f"{largest:,}, which no tokenizer has; set {self.options.spelled('dtype')} to uint16, or to "
+                f"{self.dtype} if that is right"
             )
 
     def _refuse_no_eos(self, samples: Sequence[npt.NDArray[Any]]) -> None:
@@ -257,13 +270,13 @@ class TokenStream:
         num_searched = 0
         for file in self.files:
             count = min(file.num_tokens, _NUM_TOKENS_SEARCHED - num_searched)
-            if (file.tokens(0, count) == self.eos_id).any():
+            if any((tokens == self.eos_id).any() for _, tokens in file.blocks(0, count)):
                 return
             num_searched += count
         raise InvalidInputError(
-            f"{self.path}: pack_sequences is on, but the EOS id {self.eos_id} is not among the first "
-            f"{num_searched:,} tokens nor in {len(samples)} samples of the rest; check the tokenizer or eos_id, or "
-            "leave pack_sequences out"
+            f"{self.path}: {self.options.spelled('pack_sequences')} is on, but the EOS id {self.eos_id} is not among "
+            f"the first {num_searched:,} tokens nor in {len(samples)} samples of the rest; check the tokenizer or "
+            f"{self.options.spelled('eos_id')}, or leave pack_sequences out"
         )
 
     def _fingerprint(self, samples: Sequence[npt.NDArray[Any]]) -> str:
@@ -286,7 +299,8 @@ class TokenStream:
             warnings.append(
                 f"{self.path}: {len(short):,} of {counted(len(self.files), 'file')} {are} shorter than a window of "
                 f"{self.pack_size:,} tokens and {are} skipped, such as {short[0].path.name} with "
-                f"{short[0].num_tokens:,}; lower seq_length to use {'it' if len(short) == 1 else 'them'}"
+                f"{short[0].num_tokens:,}; lower {self.options.spelled('seq_length')} to use "
+                f"{'it' if len(short) == 1 else 'them'}"
             )
         num_held = sum((count - 1) * self.options.stride + self.pack_size for count in counts if count)
         num_unused = self.num_tokens - num_held

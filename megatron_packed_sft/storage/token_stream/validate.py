@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,13 @@ from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import read_metadata
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
 
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress
 
-_BLOCK_TOKENS = 1 << 20
+_PLAIN = re.compile(r"[\w./-]+")  # what neither a shell nor Hydra takes for something else
 
 
 @dataclass
@@ -47,13 +50,22 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return None
+    check_stream(stream, report, bar)
+    return stream.figures
+
+
+def check_stream(stream: TokenStream, report: ValidationReport, bar: Progress) -> None:
+    """Check an open stream, and say how to train on it."""
+    num_findings = report.num_findings
     report.notes += [*stream.warnings, *stream.notes]
     report.num_bins += len(stream)
     report.num_bytes += sum(file.size for file in stream.files)
     report.notes.append(
-        f"{path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
+        f"{stream.path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
         f"{'file' if len(stream.files) == 1 else 'files'}"
     )
+    for finding in _recorded_findings(stream, report):
+        report.add(finding)
     seen = None
     if report.level == "full":
         seen = _Seen()
@@ -63,18 +75,35 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
         report.num_tokens += stream.num_tokens
         report.num_loss_tokens += seen.num_trained
         report.notes += _words_about_ids(stream, seen)
-    report.notes += _usage(stream, seen)
-    return stream.figures
+    if report.num_findings == num_findings:
+        report.notes += _usage(stream, seen)
+
+
+def _recorded_findings(stream: TokenStream, report: ValidationReport) -> Iterator[Finding]:
+    """Compare the files with what the meta.json of a token cache says of them."""
+    described_by = stream.metadata.path
+    if described_by is None or described_by.name != "meta.json":
+        return
+    try:
+        folder = stream.path if stream.path.is_dir() else stream.path.parent
+        yield from RecordedFiles(described_by).findings(folder, report)
+    except PackedSFTError as error:
+        yield Finding(str(described_by), str(error))
 
 
 def _opened(path: Path, options: StreamOptions) -> TokenStream:
     """Open the stream; a length that nobody asked for is no reason to refuse short files."""
     metadata = read_metadata(path if path.is_dir() else path.parent)
     files = find_files(path, options, metadata)
+    return TokenStream(path, files, fitted(options, files), metadata)
+
+
+def fitted(options: StreamOptions, files: Sequence[FlatFile]) -> StreamOptions:
+    """Return the options to check files with: windows no longer than the files, unless somebody asked for them."""
     longest = max(file.num_tokens for file in files)
     if options.seq_length == DEFAULT_SEQ_LENGTH and 2 <= longest <= DEFAULT_SEQ_LENGTH:
         options = replace(options, seq_length=longest - 1)
-    return TokenStream(path, files, replace(options, pack_sequences=False), metadata)
+    return replace(options, pack_sequences=False)
 
 
 def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report: ValidationReport) -> None:
@@ -86,15 +115,14 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
     num_windows = int(stream.window_offsets[number + 1] - stream.window_offsets[number])
     num_inputs = num_windows * stream.options.seq_length  # the places at which a prediction is made, with overlap
     num_outside, place, value = 0, -1, 0
-    for start, stop in _blocks(file.num_tokens, num_inputs):
-        tokens = file.tokens(start, stop)
+    for start, tokens in itertools.chain(file.blocks(0, num_inputs), file.blocks(num_inputs, file.num_tokens)):
         num_eos, largest, first_outside, outside = window_kernel.scan_tokens(
             tokens.astype(tokens.dtype.newbyteorder("=")), eos_id, limit
         )
         seen.num_eos += num_eos
         seen.largest = max(seen.largest, largest)
         if start < num_inputs:
-            seen.num_trained += stop - start - num_eos
+            seen.num_trained += tokens.size - num_eos
         if outside and not num_outside:
             place, value = start + first_outside, int(tokens[first_outside])
         num_outside += outside
@@ -102,12 +130,6 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
         more = f", and {num_outside - 1:,} more like it" if num_outside > 1 else ""
         message = f"the token at position {place:,} is {value}, not in 0..{limit - 1}{more}"
         report.add(Finding(str(file.path), message, field="tokens"))
-
-
-def _blocks(num_tokens: int, num_inputs: int) -> Iterator[tuple[int, int]]:
-    for first, last in ((0, num_inputs), (num_inputs, num_tokens)):
-        for start in range(first, last, _BLOCK_TOKENS):
-            yield start, min(start + _BLOCK_TOKENS, last)
 
 
 def _words_about_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
@@ -134,7 +156,7 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     options = stream.options
     vocab_size = stream.vocab_size or (None if seen is None else seen.largest + 1)
     packs = stream.eos_id is not None and (seen is None or seen.num_eos > 0)
-    keys: dict[str, Any] = {"data.path": shlex.quote(str(stream.path)), "data.sequence_length": options.seq_length}
+    keys: dict[str, Any] = {"data.path": str(stream.path), "data.sequence_length": options.seq_length}
     arguments = [repr(str(stream.path)), repr(stream.eos_id), f"seq_length={options.seq_length}"]
     if packs:
         keys |= {"data.pack_sequences": "true"}
@@ -142,12 +164,20 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     if stream.eos_id is not None:
         keys["data.eos_id"] = stream.eos_id
     if options.file_pattern is not None:
-        keys["data.file_pattern"] = shlex.quote(options.file_pattern)
+        keys["data.file_pattern"] = options.file_pattern
         arguments.append(f"file_pattern={options.file_pattern!r}")
     if stream.files[0].path.suffix != NPY and stream.metadata.dtype != stream.files[0].dtype:
         keys["data.dtype"] = stream.dtype
         arguments.append(f"dtype={stream.dtype!r}")
     if vocab_size is not None and stream.metadata.vocab_size != vocab_size:
         keys["model.vocab_size"] = vocab_size
-    yield f"train: packed-sft train {' '.join(f'{key}={value}' for key, value in keys.items())}"
+    yield f"train: packed-sft train {' '.join(_override(key, value) for key, value in keys.items())}"
     yield f"python: create_sft_dataset({', '.join(arguments)})"
+
+
+def _override(key: str, value: Any) -> str:
+    """Return a setting as a shell takes it, and after it Hydra."""
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        text = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return shlex.quote(f"{key}={text}") if "'" in text else f"{key}={text}"

@@ -21,11 +21,13 @@ def find_documents(
     lengths: npt.NDArray[np.int64],
     seq_offsets: npt.NDArray[np.int64],
     seq_starts: npt.NDArray[np.uint32],
+    is_empty: npt.NDArray[np.bool_],
 ) -> tuple[int, int]:
     """Find the documents of each window; return the place of an id outside 0..id_limit-1, or (-1, -1).
 
     A document ends with its EOS. A window's last token predicts nothing, so where it would be a document of its own,
-    the window ends before it.
+    the window ends before it. A window of nothing but EOS predicts nothing: it is one sequence without any loss, so
+    that it has places in a batch.
 
     Args:
         windows: [N, W] ids.
@@ -34,6 +36,7 @@ def find_documents(
         lengths: [N], filled: how many tokens of each window belong to the bin.
         seq_offsets: [N + 1], filled: the documents of window n are seq_starts[seq_offsets[n] : seq_offsets[n + 1]].
         seq_starts: [at least N * W with documents, else N], filled.
+        is_empty: [N], filled: which windows predict nothing.
     """
     num_windows, width = windows.shape
     seq_offsets[0] = 0
@@ -49,6 +52,7 @@ def find_documents(
             for j in range(width):
                 if window[j] < 0 or np.int64(window[j]) >= id_limit:
                     return n, j
+        first_start = num_starts
         seq_starts[num_starts] = 0
         num_starts += 1
         lengths[n] = width
@@ -59,6 +63,9 @@ def find_documents(
                     num_starts += 1
             if width > 1 and np.int64(window[width - 2]) == eos_id:
                 lengths[n] = width - 1
+        is_empty[n] = num_starts - first_start == lengths[n]
+        if is_empty[n]:
+            num_starts = first_start + 1
         seq_offsets[n + 1] = num_starts
     return -1, -1
 

@@ -1,0 +1,101 @@
+"""Flat shards of token ids, written as the tokens come: `shard_00000.bin`, `shard_00001.bin`, ...
+
+A shard holds little-endian ids and nothing else: uint16 if every id of the vocabulary fits, else uint32. Each shard but
+the last has exactly as many tokens as fit into `shard_bytes`; documents run on from one shard into the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.disk.appended_file import AppendedFile
+from megatron_packed_sft.disk.atomic import fsync_directory, os_errors
+from megatron_packed_sft.disk.json_document import FileRecord
+from megatron_packed_sft.errors import InvalidInputError
+
+TOKEN_DTYPES = {"uint16-le": "<u2", "uint32-le": "<u4"}  # as meta.json names them
+_MAX_UINT16_VOCABULARY = 1 << 16
+
+
+def token_dtype_for(vocab_size: int) -> str:
+    """Return the name of the smallest dtype that holds every id of the vocabulary.
+
+    Example:
+        >>> token_dtype_for(16_004), token_dtype_for(128_256)
+        ('uint16-le', 'uint32-le')
+    """
+    return "uint16-le" if vocab_size <= _MAX_UINT16_VOCABULARY else "uint32-le"
+
+
+class TokenShardWriter:
+    """Writes a directory of flat shards.
+
+    The caller publishes the directory, which lies in its staging directory; a context manager that closes its files.
+
+    Args:
+        directory: made by the writer; its parent exists.
+        token_dtype: a key of `TOKEN_DTYPES`.
+        shard_bytes: the most bytes of a shard.
+        algorithm: of the checksums.
+
+    Example:
+        >>> import tempfile
+        >>> home = Path(tempfile.mkdtemp())
+        >>> with TokenShardWriter(home / "train", "uint16-le", shard_bytes=4) as writer:
+        ...     writer.append(np.array([1, 2, 3]))
+        ...     records = writer.finish()
+        >>> {name: record.bytes for name, record in records.items()}
+        {'shard_00000.bin': 4, 'shard_00001.bin': 2}
+    """
+
+    def __init__(self, directory: Path, token_dtype: str, shard_bytes: int, algorithm: str = "sha256") -> None:
+        self._dtype = np.dtype(TOKEN_DTYPES[token_dtype])
+        self._tokens_per_shard = shard_bytes // self._dtype.itemsize
+        if self._tokens_per_shard < 1:
+            raise InvalidInputError(f"shard_bytes is {shard_bytes}; a shard must hold at least one token")
+        self._directory, self._algorithm = directory, algorithm
+        self._shard: AppendedFile | None = None
+        self._records: dict[str, FileRecord] = {}
+        self._cleanup = contextlib.ExitStack()
+        self.num_tokens = 0
+        with os_errors("create", directory):
+            os.mkdir(directory)
+
+    def append(self, ids: npt.NDArray[Any]) -> None:
+        """Write further tokens; they must fit the dtype."""
+        stored = ids.astype(self._dtype, copy=False)
+        while len(stored):
+            place = self.num_tokens % self._tokens_per_shard
+            if place == 0:
+                self._finish_shard()
+            if self._shard is None:
+                number = self.num_tokens // self._tokens_per_shard
+                self._shard = AppendedFile(self._directory / f"shard_{number:05d}.bin", self._algorithm)
+                self._cleanup.callback(self._shard.close)
+            part, stored = np.split(stored, [self._tokens_per_shard - place])
+            self._shard.append(part)
+            self.num_tokens += len(part)
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Make the shards durable; return the size and checksum of each."""
+        self._finish_shard()
+        with os_errors("write", self._directory):
+            fsync_directory(self._directory)
+        return self._records
+
+    def __enter__(self) -> TokenShardWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cleanup.close()
+
+    def _finish_shard(self) -> None:
+        if self._shard is not None:
+            self._records[self._shard.path.name] = self._shard.finish()
+            self._shard = None

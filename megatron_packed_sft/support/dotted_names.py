@@ -1,0 +1,40 @@
+"""Functions that a user names in a configuration, imported only on the user's word."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_packed_sft.errors import InvalidInputError
+
+
+def function_named(name: str, key: str) -> Callable[..., Any]:
+    """Import `package.module.function` or `package.module:function`.
+
+    The caller has asked whether that is wanted: an import runs code.
+
+    Args:
+        name: the dotted name.
+        key: where the user wrote it, for messages.
+
+    Example:
+        >>> function_named("os.path.basename", "data.samples")("a/b")
+        'b'
+    """
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module or not attribute:
+        raise InvalidInputError(f"{key} {name!r} is no dotted name, such as my_package.my_function; check it")
+    try:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except Exception as error:  # whatever the user's module raises
+        raise InvalidInputError(
+            f"{key} {name!r} cannot be imported ({type(error).__name__}: {error}); check the name, install its "
+            "package, or add its folder to PYTHONPATH"
+        ) from error
+    if not callable(function):
+        raise InvalidInputError(f"{key} {name!r} is no function, but {function!r}; check the name")
+    named: Callable[..., Any] = function
+    return named

@@ -1,0 +1,390 @@
+"""`build_all`: a YAML of sources to caches; one that cannot be read does not stop the others."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_packed_sft import create_sft_dataset, load_tokenizer, validate
+from megatron_packed_sft.caches import PretrainTokenStreamDataset, build_all, read_meta, sha256_file
+from megatron_packed_sft.caches.build_sources import SourceResult
+from megatron_packed_sft.caches.config import read_config
+from megatron_packed_sft.cli.main import main as packed_sft
+from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError
+from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
+
+ROOT = Path(__file__).parents[2]
+CONTRACT = {
+    *("dataset_name", "dataset_config", "split_rule", "seed", "token_dtype", "tokenizer_sha256", "vocab_size"),
+    *("special_token_ids", "totals"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return train(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """The same texts in every form, and chats in three."""
+    import pyarrow
+    import pyarrow.parquet
+
+    home = tmp_path / "data"
+    (home / "roam").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (home / "roam" / f"note_{number:02d}.md").write_text(text)
+    lines = [json.dumps({"body": text}) for text in TEXTS]
+    with gzip.open(home / "texts.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), home / "texts.parquet")
+    (home / "lines.txt").write_text("\n".join(TEXTS) + "\n")
+    (home / "hub").mkdir()
+    (home / "hub" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:50]))
+    (home / "hub" / "validation.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[50:]))
+    (home / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in CHATS))
+    dolly = [{"instruction": "Sum.", "context": f"{n} 1", "response": f"{n + 1}", "category": "x"} for n in range(10)]
+    (home / "dolly.jsonl").write_text("\n".join(map(json.dumps, dolly)))
+    return home
+
+
+def build(tmp_path: Path, model: str, sources: dict[str, Any], **options: Any) -> dict[str, SourceResult]:
+    settings = {"tokenizer": model, "shard_bytes": 4096, "sources": sources}
+    (tmp_path / "sources.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    overrides = options.pop("overrides", {})
+    results = build_all(read_config(tmp_path / "sources.yaml", overrides), tmp_path / "cache", **options)
+    return {result.name: result for result in results}
+
+
+def tokens_of(folder: Path) -> list[int]:
+    return [token for shard in sorted(folder.glob("shard_*.bin")) for token in np.fromfile(shard, "<u2").tolist()]
+
+
+def documents(tokens: list[int], eot: int) -> list[tuple[int, ...]]:
+    return [tuple(map(int, text.split())) for text in " ".join(map(str, tokens)).split(f" {eot}") if text.strip()]
+
+
+def test_texts_of_every_form_give_the_same_cache(model: str, data: Path, tmp_path: Path) -> None:
+    common = {"kind": "pretrain", "max_train_tokens": 800, "max_val_tokens": 80, "shuffle_buffer": 0}
+    results = build(
+        tmp_path,
+        model,
+        {
+            "roam": {**common, "path": f"{data}/roam/**/*.md"},
+            "lines": {**common, "path": [f"{data}/lines.txt"], "documents": "line"},
+            "jsonl": {**common, "path": f"{data}/texts.jsonl.gz", "field": "body"},
+            "parquet": {**common, "path": f"{data}/texts.parquet"},
+        },
+    )
+    assert {result.status for result in results.values()} == {"built"}
+    assert {tuple(result.totals.values()) for result in results.values()} == {(800, 80)}
+    found = {name: tokens_of(tmp_path / "cache" / "pretrain" / name / "train") for name in results}
+    eot = special_ids(model)["eot"]
+    stream = [token for text in TEXTS for token in (*processor(model).encode(text), eot)]
+    assert found["roam"] == found["lines"] == found["jsonl"] == found["parquet"] == stream[80:880]
+    for name in results:
+        meta = read_meta(tmp_path / "cache" / "pretrain" / name / "meta.json")
+        assert set(meta) >= {*CONTRACT, "shard_bytes"}
+        assert (meta["dataset_name"], meta["streaming"], meta["built"], meta["seed"]) == (name, False, True, 42)
+
+
+def test_a_dataset_is_streamed_and_shuffled_as_datasets_does_it(model: str, data: Path, tmp_path: Path) -> None:
+    import datasets
+
+    results = build(
+        tmp_path,
+        model,
+        {
+            "hub": {
+                "kind": "pretrain",
+                "dataset": str(data / "hub"),
+                "max_train_tokens": 300,
+                "max_val_tokens": 30,
+                "shuffle_buffer": 20,
+            },
+            "own_val": {"kind": "pretrain", "dataset": str(data / "hub"), "val_split": "validation"},
+        },
+        overrides={"seed": 5},
+    )
+    assert [result.status for result in results.values()] == ["built", "built"]
+    stream = datasets.load_dataset(str(data / "hub"), split="train", streaming=True).shuffle(seed=5, buffer_size=20)
+    eot = special_ids(model)["eot"]
+    expected = [token for record in stream for token in (*processor(model).encode(record["text"]), eot)]
+    assert tokens_of(tmp_path / "cache/pretrain/hub/val") == expected[:30]
+    assert tokens_of(tmp_path / "cache/pretrain/hub/train") == expected[30:330]
+    meta = read_meta(tmp_path / "cache/pretrain/hub/meta.json")
+    assert (meta["streaming"], meta["dataset_name"], meta["dataset_config"]) == (True, str(data / "hub"), None)
+    own = documents(tokens_of(tmp_path / "cache/pretrain/own_val/val"), eot)
+    assert sorted(own) == sorted(tuple(processor(model).encode(text)) for text in TEXTS[50:])
+
+
+def test_a_saved_dataset_is_read_with_and_without_streaming(model: str, data: Path, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(data / "saved")
+    common = {"kind": "pretrain", "max_train_tokens": 300, "max_val_tokens": 30, "shuffle_buffer": 0}
+    results = build(
+        tmp_path,
+        model,
+        {
+            "streamed": {**common, "dataset": str(data / "saved")},
+            "whole": {**common, "dataset": str(data / "saved"), "streaming": False},
+            "path": {**common, "path": str(data / "saved")},
+        },
+    )
+    assert [result.status for result in results.values()] == ["built"] * 3
+    found = [tokens_of(tmp_path / "cache" / "pretrain" / name / "train") for name in results]
+    assert found[0] == found[1] == found[2]
+
+
+def test_chats_of_several_shapes_become_sft_caches(model: str, data: Path, tmp_path: Path) -> None:
+    tree = [
+        {"message_id": "1", "parent_id": None, "role": "prompter", "text": "Hi"},
+        {"message_id": "2", "parent_id": "1", "role": "assistant", "text": "Bad.", "rank": 1},
+        {"message_id": "3", "parent_id": "1", "role": "assistant", "text": "Good.", "rank": 0},
+        {"message_id": "4", "parent_id": "3", "role": "prompter", "text": "Thanks."},
+        {"message_id": "5", "parent_id": None, "role": "prompter", "text": "Nobody answers."},
+    ]
+    (data / "trees.jsonl").write_text("\n".join(map(json.dumps, tree)))
+    results = build(
+        tmp_path,
+        model,
+        {
+            "chats": {"kind": "sft", "path": f"{data}/chats.jsonl"},
+            "dolly15k": {"kind": "sft", "dataset": str(data), "split": "train"},
+            "dolly_file": {"kind": "sft", "path": f"{data}/dolly.jsonl", "val_frac": 0.3},
+            "oasst1": {"kind": "sft", "path": f"{data}/trees.jsonl", "message_trees": True},
+        },
+    )
+    assert results["chats"].totals == {"train_examples": 27, "val_examples": 3}
+    assert results["dolly_file"].totals == {"train_examples": 7, "val_examples": 3}
+    assert results["oasst1"].totals == {"train_examples": 1, "val_examples": 0}
+    tokenizer = load_tokenizer(model)
+    text = tokenizer.decode(np.fromfile(tmp_path / "cache/sft/oasst1/train_tokens.bin", "<u2").tolist())
+    assert text.split("|>")[1].startswith("Hi")
+    assert "Good." in text
+    assert "Thanks." not in text
+    dolly = tokenizer.decode(np.fromfile(tmp_path / "cache/sft/dolly_file/train_tokens.bin", "<u2").tolist())
+    assert "Sum.\n\n" in dolly
+    meta = read_meta(tmp_path / "cache/sft/chats/meta.json")
+    assert set(meta) >= CONTRACT
+    # A folder of files of different shapes is what nobody can read: the others are built all the same.
+    assert results["dolly15k"].failed
+
+
+def test_a_source_that_is_not_available_is_recorded_and_the_others_are_built(
+    model: str, data: Path, tmp_path: Path
+) -> None:
+    sources = {
+        "missing": {"kind": "pretrain", "path": f"{data}/none/*.txt"},
+        "hub": {"kind": "sft", "dataset": "nobody/no-such-dataset"},
+        "gutenberg": {"kind": "pretrain", "build": False},
+        "broken": {"kind": "sft", "path": f"{data}/texts.parquet"},
+        "roam": {"kind": "pretrain", "path": f"{data}/roam/*.md"},
+    }
+    results = build(tmp_path, model, sources)
+    assert [result.status for result in results.values()] == [
+        "not built",
+        "not built",
+        "left out",
+        "not built",
+        "built",
+    ]
+    assert [result.failed for result in results.values()] == [True, True, False, True, False]
+    assert "matches no file; check the path" in str(results["missing"].reason)
+    assert "cannot read the split train of the dataset nobody/no-such-dataset" in str(results["hub"].reason)
+    assert "is not a chat; set kind: pretrain" in str(results["broken"].reason)
+    for kind, name in (("pretrain", "missing"), ("sft", "hub"), ("pretrain", "gutenberg")):
+        meta = read_meta(tmp_path / "cache" / kind / name / "meta.json")
+        assert meta["built"] is False
+        assert meta["reason"] == results[name].reason
+        assert set(meta) >= CONTRACT
+    assert (tmp_path / "cache/pretrain/gutenberg/train").is_dir()
+    assert (tmp_path / "cache/pretrain/gutenberg/val").is_dir()
+    # What was not built is built as soon as it can be; what is there stays.
+    (data / "none").mkdir()
+    (data / "none" / "a.txt").write_text("Here it is. " * 20)
+    again = build(tmp_path, model, sources)
+    assert [result.status for result in again.values()] == ["built", "not built", "left out", "not built", "kept"]
+
+
+def test_a_cache_is_kept_made_again_or_refused(model: str, data: Path, tmp_path: Path) -> None:
+    sources = {"roam": {"kind": "pretrain", "path": f"{data}/roam/*.md", "max_val_tokens": 10}}
+    shard = tmp_path / "cache/pretrain/roam/train/shard_00000.bin"
+    assert build(tmp_path, model, sources)["roam"].status == "built"
+    before = shard.read_bytes()
+    stamp = shard.stat().st_mtime_ns
+    assert build(tmp_path, model, sources)["roam"].status == "kept"
+    assert shard.stat().st_mtime_ns == stamp
+    (data / "roam" / "note_00.md").write_text("changed")
+    refused = build(tmp_path, model, sources)["roam"]
+    assert refused.status == "not built"
+    assert "made differently: files {" in str(refused.reason)
+    assert "--overwrite" in str(refused.reason)
+    assert "seed 42 -> 7" in str(build(tmp_path, model, sources, overrides=["seed=7"])["roam"].reason)
+    assert shard.read_bytes() == before
+    assert build(tmp_path, model, sources, overwrite=True)["roam"].status == "built"
+    assert shard.read_bytes() != before
+    shard.unlink()
+    assert "its files are incomplete" in str(build(tmp_path, model, sources)["roam"].reason)
+    assert build(tmp_path, model, sources, overwrite=True)["roam"].status == "built"
+    # A source that is gone does not take its cache with it.
+    for note in (data / "roam").iterdir():
+        note.unlink()
+    assert build(tmp_path, model, sources)["roam"].failed
+    assert read_meta(tmp_path / "cache/pretrain/roam/meta.json")["built"] is True
+
+
+def test_the_tokenizer_is_copied_and_must_stay_the_same(model: str, data: Path, tmp_path: Path) -> None:
+    sources = {"roam": {"kind": "pretrain", "path": f"{data}/roam/*.md"}}
+    build(tmp_path, model, sources)
+    copy = tmp_path / "cache/tokenizer"
+    assert (copy / "spm.model").read_bytes() == Path(model).read_bytes()
+    meta = read_meta(copy / "meta.json")
+    assert meta["tokenizer_sha256"] == sha256_file(model)
+    assert meta["special_token_ids"] == special_ids(model)
+    assert load_tokenizer(copy).vocab_size == meta["vocab_size"]
+    (tmp_path / "other").mkdir()
+    other = train(tmp_path / "other", symbols=(*map(str, "0123"),))
+    with pytest.raises(TargetExistsError, match="tokenizer holds another tokenizer; choose another cache_dir"):
+        build(tmp_path, other, sources)
+
+
+def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, data: Path, tmp_path: Path) -> None:
+    common = {"kind": "pretrain", "path": f"{data}/roam/*.md", "max_val_tokens": 200}
+    build(tmp_path, model, {"roam": common}, overrides={"shard_bytes": 1000})
+    split = tmp_path / "cache/pretrain/roam/train"
+    dataset = create_sft_dataset(split, load_tokenizer(model), seq_length=32)
+    windows = PretrainTokenStreamDataset(split, T=32, device="cpu")
+    assert 0 < len(dataset) < windows.num_windows
+    first = np.fromfile(split / "shard_00000.bin", "<u2")[:33]
+    assert dataset[0]["input_ids"].tolist()[:32] == first[:32].tolist()
+    # Documents end where meta.json says, and not at the tokenizer's own end of sequence.
+    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, pack_sequences=True)
+    ends = np.flatnonzero(first[:32] == special_ids(model)["eot"])
+    assert np.flatnonzero(np.diff(packed[0]["doc_ids"])).tolist() == ends[ends < 31].tolist()
+    report = validate(split)
+    assert report.ok, report.findings
+    assert report.num_tokens == read_meta(split.parent / "meta.json")["train_tokens"]
+
+
+def test_bad_records_stop_a_source_or_are_skipped_with_a_count(model: str, data: Path, tmp_path: Path) -> None:
+    (data / "mixed.jsonl").write_text('{"text": "Fine."}\n{"text": 5}\n{"text"\n{"text": "Fine again."}\n')
+    common = {"kind": "pretrain", "path": f"{data}/mixed.jsonl", "max_val_tokens": 0}
+    results = build(tmp_path, model, {"stop": common, "skip": {**common, "on_error": "skip"}})
+    assert "mixed.jsonl, line 2: text is a number" in str(results["stop"].reason)
+    assert (results["skip"].status, results["skip"].num_skipped) == ("built", 2)
+    assert read_meta(tmp_path / "cache/pretrain/skip/meta.json")["num_skipped"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sources: {a: {kind: pretrain, pth: x}}", r"sources\.a\.pth is not a key; did you mean sources\.a\.path"),
+        ("sources: {a: {kind: audio, path: x}}", r"sources\.a\.kind is 'audio'; it must be one of pretrain, sft"),
+        ("sources: {a: {path: x}}", r"sources\.a\.kind has no value"),
+        ("sources: {a: {kind: sft, path: x, dataset: y}}", r"sources\.a\.path or dataset must be given, and not both"),
+        ("sources: {a: {kind: sft, path: x, max_val_tokens: 5}}", r"max_val_tokens is for kind: pretrain"),
+        ("sources: {a: {kind: pretrain, path: x, message_trees: true}}", "message_trees is for kind: sft"),
+        ("sources: {a: {kind: pretrain, path: x, val_split: y}}", "val_split goes with dataset"),
+        ("sources: {a: {kind: pretrain, dataset: x, val_path: y}}", "val_path goes with path"),
+        ("seed: many\nsources: {a: {kind: sft, path: x}}", "seed is 'many'; it must be an integer"),
+        ("seed: 1\nseed: 2\nsources: {a: {kind: sft, path: x}}", "line 2: seed is there twice|line 3: seed is there"),
+        ("sources: {}", "sources lists nothing; give at least one source"),
+        ("- a", "is not a mapping"),
+        ("a: [", "is not valid YAML"),
+        ("sources: !!python/object/apply:os.system [ls]", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_yaml_gets_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "sources.yaml").write_text(text if text[0] in "-a" else f"tokenizer: spm.model\n{text}\n")
+    with pytest.raises(InvalidInputError, match=sentence):
+        read_config(tmp_path / "sources.yaml")
+
+
+def test_every_key_can_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "sources.yaml"
+    path.write_text("tokenizer: spm.model\nsources: {a: {kind: pretrain, path: x}}\n")
+    config = read_config(path, ["seed=7", "shard_bytes=1_000", "sources.a.max_train_tokens=5", "sources.a.path=[y, z]"])
+    assert (config.seed, config.shard_bytes, config.sources["a"].max_train_tokens) == (7, 1000, 5)
+    assert config.sources["a"].paths("path") == ["y", "z"]
+    assert (read_config(path).seed, read_config(path).shard_bytes, read_config(path).val_frac) == (42, 128 << 20, 0.10)
+    for override, sentence in (("seed", "sets nothing; write KEY=VALUE"), ("sead=1", "sead is not a key")):
+        with pytest.raises(InvalidInputError, match=sentence):
+            read_config(path, [override])
+    with pytest.raises(StorageIOError, match=r"cannot read .*none\.yaml: No such file"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_only_some_sources_can_be_built(model: str, data: Path, tmp_path: Path) -> None:
+    sources = {name: {"kind": "pretrain", "path": f"{data}/lines.txt"} for name in ("one", "two")}
+    assert list(build(tmp_path, model, sources, only=["two"])) == ["two"]
+    assert not (tmp_path / "cache/pretrain/one").exists()
+    with pytest.raises(InvalidInputError, match="there is no source 'three'; the sources are one, two"):
+        build(tmp_path, model, sources, only=["three"])
+
+
+def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
+    model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "sources.yaml"
+    sources = {
+        "roam": {"kind": "pretrain", "path": f"{data}/roam/*.md", "max_val_tokens": 10},
+        "chats": {"kind": "sft", "path": f"{data}/chats.jsonl"},
+        "missing": {"kind": "pretrain", "path": f"{data}/none.txt"},
+    }
+    config.write_text(json.dumps({"tokenizer": "overridden.model", "sources": sources}))
+    words = ["cache", "build-all", "--config", str(config), "--cache-dir", str(tmp_path / "cache"), "--seed", "7"]
+    words += ["--tokenizer", model, "--val-frac", "0.2", "--shard-bytes", "100", "--shuffle-buffer", "5"]
+    words += ["--set", "sources.roam.max_train_tokens=111"]
+    assert packed_sft(words) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"roam +pretrain +built +111 +10", out)
+    assert re.search(r"chats +sft +built +24 +6", out)
+    assert re.search(r"missing +pretrain +not built", out)
+    assert "missing was not built: " in out
+    meta = read_meta(tmp_path / "cache/pretrain/roam/meta.json")
+    assert (meta["seed"], meta["shard_bytes"], meta["shuffle_buffer"]) == (7, 100, 5)
+    assert packed_sft([*words, "--only", "roam", "--only", "chats", "--json"]) == 0
+    [roam, chats] = json.loads(capsys.readouterr().out)["sources"]
+    assert (roam["status"], roam["totals"], chats["status"]) == (
+        "kept",
+        {"train_tokens": 111, "val_tokens": 10},
+        "kept",
+    )
+    assert packed_sft([*words, "--only", "roam", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert packed_sft(["cache"]) == 2
+    assert packed_sft(["cache", "build-all"]) == 2
+    assert packed_sft([*words, "--set", "seed"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "packed-sft: error: no command was given; write packed-sft cache build-all, or see packed-sft cache --help",
+        "packed-sft: error: --config is missing; see packed-sft cache --help",
+        "packed-sft: error: 'seed' sets nothing; write KEY=VALUE, such as seed=7",
+    ]
+
+
+def test_the_yaml_of_the_recipes_lists_the_sources_of_the_seed() -> None:
+    config = read_config(ROOT / "recipes" / "caches.yaml")
+    assert (config.seed, config.shard_bytes, config.shuffle_buffer, config.val_frac) == (42, 128 << 20, 10_000, 0.10)
+    fineweb = config.sources["fineweb_edu"]
+    assert (fineweb.dataset, fineweb.config) == ("HuggingFaceFW/fineweb-edu", "CC-MAIN-2024-10")
+    assert (fineweb.is_streamed, fineweb.max_train_tokens, fineweb.max_val_tokens) == (True, 200_000_000, 5_000_000)
+    assert {name: source.kind for name, source in config.sources.items()} == {
+        **dict.fromkeys(("fineweb_edu", "wikitext", "roam", "gutenberg"), "pretrain"),
+        **dict.fromkeys(("dolly15k", "oasst1"), "sft"),
+    }
+    assert not config.sources["gutenberg"].build
