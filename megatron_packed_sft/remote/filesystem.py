@@ -22,6 +22,7 @@ from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 NUM_ATTEMPTS = 5
 _FIRST_PAUSE = 0.2  # seconds; doubled after each attempt, with jitter
 _LONGEST_PAUSE = 10.0
+_PATIENCE = 120.0  # seconds after which no new attempt begins: most clients retry by themselves, too
 _EXTRAS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gs"),
@@ -136,6 +137,7 @@ def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int
         7
     """
     most = num_attempts or NUM_ATTEMPTS
+    start = time.monotonic()
     for attempt in range(most):
         try:
             return call()
@@ -143,7 +145,7 @@ def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int
             raise
         except Exception as error:
             is_final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
-            if is_final or attempt == most - 1:
+            if is_final or attempt == most - 1 or time.monotonic() - start > _PATIENCE:
                 raise _translated(error, action, url, 1 if is_final else attempt + 1) from None
             time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.5))
     raise AssertionError("unreachable")
