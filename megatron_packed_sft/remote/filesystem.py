@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import importlib
+import itertools
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -111,6 +113,8 @@ def file_system(url: str) -> tuple[Any, str]:
         '/chats/a.jsonl'
     """
     scheme = url.partition(":")[0].lower()
+    if scheme in _GIVEN:
+        return _GIVEN[scheme], url.partition("://")[2]
     url_to_fs = importlib.import_module("fsspec.core").url_to_fs
     try:
         system, path = url_to_fs(url)
@@ -127,6 +131,30 @@ def file_system(url: str) -> tuple[Any, str]:
             f"cannot open {redacted(url)}: {redacted(str(error))}; check the part before ://"
         ) from None
     return system, cast(str, path)
+
+
+_GIVEN: dict[str, Any] = {}  # file systems that a caller made himself, by a scheme of their own
+_NUMBERS = itertools.count(1)
+
+
+@contextlib.contextmanager
+def given_url(system: Any, path: str) -> Iterator[str]:
+    """Yield a URL for a path of an fsspec file system that the caller made, with whatever options it has.
+
+    Example:
+        >>> import fsspec
+        >>> with given_url(fsspec.filesystem("memory"), "/doc/given") as url:
+        ...     write_object(url, b"abc")
+        >>> read_object("memory://doc/given", 10)
+        b'abc'
+    """
+    protocol = system.protocol if isinstance(system.protocol, str) else system.protocol[0]
+    scheme = f"{protocol}+{next(_NUMBERS)}"
+    _GIVEN[scheme] = system
+    try:
+        yield f"{scheme}://{path.strip('/')}"
+    finally:
+        del _GIVEN[scheme]
 
 
 def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int | None = None) -> Result:

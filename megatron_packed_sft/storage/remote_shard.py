@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, no
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.wording import byte_count
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,35 @@ def local_copy(url: str, cache: NodeCache | None = None) -> Path:
         item = CacheItem(url, f"{info.size} {info.tag}", lambda: contents, url)
     hold = _HELD[item.key] = cache.hold(item)
     return hold.path
+
+
+def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: Callable[[], object]) -> tuple[int, int]:
+    """Fetch the shards of a dataset into the cache; return how many there are and their bytes.
+
+    Args:
+        url: of the dataset.
+        cache: of the node.
+        splits: which; empty for all.
+        on_shard: called after each shard.
+    """
+    from megatron_packed_sft.storage.dataset_directory import open_dataset
+
+    dataset = open_dataset(url, cache)
+    shards = [
+        shard
+        for split in splits or dataset.splits
+        for entry in dataset.entries(split)
+        if (shard := dataset.remote_shard(split, entry)) is not None
+    ]
+    num_bytes, limit = 0, cache.size
+    holds = []  # until all are there, so that none of them makes room for another
+    for shard in shards:
+        holds.append(shard.hold())
+        num_bytes += cache.size_of(shard.item.key)
+        if num_bytes > limit:
+            raise InvalidInputError(
+                f"{redacted(url)} is larger than the cache of {byte_count(limit)}; raise cache_size, or let training "
+                "fetch what it needs"
+            )
+        on_shard()
+    return len(shards), num_bytes
