@@ -64,8 +64,8 @@ def status(cache_dir: str | None, as_json: bool) -> int:
 @quiet_option
 def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) -> int:
     """Remove shards from the node's cache; those that are in use stay."""
-    from megatron_packed_sft.remote.filesystem import redacted
     from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.support.paths import redacted
     from megatron_packed_sft.support.terminal import show_json
     from megatron_packed_sft.support.wording import byte_count, counted
 

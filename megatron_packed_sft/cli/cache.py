@@ -103,12 +103,12 @@ def _no_command(context: click.Context, as_json: bool) -> None:
         )
 
 
-_COMMANDS = {"build-all": build_all, "status": status, "prefetch": prefetch, "clear": clear}
+_COMMANDS: dict[str, click.Command] = {"build-all": build_all, "status": status, "prefetch": prefetch, "clear": clear}
 command = _CacheVerbs(
     "cache",
     callback=click.pass_context(_no_command),
     invoke_without_command=True,
-    help="Token caches: texts and chats tokenized once, into flat files of ids; and the node's cache of shards that were "
+    help="Token caches: texts and chats tokenized once, into flat files of ids. And the node's cache: shards that were "
     "fetched from object stores.",
     context_settings={"max_content_width": WIDTH},
     params=[json_option(), debug_option()],

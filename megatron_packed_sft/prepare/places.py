@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.filesystem import base_name, redacted
+from megatron_packed_sft.remote.filesystem import base_name
 from megatron_packed_sft.remote.node_cache import default_directory
-from megatron_packed_sft.support.paths import is_url, local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_packed_sft.errors import TargetExistsError
 from megatron_packed_sft.prepare.publish_stage import published_provenance
-from megatron_packed_sft.remote.filesystem import redacted
 from megatron_packed_sft.remote.uploads import refuse_existing
+from megatron_packed_sft.support.paths import redacted
 
 _MOST_DIFFERENCES = 5
 # What a preparation is made from; the rest of its provenance follows from these.

@@ -12,7 +12,8 @@ from megatron_packed_sft.disk.atomic import os_errors, write_at
 from megatron_packed_sft.disk.checksum import file_checksum
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ShardFileError, StorageIOError
-from megatron_packed_sft.remote.filesystem import child, is_missing, read_range, redacted
+from megatron_packed_sft.remote.filesystem import child, is_missing, read_range
+from megatron_packed_sft.support.paths import redacted
 
 _BLOCK = 16 << 20
 _NUM_THREADS = 8

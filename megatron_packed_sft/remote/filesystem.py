@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
+from megatron_packed_sft.support.paths import redacted
 
 NUM_ATTEMPTS = 5
 _FIRST_PAUSE = 0.2  # seconds; doubled after each attempt, with jitter
@@ -46,9 +47,6 @@ _FINAL = (
     NotImplementedError,
 )
 _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
-_USER_INFO = re.compile(r"(?<=://)[^/\s@]*@")
-_QUERY = re.compile(r"\?[^\s'\"]*")
-_SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CONNECTION_STRING|CREDENTIAL")
 
 Result = TypeVar("Result")
 
@@ -65,20 +63,6 @@ class ObjectInfo(NamedTuple):
     size: int
     tag: str = ""
     md5: str | None = None
-
-
-def redacted(text: str) -> str:
-    """Return a URL or a message without user names, passwords, queries and the secrets of the environment.
-
-    Example:
-        >>> redacted("cannot read s3://me:secret@bucket/key?token=abc")
-        'cannot read s3://***@bucket/key?***'
-    """
-    text = _QUERY.sub("?***", _USER_INFO.sub("***@", text))
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET_VARIABLES.search(name.upper()) and value in text:
-            text = text.replace(value, "***")
-    return text
 
 
 def child(url: str, *names: str) -> str:

@@ -31,10 +31,10 @@ from megatron_packed_sft.disk.file_maps import POOL
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError
 from megatron_packed_sft.remote.ahead import FetchAhead
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import base_name, object_info, read_object, redacted
+from megatron_packed_sft.remote.filesystem import base_name, object_info, read_object
 from megatron_packed_sft.remote.range_locks import RangeLocks, alone
 from megatron_packed_sft.remote.sizes import parse_size
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import local_path, redacted
 from megatron_packed_sft.support.wording import byte_count
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.npy import MAX_HEADER
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import ObjectInfo, child, list_objects, read_range, redacted
+from megatron_packed_sft.remote.filesystem import ObjectInfo, child, list_objects, read_range
 from megatron_packed_sft.remote.uploads import scratch_directory
+from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 16
 _SMALL = 64 << 10  # bytes; files up to this are read whole

@@ -30,11 +30,11 @@ from megatron_packed_sft.remote.filesystem import (
     object_info,
     read_object,
     read_range,
-    redacted,
     remove_object,
     upload_file,
     write_object,
 )
+from megatron_packed_sft.support.paths import redacted
 
 UNFINISHED = ".upload.json"  # there while an upload runs, and after one that was cut
 _DATASET = "dataset.json"

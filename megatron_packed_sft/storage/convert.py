@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.filesystem import redacted
 from megatron_packed_sft.remote.uploads import uploading
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -34,7 +33,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.remote_shard import RemoteShard, local_copy
-from megatron_packed_sft.support.paths import is_url, local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 
 PathLike = str | os.PathLike[str]
@@ -157,6 +156,9 @@ def convert(
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
     """Convert one pickled .npy file to one memmap_v1 shard, and return its manifest."""
+    if is_url(output_dir):
+        with uploading(os.fspath(output_dir)) as local:
+            return convert_legacy_to_memmap(legacy_npy_path, local)
     convert(legacy_npy_path, output_dir, to=DEFAULT_STORAGE)
     return open_memmap_shard(output_dir).manifest
 

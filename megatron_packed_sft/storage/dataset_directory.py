@@ -24,12 +24,12 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, store
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
-from megatron_packed_sft.remote.filesystem import child, object_info, redacted
+from megatron_packed_sft.remote.filesystem import child, object_info
 from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage, storage_named
-from megatron_packed_sft.support.paths import is_url, local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.node_cache import NodeCache

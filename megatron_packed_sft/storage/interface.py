@@ -28,8 +28,8 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.filesystem import redacted
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.downloads import Contents

@@ -11,11 +11,12 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.downloads import Contents
-from megatron_packed_sft.remote.filesystem import child, object_info, read_object, redacted
+from megatron_packed_sft.remote.filesystem import child, object_info, read_object
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import byte_count
 
 

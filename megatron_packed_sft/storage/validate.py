@@ -19,7 +19,6 @@ from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
 from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.remote.filesystem import redacted
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
@@ -32,7 +31,7 @@ from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storag
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
-from megatron_packed_sft.support.paths import is_url, local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 
 _STREAMED = (TokenStreamStorage, MegatronIndexedStorage)

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 from tests.remote.object_store import BUCKET, FaultProxy, moto_server
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A SentencePiece model with ChatML's markers, trained on sample chats."""
+    chats = sample_conversations(300, seed=1)
+    texts = [message["content"] for chat in chats for message in chat.messages if message.get("content")]
+    return str(train_sentencepiece(texts, tmp_path_factory.mktemp("tokenizer") / "sp.model", vocab_size=1000))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.downloads import Contents
@@ -95,7 +96,7 @@ class MemmapStorage(Storage):
     def contents(self, url: str, checksum: str, num_bytes: int | None, read: Callable[[str, int], bytes]) -> Contents:
         """Return the files that the manifest lists."""
         from megatron_packed_sft.remote.downloads import Contents
-        from megatron_packed_sft.remote.filesystem import child, redacted
+        from megatron_packed_sft.remote.filesystem import child
         from megatron_packed_sft.storage.memmap_v1.manifest import parse_manifest
 
         data = read(MANIFEST, MAX_MANIFEST_BYTES)
