@@ -27,6 +27,7 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
 from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
@@ -246,17 +247,24 @@ class ShardBinReader:
         """Have the kernel read the bins ahead, where the storage is memory-mapped; fetch shards that are not here."""
         by_shard = self._by_shard(bins)
         if self.remote is not None:
-            remote = self.remote
-            cache = remote[0].cache
-            missing = {number for number, *_ in by_shard if not cache.has(remote[number].item)}
-            cache.ahead.want(remote[number].item for number, *_ in by_shard if number in missing)
-            by_shard = [one for one in by_shard if one[0] not in missing]
+            by_shard = [one for one in by_shard if self._is_here_or_wanted(self.remote, one[0])]
         if self.storage.in_memory:
             return
         for number, _, inside in by_shard:
             shard = self.shard(number)
             if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
                 shard.advise(inside.tolist())
+
+    def _is_here_or_wanted(self, remote: Sequence[RemoteShard], number: int) -> bool:
+        """Return whether a shard of a store is on this node; one that is not is fetched from now on."""
+        shard = self._open.get(number)
+        if isinstance(shard, LazyMaps) and shard.is_mapped:  # nearly always, and nothing is asked of the disk
+            return True
+        cache, item = remote[number].cache, remote[number].item
+        is_here = cache.has(item)
+        if not is_here:
+            cache.ahead.want([item])
+        return is_here
 
     @property
     def num_batches_advised(self) -> int | None:

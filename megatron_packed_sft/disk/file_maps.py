@@ -105,6 +105,11 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
         self.recently_used = True  # used again since it was mapped: the pool unmaps others first
         return arrays
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the arrays are mapped now, in this process."""
+        return self._arrays is not None
+
     def unmap(self) -> None:
         """Drop this object's maps; arrays handed out stay valid, and the next use maps again."""
         self._arrays = None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.5  # of the cache may be held for later
+NUM_SHARDS_AT_ONCE = 3  # downloads: while one is checked, others arrive
 _PAUSE = 0.05  # seconds, while other processes fetch all that is wanted
 
 
@@ -27,7 +28,7 @@ class FetchAhead:
         self._changed = threading.Condition()
         self._wanted: dict[str, CacheItem] = {}
         self._held: dict[str, tuple[Hold, int]] = {}
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
 
     def want(self, items: Iterable[CacheItem]) -> None:
         """Fetch these when there is time, the first ones first; returns at once."""
@@ -35,10 +36,10 @@ class FetchAhead:
             for item in items:
                 if item.key not in self._held:
                     self._wanted.setdefault(item.key, item)
-            if self._wanted and self._thread is None:
-                self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="packed-sft-ahead")
-                self._thread.daemon = True
-                self._thread.start()
+            while len(self._threads) < min(len(self._wanted), NUM_SHARDS_AT_ONCE):
+                thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="packed-sft-ahead", daemon=True)
+                self._threads.add(thread)
+                thread.start()
 
     def used(self, key: str) -> None:
         """Note that somebody holds a shard for himself now."""
@@ -52,7 +53,7 @@ class FetchAhead:
         cache = self._cache()
         with self._changed:
             if cache is None or not self._wanted:
-                self._thread = None
+                self._threads.discard(threading.current_thread())
                 return None
             if sum(size for _, size in self._held.values()) >= _SHARE * cache.size:
                 return _PAUSE

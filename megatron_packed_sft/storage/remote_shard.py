@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
 from megatron_packed_sft.remote.downloads import Contents
 from megatron_packed_sft.remote.filesystem import child, object_info, read_object
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
@@ -115,13 +117,15 @@ def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: C
     ]
     num_bytes, limit = 0, cache.size
     holds = []  # until all are there, so that none of them makes room for another
-    for shard in shards:
-        holds.append(shard.hold())
-        num_bytes += cache.size_of(shard.item.key)
-        if num_bytes > limit:
-            raise InvalidInputError(
-                f"{redacted(url)} is larger than the cache of {byte_count(limit)}; raise cache_size, or let training "
-                "fetch what it needs"
-            )
-        on_shard()
+    with ThreadPoolExecutor(NUM_SHARDS_AT_ONCE, thread_name_prefix="packed-sft-prefetch") as threads:
+        for shard, hold in zip(shards, threads.map(RemoteShard.hold, shards), strict=True):
+            holds.append(hold)
+            num_bytes += cache.size_of(shard.item.key)
+            if num_bytes > limit:
+                threads.shutdown(wait=True, cancel_futures=True)
+                raise InvalidInputError(
+                    f"{redacted(url)} is larger than the cache of {byte_count(limit)}; raise cache_size, or let "
+                    "training fetch what it needs"
+                )
+            on_shard()
     return len(shards), num_bytes
