@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
+from megatron_packed_sft.errors import (
+    InvalidInputError,
+    MissingDependencyError,
+    PackedSFTError,
+    ShardFileError,
+    StorageIOError,
+)
 from megatron_packed_sft.support.paths import redacted
 
 NUM_ATTEMPTS = 5
@@ -47,6 +53,8 @@ _FINAL = (
     NotImplementedError,
 )
 _FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
+
+_CHANGED = "its manifest says; it was changed or cut: publish it again"
 
 Result = TypeVar("Result")
 
@@ -222,6 +230,26 @@ def read_object(url: str, limit: int) -> bytes:
     if len(data) > limit:
         raise StorageIOError(f"{redacted(url)} has more than the {limit:,} bytes it may have; restore the original")
     return data
+
+
+def download_file(url: str, path: Path, size: int) -> None:
+    """Stream an object of a known size to a local file; one that turns out longer is given up at once."""
+
+    def refuse_longer(so_far: int) -> None:
+        if so_far > size:
+            raise ShardFileError(f"{redacted(url)} is longer than the {size:,} bytes that {_CHANGED}")
+
+    def get() -> None:
+        system, place = file_system(url)
+        callback = importlib.import_module("fsspec.callbacks").Callback()
+        # fsspec tells the size, if it knows it, and then every block.
+        callback.call = lambda *_, **__: refuse_longer(max(callback.value, callback.size or 0))
+        system.get_file(place, os.fspath(path), callback=callback)
+
+    retried("read", url, get)
+    if path.stat().st_size != size:
+        problem = "longer" if path.stat().st_size > size else "shorter"
+        raise ShardFileError(f"{redacted(url)} is {problem} than the {size:,} bytes that {_CHANGED}")
 
 
 def object_info(url: str, num_attempts: int | None = None) -> ObjectInfo | None:
