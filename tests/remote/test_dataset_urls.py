@@ -10,6 +10,7 @@ import pytest
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
+from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.filesystem import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
@@ -274,6 +275,14 @@ def test_eight_processes_on_a_cold_cache_fetch_every_object_once(published: Faul
     fetched = published.fetched()
     assert set(fetched.values()) == {1}
     assert len(fetched) == len(files(local)) - 1  # all but the card
+
+
+def test_info_by_url_says_what_it_says_of_local_data(published: FaultProxy, local: Path) -> None:
+    there, here = describe(URL), describe(local)
+    assert there["path"] == URL
+    assert there["kind"] == here["kind"]
+    assert there["total"] == here["total"]
+    assert "packed-sft-upload" not in str(there)
 
 
 def test_object_info_says_what_the_store_says(published: FaultProxy, local: Path) -> None:
