@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import Schema, register_schema
     from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+    from megatron_packed_sft.storage.cloud import write_memmap_to_cloud
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
     from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
@@ -166,6 +167,7 @@ _HOMES = {
     "visible_mask": "data.batch.attention_masks",
     "weighted_loss": "data.batch.weighted_loss",
     "widen": "data.batch.collate",
+    "write_memmap_to_cloud": "storage.cloud",
     "write_sample_data": "records.samples.sample_chats",
 }
 
@@ -257,6 +259,7 @@ __all__ = [
     "visible_mask",
     "weighted_loss",
     "widen",
+    "write_memmap_to_cloud",
     "write_sample_data",
 ]
 

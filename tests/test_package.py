@@ -23,21 +23,22 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "support": set(),
     "disk": set(),
-    "records": set(),
+    "remote": {"disk"},
+    "records": {"remote"},  # inputs may be URLs
     "encode": {"records"},  # the types of records
     "config": set(),
     "packing": {"disk"},  # a plan's file is published like everything else
-    "storage": {"disk"},
-    "tokens": {"disk", "storage", "packing"},  # a token store and a plan become shards
-    "data": {"records", "encode", "tokens", "packing", "storage", "disk"},
+    "storage": {"disk", "remote"},
+    "tokens": {"disk", "remote", "storage", "packing"},  # a token store and a plan become shards
+    "data": {"records", "encode", "tokens", "packing", "storage", "remote", "disk"},
     "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
     "caches": {"records", "encode", "storage", "disk", "config"},
-    "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
-    "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
+    "prepare": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "config"},
+    "train": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "megatron", "config"},
     # All but megatron and train: what those leave on disk is described by its JSON files.
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare", "config"},
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "prepare", "config"},
     "cli": {
-        *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
+        *("records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"),
         *("megatron", "caches", "prepare", "train", "inspect"),
     },
 }

@@ -1,4 +1,4 @@
-"""`packed-sft cache build-all`: the sources of a YAML to token caches."""
+"""`packed-sft cache`: token caches made from a YAML, and the node's cache of shards that were fetched from URLs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from megatron_packed_sft.cli._node_cache import clear, prefetch, status
 from megatron_packed_sft.cli._verb import WIDTH, Helpful, debug_option, json_option, quiet_option, verb
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -83,7 +84,12 @@ def build_all(
 class _CacheVerbs(Helpful, click.Group):
     """What can be done with caches."""
 
-    examples = build_all.examples
+    examples = f"""
+        {build_all.examples.strip().splitlines()[0]}
+        packed-sft cache status
+        packed-sft cache prefetch s3://bucket/my_dataset
+        packed-sft cache clear s3://bucket/my_dataset
+    """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_commands(ctx, formatter)
@@ -93,17 +99,22 @@ class _CacheVerbs(Helpful, click.Group):
 def _no_command(context: click.Context, as_json: bool) -> None:
     if context.invoked_subcommand is None:
         raise InvalidInputError(
-            "no command was given; write packed-sft cache build-all, or see packed-sft cache --help"
+            f"no command was given; write packed-sft cache {' or '.join(_COMMANDS)}, or see packed-sft cache --help"
         )
 
 
+_COMMANDS: dict[str, click.Command] = {"build-all": build_all, "status": status, "prefetch": prefetch, "clear": clear}
 command = _CacheVerbs(
     "cache",
     callback=click.pass_context(_no_command),
     invoke_without_command=True,
-    help="Token caches: texts and chats tokenized once, into flat files of ids.",
+    help="Token caches: texts and chats tokenized once, into flat files of ids. And the node's cache: shards that were "
+    "fetched from object stores.",
     context_settings={"max_content_width": WIDTH},
     params=[json_option(), debug_option()],
-    commands={"build-all": build_all},
+    commands=_COMMANDS,
 )
+status.short_help = "what the node's cache of shards holds"
+prefetch.short_help = "fetch a dataset into the node's cache"
+clear.short_help = "remove shards from the node's cache"
 build_all.short_help = "build the caches of all sources of a YAML"

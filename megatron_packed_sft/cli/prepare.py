@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_packed_sft.cli._verb import ApplicationVerb
+from megatron_packed_sft.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from megatron_packed_sft.prepare.pipeline import Pipeline
@@ -21,9 +22,12 @@ def _page(pipeline: Pipeline) -> Callable[[], str]:
     """Refuse now what is in the way of the page, and return what writes it once the dataset is published."""
     from megatron_packed_sft.inspect.report.write import page_beside, refuse_other_file, write_report
 
-    target = page_beside(pipeline.output)
+    places = pipeline.places
+    if places.url is not None:
+        raise InvalidInputError("the page is written beside a local output, and output is a URL; leave the page out")
+    target = page_beside(places.output)
     refuse_other_file(target)
-    return lambda: write_report(pipeline.output, target, work_dir=pipeline.work_dir).path
+    return lambda: write_report(places.output, target, work_dir=places.work_dir).path
 
 
 def _complete(words: Sequence[str], incomplete: str) -> list[str]:

@@ -27,6 +27,7 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
 from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
@@ -38,6 +39,7 @@ from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _NO_TOLERANCE = Tolerance()
+_NUM_BATCHES_FETCHED_AHEAD = 32  # a download takes longer than a read
 
 
 class BinReader(Protocol):
@@ -103,6 +106,7 @@ class ShardBinReader:
     description: str
     of_directory: bool = False  # opened by the name of a directory that holds the shards
     is_listed: bool = False  # in a dataset.json, which the entries are from
+    remote: Sequence[RemoteShard] | None = None  # the shards' places in an object store
     _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -152,9 +156,17 @@ class ShardBinReader:
         entries = dataset.entries(split)
         paths = [dataset.shard_path(split, entry) for entry in entries]
         _announce(dataset.storage, paths)
-        description = f"split {split!r} of {dataset.path}, {_count(dataset.storage, len(entries))}"
+        description = f"split {split!r} of {dataset.location}, {_count(dataset.storage, len(entries))}"
+        found = [dataset.remote_shard(split, entry) for entry in entries]
         return cls(
-            dataset.storage, paths, entries, dataset.figures[split], description, of_directory=True, is_listed=True
+            dataset.storage,
+            paths,
+            entries,
+            dataset.figures[split],
+            description,
+            of_directory=True,
+            is_listed=True,
+            remote=None if dataset.url is None else [one for one in found if one is not None],
         )
 
     @property
@@ -194,7 +206,9 @@ class ShardBinReader:
         shard = self._open.get(number)
         if shard is None:
             path, entry = self.paths[number], self.entries[number]
-            shard = open_listed_shard(self.storage, path, entry) if self.is_listed else self._reopened(path, entry)
+            remote = None if self.remote is None else self.remote[number]
+            listed = self.is_listed
+            shard = open_listed_shard(self.storage, path, entry, remote) if listed else self._reopened(path, entry)
             self._open[number] = shard
         return shard
 
@@ -230,13 +244,32 @@ class ShardBinReader:
         return max(_longest_input(self.shard(number)) for number in range(len(self.entries)))
 
     def advise(self, bins: Numbers) -> None:
-        """Have the kernel read the bins ahead, where the storage is memory-mapped."""
+        """Have the kernel read the bins ahead, where the storage is memory-mapped; fetch shards that are not here."""
+        by_shard = self._by_shard(bins)
+        if self.remote is not None:
+            by_shard = [one for one in by_shard if self._is_here_or_wanted(self.remote, one[0])]
         if self.storage.in_memory:
             return
-        for number, _, inside in self._by_shard(bins):
+        for number, _, inside in by_shard:
             shard = self.shard(number)
             if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
                 shard.advise(inside.tolist())
+
+    def _is_here_or_wanted(self, remote: Sequence[RemoteShard], number: int) -> bool:
+        """Return whether a shard of a store is on this node; one that is not is fetched from now on."""
+        shard = self._open.get(number)
+        if isinstance(shard, LazyMaps) and shard.is_mapped:  # nearly always, and nothing is asked of the disk
+            return True
+        cache, item = remote[number].cache, remote[number].item
+        is_here = cache.has(item)
+        if not is_here:
+            cache.ahead.want([item])
+        return is_here
+
+    @property
+    def num_batches_advised(self) -> int | None:
+        """How many batches ahead `advise` is useful; None for as many as usual."""
+        return None if self.remote is None else _NUM_BATCHES_FETCHED_AHEAD
 
     def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
         # In Python: for the few bins of a batch that takes a tenth of the time of np.unique and masks.

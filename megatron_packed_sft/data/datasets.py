@@ -228,6 +228,12 @@ class PackedDataset:
         located = self.source.locate(bins, np.arange(len(bins)), is_padding)
         return collate(located, len(bins), self.options)
 
+    @property
+    def num_batches_advised(self) -> int | None:
+        """How many batches ahead a loader should call `advise`; None for as many as usual."""
+        parts = getattr(self.source, "sources", (self.source,))
+        return max((getattr(one, "num_batches_advised", None) or 0 for one in parts), default=0) or None
+
     def advise(self, indices: Sequence[int]) -> None:
         """Announce samples that are needed soon, so that the kernel reads them ahead."""
         self.source.advise(self._locate(indices)[0])

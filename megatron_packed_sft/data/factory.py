@@ -25,23 +25,25 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
 from megatron_packed_sft.data.order.blend_order import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import mixing_of
-from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
+from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
 from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 
@@ -79,6 +81,9 @@ def create_sft_dataset(
     documents: bool = False,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
+    cache_dir: PathLike | None = None,
+    cache_size: str | int | None = None,
+    shard_window: int | None = None,
     packing_mode: str = PREPARED,
     **arguments: Any,
 ) -> PackedDataset:
@@ -115,6 +120,10 @@ def create_sft_dataset(
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
+        cache_dir, cache_size: of URLs such as s3://bucket/dataset: the node's cache that shards are fetched to, and how
+            large it may become, such as 200GB; see `node_cache` for the defaults.
+        shard_window: shuffle so many shards at a time, for data larger than its cache; see `ShardOrder`. The dataset
+            has every bin once unless `max_num_samples` says otherwise.
         packing_mode: `prepared` opens bins that were packed before; `static` packs raw samples now, into packs of
             `seq_length`.
         arguments: further ones of `PackedDataset`, such as `contract` and `loss`; for static packs also those of
@@ -139,6 +148,8 @@ def create_sft_dataset(
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
+        cache_dir=cache_dir,
+        cache_size=cache_size,
         stream=StreamOptions(
             seq_length=_DEFAULT_SEQ_LENGTH if seq_length is None else seq_length,
             pack_sequences=pack_sequences,
@@ -150,7 +161,11 @@ def create_sft_dataset(
         ),
         id_limit=None if allow_tokenizer_mismatch else functools.partial(id_limit_of, tokenizer),
     )
-    order = None if blended is None else blended.order(max_num_samples)
+    order: Order | None = None if blended is None else blended.order(max_num_samples)
+    if shard_window is not None:
+        if order is not None:
+            raise InvalidInputError("shard_window and a blend were both given; a blend has an order of its own")
+        order = shard_order(source, shard_window, seed)
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
@@ -219,6 +234,8 @@ def open_bins(
     tolerance: Tolerance | None = None,
     stream: StreamOptions | None = None,
     id_limit: Callable[[], int | None] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_size: str | int | None = None,
 ) -> OpenedBins:
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
@@ -229,8 +246,9 @@ def open_bins(
         stream: how to read the token streams among the paths.
         id_limit: tells what the ids of token streams must be below, if `stream` does not; only asked if there is one,
             because some tokenizers are slow to say.
+        cache_dir, cache_size: where shards of URLs are fetched to.
     """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit)
+    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit, cache_dir, cache_size)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
     names, groups = _named_groups(path)
     paths = [found for group in groups for found in group]
@@ -254,7 +272,7 @@ def open_bins(
     return OpenedBins(source, blended)
 
 
-def _named_groups(path: Paths) -> tuple[list[str], list[list[Path]]]:
+def _named_groups(path: Paths) -> tuple[list[str], list[list[Path | str]]]:
     """Return the names of the sources, if they have any, and the paths of each; the finds of a glob are listed."""
     if isinstance(path, Mapping):
         return [str(name) for name in path], [_expand(one) for one in path.values()]
@@ -262,12 +280,22 @@ def _named_groups(path: Paths) -> tuple[list[str], list[list[Path]]]:
     return [], [[found] for one in given for found in _expand(one)]
 
 
-def _path_names(paths: Sequence[Path]) -> list[str]:
-    return [str(path) if paths.count(path) == 1 else f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+def _path_names(paths: Sequence[Path | str]) -> list[str]:
+    names = [redacted(str(path)) for path in paths]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
 def _joined(sources: list[BinReader]) -> BinReader:
     return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
+
+
+def shard_order(source: BinReader, window: int, seed: int) -> ShardOrder:
+    """Return an order that visits a window of shards at a time; the source must be shards of one storage."""
+    if not isinstance(source, ShardBinReader):
+        raise InvalidInputError(f"shard_window needs shards, and {source.description} is something else; leave it out")
+    sizes = tuple(entry.num_bins for entry in source.entries)
+    # The window is in the fingerprint, so that a state of another order is refused.
+    return ShardOrder(sizes, window, seed, f"{source.fingerprint}|window {window}")
 
 
 def _class_over(source: BinReader) -> type[PackedDataset]:
@@ -290,9 +318,16 @@ class _Opening(NamedTuple):
     tolerance: Tolerance
     stream: StreamOptions
     id_limit: Callable[[], int | None] | None
+    cache_dir: PathLike | None
+    cache_size: str | int | None
 
-    def end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
+    def end_to_end(self, paths: Sequence[Path | str], wanted: Storage | None) -> list[BinReader]:
         """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
+        if any(isinstance(path, str) for path in paths):
+            return [self.one(path, wanted) for path in paths]
+        return self._end_to_end([Path(path) for path in paths], wanted)
+
+    def _end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
         storages = [storage_of(path) for path in paths]
         first = storages[0]
         if len(paths) > 1 and first is not None and all(one is first for one in storages):
@@ -307,8 +342,21 @@ class _Opening(NamedTuple):
             return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
         return [self.one(path, wanted) for path in paths]
 
-    def one(self, path: Path, wanted: Storage | None) -> BinReader:
-        """Open one path."""
+    def remote(self, url: str, wanted: Storage | None) -> BinReader:
+        """Open a dataset, a shard or a file in an object store."""
+        from megatron_packed_sft.remote.node_cache import node_cache
+
+        cache = node_cache(self.cache_dir, self.cache_size)
+        if not has_dataset(url, cache):
+            return self.one(local_copy(url, cache), wanted)
+        dataset = open_dataset(url, cache)
+        _check_wanted(url, dataset.storage, wanted)
+        return ShardBinReader.of_dataset(dataset, self.split)
+
+    def one(self, path: Path | str, wanted: Storage | None) -> BinReader:
+        """Open one path, or a URL."""
+        if isinstance(path, str):
+            return self.remote(path, wanted)
         if is_token_store(path):
             raise InvalidInputError(
                 f"{path} is a token store; name a plan to read bins out of it, pack it now (packing_mode static), or "
@@ -375,18 +423,20 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
             )
 
 
-def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:
+def _check_wanted(path: Path | str, found: Storage, wanted: Storage | None) -> None:
     if wanted is not None and wanted is not found:
         raise InvalidInputError(
             f"{path} is {found.name}, but packed_storage asks for {wanted.name!r}; set packed_storage to {found.name}"
         )
 
 
-def _expand(path: PathLike) -> list[Path]:
+def _expand(path: PathLike) -> list[Path | str]:
+    if is_url(path):
+        return [os.fspath(path)]
     location = indexed_path(local_path(path))
     if os.path.lexists(location):
         return [location]
-    found = [Path(name) for name in sorted(glob.glob(str(location)))]
+    found: list[Path | str] = [Path(name) for name in sorted(glob.glob(str(location)))]
     if not found:
         raise InvalidInputError(f"{os.fspath(path)} does not exist and matches nothing; check the path")
     return found

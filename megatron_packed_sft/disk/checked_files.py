@@ -37,10 +37,10 @@ class CheckedFile(NamedTuple):
         """The file's name inside its directory."""
         return self.path.name
 
-    def map(self) -> npt.NDArray[Any]:
+    def map(self, keep: object = None) -> npt.NDArray[Any]:
         """Return the array, read-only, over a map of the file; matrices are mapped for random access."""
         with os_errors("map", self.path, self.size):
-            data = map_file(self.fd, self.size, random_access=len(self.header.shape) == 2)
+            data = map_file(self.fd, self.size, random_access=len(self.header.shape) == 2, keep=keep)
         count = int(np.prod(self.header.shape, dtype=np.int64))
         array: npt.NDArray[Any] = np.frombuffer(data, self.header.dtype, count, self.header.data_offset)
         return array.reshape(self.header.shape)

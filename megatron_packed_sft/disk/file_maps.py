@@ -15,7 +15,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +33,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def map_file(fd: int, size: int, *, random_access: bool = False) -> npt.NDArray[np.uint8]:
+def map_file(fd: int, size: int, *, random_access: bool = False, keep: object = None) -> npt.NDArray[np.uint8]:
     """Map the first `size` bytes of an open file, read-only; the descriptor may be closed afterwards.
 
     Args:
         fd: a regular file of at least `size` bytes (the caller has checked, or reading would be SIGBUS).
         size: how many bytes, at least one.
         random_access: tell the kernel not to read ahead (MADV_RANDOM): rows are picked in shuffled order.
+        keep: lives as long as the map.
 
     Example:
         >>> import tempfile
@@ -53,6 +55,7 @@ def map_file(fd: int, size: int, *, random_access: bool = False) -> npt.NDArray[
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     buffer = (ctypes.c_ubyte * size).from_address(address)
+    buffer.keep = keep  # type: ignore[attr-defined]
     # At interpreter exit the kernel unmaps; running it from atexit could pull pages from under a live array.
     weakref.finalize(buffer, _libc.munmap, address, size).atexit = False
     if random_access:
@@ -76,6 +79,13 @@ def will_need(array: npt.NDArray[Any]) -> None:
 Arrays = TypeVar("Arrays")
 
 
+class Holder(Protocol):
+    """What makes sure that files are there before they are mapped."""
+
+    def hold(self) -> object:
+        """Return when the files are there; they stay while the returned object lives."""
+
+
 class LazyMaps(abc.ABC, Generic[Arrays]):
     """An object whose arrays are mapped at the first use, in each process for itself, and may be unmapped at any time.
 
@@ -83,6 +93,7 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
     """
 
     recently_used: bool = False
+    holder: Holder | None = None  # of files in a cache, which may be fetched and removed; None for files of the user's
     _arrays: Arrays | None = None
 
     @property
@@ -94,6 +105,11 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
         self.recently_used = True  # used again since it was mapped: the pool unmaps others first
         return arrays
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the arrays are mapped now, in this process."""
+        return self._arrays is not None
+
     def unmap(self) -> None:
         """Drop this object's maps; arrays handed out stay valid, and the next use maps again."""
         self._arrays = None
@@ -102,13 +118,14 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
         return {**self.__dict__, "_arrays": None}
 
     @abc.abstractmethod
-    def _open_arrays(self) -> Arrays:
-        """Check the files again and map them."""
+    def _open_arrays(self, keep: object) -> Arrays:
+        """Check the files again and map them; `keep` must live as long as the maps."""
 
     def _map(self) -> Arrays:
+        keep = None if self.holder is None else self.holder.hold()  # may take a download: not under the lock
         with POOL.lock:
             if self._arrays is None:  # else another thread was faster
-                self._arrays = self._open_arrays()
+                self._arrays = self._open_arrays(keep)
                 self.recently_used = False
                 POOL.add(self)
             return self._arrays
@@ -140,6 +157,19 @@ class MapPool:
             else:
                 other.unmap()
         self._mapped.append(weakref.ref(shard))
+
+    def unmap_all(self, condition: Callable[[LazyMaps[Any]], bool]) -> None:
+        """Unmap the shards that satisfy a condition; they are mapped again when they are used."""
+        with self.lock:
+            mapped, self._mapped = self._mapped, deque()
+            for one in mapped:
+                shard = one()
+                if shard is None:
+                    continue
+                if condition(shard):
+                    shard.unmap()
+                else:
+                    self._mapped.append(one)
 
 
 POOL = MapPool(MAX_MAPPED_SHARDS)

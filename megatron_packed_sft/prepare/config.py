@@ -100,10 +100,11 @@ class PrepareConfig:
     """The settings of `packed-sft prepare`.
 
     Args:
-        output: the dataset directory to publish.
+        output: the dataset directory to publish, or its URL, such as s3://bucket/my_dataset.
         input: a file, glob or URL, or a list of them; one source, called input, whose other keys are sources.input.
         sources: several sources by name, such as {maths: {path: maths.jsonl, weight: 2}}.
-        work_dir: where token stores, plans and receipts are kept; null is OUTPUT.work.
+        work_dir: where token stores, plans and receipts are kept; null is OUTPUT.work, or a directory in the user's
+            cache for an output that is a URL. A URL is worked on locally and kept there between runs.
         packed_storage: set by choosing storage=NAME.
         shard_megabytes: about the size of a shard.
         deduplicate: keep the first of records with equal content.

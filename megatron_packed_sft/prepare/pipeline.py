@@ -27,6 +27,7 @@ from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.encode_stage import EncodedSources, audit_sources, encode_sources, estimate
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings
 from megatron_packed_sft.prepare.executor import create_executor
+from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import (
     PackedSequences,
     Planned,
@@ -67,14 +68,7 @@ class Pipeline:
     def __init__(self, config: PrepareConfig) -> None:
         _check(config)
         self.config = config
-        self.output = local_path(config.output, "output")
-        if not self.output.name:
-            raise InvalidInputError(f"output is {config.output}; name a directory for prepare to create")
-        self.work_dir = self.output.with_name(f"{self.output.name}.work")
-        if config.work_dir:
-            self.work_dir = local_path(config.work_dir, "work_dir")
-        if self.work_dir == self.output:
-            raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
+        self.places = places_of(config.output, config.work_dir)
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
         self.packed_storage = dataset_storage(config.packed_storage).name
         self._sources = configured_sources(config)
@@ -82,7 +76,7 @@ class Pipeline:
         self._packing = config.packing.options()
         check_packing(self._packing)
         if not config.dry_run:
-            refuse_other_files(self.output)
+            refuse_other_files(self.places.target)
             if self.rejects is not None:
                 refuse_other_file(self.rejects)
 
@@ -90,15 +84,16 @@ class Pipeline:
         """Do what has to be done, and return what was."""
         tokenizer = self._tokenizer()
         sources = self._scan()
-        with WorkDirectory(self.work_dir) as work:
+        with WorkDirectory(self.places.work_dir, self.places.work_url) as work:
             settings = self._encode_settings(tokenizer, work.tokens)
             made_from = self._made_from(sources, settings)
-            refuse_replacing(self.output, made_from, overwrite=self.config.overwrite)
+            refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite)
             if self.config.force:
                 work.forget()
             encoded = self._encode(sources, settings, work)
             planned = plan_splits(_in_order(encoded.stores), self._packing, work)
             plans = {split: one.plan for split, one in planned.items()}
+            work.keep()
             report = self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
             if self.rejects is not None:
                 write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
@@ -214,7 +209,7 @@ class Pipeline:
             name: SourceReport(one, {split: by_source[name] for split, by_source in packed.items()})
             for name, one in counts.items()
         }
-        report = PrepareReport(self.output, self.packed_storage, self.config.tokenizer.path, sources, splits)
+        report = PrepareReport(self.places.shown, self.packed_storage, self.config.tokenizer.path, sources, splits)
         report.check()
         return report
 
@@ -247,7 +242,8 @@ class Pipeline:
             "splits": {split: one.to_json() for split, one in report.splits.items()},
         }
         return PublishRequest(
-            output=self.output,
+            output=self.places.output,
+            url=self.places.url,
             packed_storage=self.packed_storage,
             shard_bytes=self._shard_bytes,
             pad_id=next((one for one in (tokenizer.pad_id, tokenizer.eos_id) if one is not None), 0),
@@ -263,7 +259,7 @@ class Pipeline:
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
         what = "is up to date; left as it is" if reused else "published"
-        return "publish", f"{self.output} ({self.packed_storage}) {what}"
+        return "publish", f"{self.places.shown} ({self.packed_storage}) {what}"
 
 
 def _check(config: PrepareConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
+from megatron_packed_sft.errors import PackedSFTError, StorageIOError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.executor import worker_died
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
-from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetWriter, open_dataset
+from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, list_objects, read_object
+from megatron_packed_sft.remote.uploads import UNFINISHED, upload
+from megatron_packed_sft.storage.dataset_directory import DATASET, MAX_DATASET_BYTES, DatasetWriter, open_dataset
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.tokens.materialize import materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
@@ -34,6 +37,7 @@ class PublishRequest:
     provenance: Mapping[str, Any]
     card: str
     num_workers: int
+    url: str | None = None  # where the output is uploaded to; it is removed here afterwards
     tokenizer_path: str = ""  # noted in the receipt, so that the dataset's text can be shown later
 
     @property
@@ -78,6 +82,9 @@ def publish(
             f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
             "again to replace it, or choose another output"
         ) from error
+    if request.url is not None:
+        upload(request.output, request.url, overwrite=True)  # what may be replaced was decided at the start
+        shutil.rmtree(request.output, ignore_errors=True)
     noted = {"published": _published(request), "tokenizer_path": request.tokenizer_path}
     work.write_receipt(_receipt_name(request), request.fingerprint, noted)
 
@@ -113,7 +120,8 @@ def stored_bytes(plan: PackPlan, packed_storage: str, vocab_size: int | None) ->
 
 def _receipt_name(request: PublishRequest) -> str:
     """One receipt per output: several may share a work directory, one for each pack size, say."""
-    return f"published/{request.output.name}-{checksum(str(request.output).encode())[:8]}"
+    name = request.output.name if request.url is None else base_name(request.url)
+    return f"published/{name}-{checksum((request.url or str(request.output)).encode())[:8]}"
 
 
 def _write(
@@ -144,6 +152,8 @@ def _write(
 
 def _published(request: PublishRequest) -> str | None:
     """Return the fingerprint of the output, checked as far as opening goes; None when it is not whole."""
+    if request.url is not None:
+        return _published_at(request.url)
     try:
         dataset = open_dataset(request.output)
     except PackedSFTError:
@@ -151,11 +161,31 @@ def _published(request: PublishRequest) -> str | None:
     return dataset.fingerprint if dataset.is_whole() else None
 
 
-def published_provenance(output: Path) -> Mapping[str, Any] | None:
-    """Return the provenance of what an earlier preparation published; None when there is no such thing."""
+def _published_at(url: str) -> str | None:
+    """Return what identifies a dataset in a store: its dataset.json, and the names and sizes of all objects."""
+    there = list_objects(url)
+    if DATASET not in there or UNFINISHED in there:
+        return None
+    sizes = "".join(f"{name}\0{info.size}\n" for name, info in sorted(there.items()))
+    return checksum(read_object(child(url, DATASET), MAX_DATASET_BYTES) + sizes.encode())
+
+
+def published_provenance(output: Path | str) -> Mapping[str, Any] | None:
+    """Return the provenance of what an earlier preparation published; None when there is no such thing.
+
+    Args:
+        output: a path, or a URL.
+    """
     try:
-        document = json.loads((output / DATASET).read_bytes())
-    except (OSError, ValueError):
+        if isinstance(output, str):
+            document = json.loads(read_object(child(output, DATASET), MAX_DATASET_BYTES))
+        else:
+            document = json.loads((output / DATASET).read_bytes())
+    except ValueError:
+        return None
+    except OSError as error:
+        if isinstance(output, str) and isinstance(error, StorageIOError) and not is_missing(error):
+            raise  # nobody knows what is there
         return None
     provenance = document.get("provenance") if isinstance(document, dict) else None
     is_ours = isinstance(provenance, dict) and provenance.get("made_by") == MADE_BY

@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron_packed_sft.errors import TargetExistsError
 from megatron_packed_sft.prepare.publish_stage import published_provenance
+from megatron_packed_sft.remote.uploads import refuse_existing
+from megatron_packed_sft.support.paths import redacted
 
 _MOST_DIFFERENCES = 5
 # What a preparation is made from; the rest of its provenance follows from these.
@@ -16,9 +18,14 @@ _DECIDING = ("tokenizer", "chat_template", "settings")
 _DECIDING_OF_SOURCE = ("schema", "mapping", "weight", "split", "files")
 
 
-def refuse_other_files(output: Path) -> None:
-    """Refuse an output with anything in it that no preparation made."""
-    if published_provenance(output) is not None or not output.exists():
+def refuse_other_files(output: Path | str) -> None:
+    """Refuse an output, a path or a URL, with anything in it that no preparation made."""
+    if published_provenance(output) is not None:
+        return
+    if isinstance(output, str):
+        refuse_existing(output)
+        return
+    if not output.exists():
         return
     if not output.is_dir():
         raise TargetExistsError(f"output {output} is a file; choose another output")
@@ -28,7 +35,7 @@ def refuse_other_files(output: Path) -> None:
         raise TargetExistsError(f"output {output} holds other files ({shown}); choose another output")
 
 
-def refuse_replacing(output: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> None:
+def refuse_replacing(output: Path | str, provenance: Mapping[str, Any], *, overwrite: bool) -> None:
     """Refuse to replace a dataset of other settings or inputs, unless the user asked for it; say what differs."""
     published = published_provenance(output)
     if published is None or overwrite:
@@ -40,8 +47,8 @@ def refuse_replacing(output: Path, provenance: Mapping[str, Any], *, overwrite: 
     if len(differences) > _MOST_DIFFERENCES:
         shown += f" and {len(differences) - _MOST_DIFFERENCES} more"
     raise TargetExistsError(
-        f"output {output} holds a dataset that was made differently: {shown}; add --overwrite to replace it, or choose "
-        "another output"
+        f"output {redacted(str(output))} holds a dataset that was made differently: {shown}; add --overwrite to "
+        "replace it, or choose another output"
     )
 
 

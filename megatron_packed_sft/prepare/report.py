@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
@@ -90,7 +89,7 @@ class SplitReport:
 class PrepareReport:
     """The whole preparation, or a dry run of it, which may have looked at a part of the input only."""
 
-    output: Path
+    output: str
     packed_storage: str
     tokenizer_path: str
     sources: Mapping[str, SourceReport]
@@ -123,7 +122,7 @@ class PrepareReport:
     def to_json(self) -> dict[str, Any]:
         """Return the same facts for programs."""
         return {
-            "output": str(self.output),
+            "output": self.output,
             "packed_storage": self.packed_storage,
             "stages": dict(self.stages),
             "share_of_input": self.looked_at,

@@ -41,7 +41,7 @@ def summary(report: PrepareReport) -> list[RenderableType]:
         lines += [
             "",
             *how_to_use(
-                str(report.output),
+                report.output,
                 packed_storage=report.packed_storage,
                 pack_size=first.plan.pack_size,
                 tokenizer_path=report.tokenizer_path,

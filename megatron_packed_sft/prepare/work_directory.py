@@ -25,6 +25,7 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError
+from megatron_packed_sft.remote.trees import fetch_tree, send_tree
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path
@@ -53,8 +54,9 @@ class WorkDirectory:
         3
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], url: str | None = None) -> None:
         self.path = Path(os.path.abspath(path))
+        self._url = url
         with os_errors("create", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "lock").exists() and any(self.path.iterdir()):
@@ -71,6 +73,13 @@ class WorkDirectory:
             ) from None
         except OSError:
             pass  # a file system without locks; publication is still whole or absent
+        if url is not None:
+            fetch_tree(url, self.path, _is_kept)
+
+    def keep(self) -> None:
+        """Send what was done to the store, if this directory is kept in one."""
+        if self._url is not None:
+            send_tree(self.path, self._url, _is_kept)
 
     @property
     def tokens(self) -> Path:
@@ -115,7 +124,21 @@ class WorkDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
+        try:
+            self.keep()
+        finally:
+            os.close(self._lock)
+
+
+def _is_kept(name: str) -> bool:
+    """Return whether a file of a work directory is worth keeping in a store: finished work, and its receipts.
+
+    Example:
+        >>> _is_kept("tokens/train/part_000000/ids.npy"), _is_kept("tokens/train/.part_000001.staging/ids.npy")
+        (True, False)
+    """
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not is_hidden and name.partition("/")[0] in ("tokens", "plans", "published", "encode.json")
 
 
 def slice_receipt(number: int) -> str:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.streams import file_system, read_blocks, reading
+from megatron_packed_sft.records.streams import read_blocks, reading
+from megatron_packed_sft.remote.filesystem import file_system
 from megatron_packed_sft.support.paths import is_url
 
 Format = Literal["jsonl", "json", "parquet", "hf_dataset"]

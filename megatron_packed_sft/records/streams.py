@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
+from megatron_packed_sft.remote.filesystem import file_system
 from megatron_packed_sft.support.dependencies import load
-from megatron_packed_sft.support.paths import is_url
+from megatron_packed_sft.support.paths import is_url, redacted
 
 BLOCK_BYTES = 1 << 20
 # Four bytes of zstd may expand to 128 KB, so portions shrink while their output is large.
@@ -36,30 +36,17 @@ def reading(path: str) -> Iterator[None]:
     except PackedSFTError:
         raise
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
-        raise StorageIOError(f"cannot read {path}: {reason}; check the path") from error
+        reason = os.strerror(error.errno) if error.errno else redacted(str(error)) or type(error).__name__
+        # The error of a store may hold credentials.
+        cause = None if is_url(path) else error
+        raise StorageIOError(f"cannot read {redacted(path)}: {reason}; check the path") from cause
     except Exception as error:
         if not is_url(path):
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StorageIOError(f"cannot read {path}: {reason}; check the URL and your permission to read it") from error
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path inside it.
-
-    Example:
-        >>> file_system("memory://chats/a.jsonl")[1]
-        '/chats/a.jsonl'
-    """
-    url_to_fs = importlib.import_module("fsspec.core").url_to_fs
-    try:
-        system, path = url_to_fs(url)
-    except ImportError as error:
-        raise MissingDependencyError(f"cannot open {url}: {error}") from error
-    except ValueError as error:
-        raise InvalidInputError(f"cannot open {url}: {error}; check the part before ://") from error
-    return system, cast(str, path)
+        reason = redacted(" ".join(str(error).split())) or type(error).__name__
+        raise StorageIOError(
+            f"cannot read {redacted(path)}: {reason}; check the URL and your permission to read it"
+        ) from None
 
 
 def open_file(path: str) -> BinaryIO:

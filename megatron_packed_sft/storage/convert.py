@@ -9,17 +9,19 @@ import contextlib
 import glob
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.uploads import uploading
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import (
     DATASET,
     DatasetWriter,
     ShardEntry,
+    has_dataset,
     open_dataset,
     open_listed_shard,
 )
@@ -30,7 +32,8 @@ from megatron_packed_sft.storage.megatron_indexed.index import INDEX, TOKENS, in
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.storage.remote_shard import RemoteShard, local_copy
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 
 PathLike = str | os.PathLike[str]
@@ -61,14 +64,13 @@ class _Source:
     number: int | None = None
     entry: ShardEntry | None = None  # what a dataset.json says of it
     recorded: BinFigures | None = None  # what that dataset.json says of its split
+    remote: RemoteShard | None = None  # its place in an object store
 
     def open(self) -> PackedShard:
         """Open the shard."""
-        return (
-            self.storage.open(self.path)
-            if self.entry is None
-            else open_listed_shard(self.storage, self.path, self.entry)
-        )
+        if self.entry is None:
+            return self.storage.open(self.path)
+        return open_listed_shard(self.storage, self.path, self.entry, self.remote)
 
 
 def convert(
@@ -107,6 +109,20 @@ def convert(
     collate reads that place (it predicts nothing); here it becomes 0, and the report counts how many were cleared.
     """
     storage = storage_named(to)
+    if is_url(target):
+        with uploading(os.fspath(target), overwrite=overwrite) as local:
+            report = convert(
+                sources,
+                local,
+                to=to,
+                pack_size=pack_size,
+                overlong=overlong,
+                vocab_size=vocab_size,
+                pad_id=pad_id,
+                split=split,
+                progress=progress,
+            )
+        return replace(report, target=redacted(os.fspath(target)))
     location = local_path(target, "target")
     if overlong not in ("grow", "error"):
         raise InvalidInputError(f"overlong is {overlong!r}; use 'grow' or 'error'")
@@ -140,6 +156,9 @@ def convert(
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
     """Convert one pickled .npy file to one memmap_v1 shard, and return its manifest."""
+    if is_url(output_dir):
+        with uploading(os.fspath(output_dir)) as local:
+            return convert_legacy_to_memmap(legacy_npy_path, local)
     convert(legacy_npy_path, output_dir, to=DEFAULT_STORAGE)
     return open_memmap_shard(output_dir).manifest
 
@@ -304,22 +323,30 @@ def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:
         raise InvalidInputError("there is nothing to convert; name at least one file")
     paths = [path for item in given for path in _expand(item)]
     found = [source for path in paths for source in _sources_at(path, split)]
-    if len(given) == len(found) == 1 and found[0].path == indexed_path(local_path(given[0])):
+    if len(given) == len(found) == 1 and found[0].path == paths[0]:
         return found  # one shard, named itself: it becomes one shard
     counts: dict[str, int] = {}
     numbered = []
     for source in found:
         number = counts.get(source.split, 0)
         counts[source.split] = number + 1
-        numbered.append(_Source(source.path, source.storage, source.split, number, source.entry, source.recorded))
+        numbered.append(replace(source, number=number))
     return numbered
 
 
-def _sources_at(path: Path, split: str) -> list[_Source]:
-    if (path / DATASET).exists():
+def _sources_at(path: Path | str, split: str) -> list[_Source]:
+    if isinstance(path, str) or (path / DATASET).exists():
         dataset = open_dataset(path)
         return [
-            _Source(dataset.shard_path(name, entry), dataset.storage, name, None, entry, dataset.figures[name])
+            _Source(
+                dataset.shard_path(name, entry),
+                dataset.storage,
+                name,
+                None,
+                entry,
+                dataset.figures[name],
+                dataset.remote_shard(name, entry),
+            )
             for name, entries in dataset.splits.items()
             for entry in entries
         ]
@@ -334,7 +361,10 @@ def _sources_at(path: Path, split: str) -> list[_Source]:
     return [_Source(shard, storage, split) for shard, storage in inside]
 
 
-def _expand(source: PathLike) -> list[Path]:
+def _expand(source: PathLike) -> list[Path] | list[str]:
+    """Return the paths that a source stands for; a URL of a dataset stays one, other URLs are fetched."""
+    if is_url(source):
+        return [os.fspath(source)] if has_dataset(source) else [local_copy(os.fspath(source))]
     path = indexed_path(local_path(source, "source"))
     if os.path.lexists(path):
         return [path]

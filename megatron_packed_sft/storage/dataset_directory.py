@@ -15,19 +15,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, stored_size
+from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
+from megatron_packed_sft.remote.filesystem import child, object_info
 from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage, storage_named
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.remote.node_cache import NodeCache
+    from megatron_packed_sft.storage.remote_shard import RemoteShard
 
 DATASET = "dataset.json"
 CARD = "README.md"
@@ -53,7 +59,10 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class DatasetDirectory:
-    """An opened dataset.json. The shards themselves are opened on demand."""
+    """An opened dataset.json. The shards themselves are opened on demand.
+
+    Of a dataset in an object store, `url` and `cache` say where it is, and where its shards are fetched to.
+    """
 
     path: Path
     storage: Storage
@@ -61,20 +70,33 @@ class DatasetDirectory:
     figures: Mapping[str, BinFigures]
     provenance: Mapping[str, Any]
     fingerprint: str
+    url: str | None = None
+    cache: NodeCache | None = None
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages: a path or a URL without credentials."""
+        return str(self.path) if self.url is None else redacted(self.url)
 
     def shard_path(self, split: str, entry: ShardEntry) -> Path:
-        """Return the path of a shard."""
-        return self.path / split / entry.name
+        """Return the local path of a shard; one of an object store is there while `remote_shard` holds it."""
+        remote = self.remote_shard(split, entry)
+        return self.path / split / entry.name if remote is None else remote.path
+
+    def remote_shard(self, split: str, entry: ShardEntry) -> RemoteShard | None:
+        """Return how to fetch a shard, or None when it is local."""
+        return None if self.url is None else _remote_shard(self.storage, self.url, self.cache, split, entry)
 
     def open_shard(self, split: str, entry: ShardEntry) -> PackedShard:
         """Open one shard and make sure that it is the one dataset.json means."""
-        return open_listed_shard(self.storage, self.shard_path(split, entry), entry)
+        remote = self.remote_shard(split, entry)
+        return open_listed_shard(self.storage, self.shard_path(split, entry), entry, remote)
 
     def entries(self, split: str) -> tuple[ShardEntry, ...]:
         """Return the shards of a split, in order; an unknown split is an error that lists the known ones."""
         if split not in self.splits:
             raise InvalidInputError(
-                f"{self.path} has no split {split!r}; choose one of {', '.join(sorted(self.splits))}"
+                f"{self.location} has no split {split!r}; choose one of {', '.join(sorted(self.splits))}"
             )
         return self.splits[split]
 
@@ -97,8 +119,28 @@ class DatasetDirectory:
         return True
 
 
-def open_listed_shard(storage: Storage, path: Path, entry: ShardEntry) -> PackedShard:
-    """Open a shard that a dataset.json lists; another shard, or one that was changed, is refused."""
+def _remote_shard(storage: Storage, url: str, cache: NodeCache | None, split: str, entry: ShardEntry) -> RemoteShard:
+    from megatron_packed_sft.storage.remote_shard import RemoteShard
+
+    assert cache is not None
+    place = child(url, split, entry.name)
+    return RemoteShard(storage, place, entry.checksum, entry.num_bytes, url, cache.directory, cache.asked_size)
+
+
+def open_listed_shard(
+    storage: Storage, path: Path, entry: ShardEntry, remote: RemoteShard | None = None
+) -> PackedShard:
+    """Open a shard that a dataset.json lists; another shard, or one that was changed, is refused.
+
+    One of an object store is fetched first. While it is mapped it stays in the cache.
+    """
+    if remote is not None:
+        hold = remote.hold()
+        shard = open_listed_shard(storage, path, entry)
+        if isinstance(shard, LazyMaps):
+            shard.holder = remote
+        hold.release()
+        return shard
     if not os.path.lexists(path):
         raise ShardError(f"{path} is missing; copy the dataset again")
     if entry.num_bytes is not None and stored_size(path) != entry.num_bytes:
@@ -120,12 +162,34 @@ def _not_listed(path: Path, problem: str) -> ShardError:
     )
 
 
-def open_dataset(path: str | os.PathLike[str]) -> DatasetDirectory:
-    """Open a dataset directory: dataset.json is read and checked, shards are not touched yet."""
+def open_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> DatasetDirectory:
+    """Open a dataset directory: dataset.json is read and checked, shards are not touched yet.
+
+    Args:
+        path: of the directory, or its URL.
+        cache: where the shards of a URL are fetched to; by default the user's cache.
+    """
+    if is_url(path):
+        from megatron_packed_sft.remote.node_cache import node_cache
+
+        url, cache = os.fspath(path), cache or node_cache()
+        return _parsed(cache.document(child(url, DATASET), MAX_DATASET_BYTES), cache.directory, url, cache)
     location = local_path(path)
     with CheckedDirectory.open(location) as directory:
         data = directory.read(DATASET, MAX_DATASET_BYTES)
-    file = str(location / DATASET)
+    return _parsed(data, location, None, None)
+
+
+def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> bool:
+    """Return whether there is a dataset.json at a path or a URL; a cache that has a copy of it needs no network."""
+    if is_url(path):
+        url = child(os.fspath(path), DATASET)
+        return (cache is not None and cache.has_document(url)) or object_info(url) is not None
+    return Path(path, DATASET).exists()
+
+
+def _parsed(data: bytes, location: Path, url: str | None, cache: NodeCache | None) -> DatasetDirectory:
+    file = str(location / DATASET) if url is None else redacted(child(url, DATASET))
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
     if values.text("format") != FORMAT or values.text("version") != VERSION:
@@ -142,14 +206,19 @@ def open_dataset(path: str | os.PathLike[str]) -> DatasetDirectory:
     splits: dict[str, tuple[ShardEntry, ...]] = {}
     figures: dict[str, BinFigures] = {}
     for split, description in listed.items():
-        splits[split], figures[split] = _parse_split(storage, location, split, description, file)
+        splits[split], known = _parse_split(storage, split, description, file)
+        if known is not None:
+            figures[split] = known
     provenance = values.optional_object("provenance") or {}
-    return DatasetDirectory(location, storage, splits, figures, provenance, checksum(data))
+    dataset = DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache)
+    for split in splits.keys() - figures.keys():  # a dataset.json of the first release: only the shards know
+        figures[split] = BinFigures.over([BinFigures.of(shard) for shard in dataset.open_shards(split)])
+    return dataset
 
 
 def _parse_split(
-    storage: Storage, location: Path, split: str, description: Any, file: str
-) -> tuple[tuple[ShardEntry, ...], BinFigures]:
+    storage: Storage, split: str, description: Any, file: str
+) -> tuple[tuple[ShardEntry, ...], BinFigures | None]:
     where = f"{file}: splits.{split[:80]}"
     if not _NAME.fullmatch(split):
         raise ManifestError(f"{where} is not a plain name; restore the file from the original")
@@ -165,9 +234,8 @@ def _parse_split(
     numbers: dict[str, Any] = {
         name: fields.optional_integer(name, 0, _MAX_NUMBER) for name in (*TOTALS, *EXTREMES, "vocab_size", "pad_id")
     }
-    if numbers["pack_size"] is None:  # a dataset.json of the first release: only the shards know
-        parts = [BinFigures.of(open_listed_shard(storage, location / split / one.name, one)) for one in entries]
-        return entries, BinFigures.over(parts)
+    if numbers["pack_size"] is None:
+        return entries, None
     numbers["num_bins"] = sum(entry.num_bins for entry in entries)
     return entries, BinFigures(
         **numbers,

@@ -20,16 +20,19 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum
+from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
+    from megatron_packed_sft.remote.downloads import Contents
     from megatron_packed_sft.storage.validation_report import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
@@ -143,6 +146,20 @@ class Storage(abc.ABC):
     def checksum(self, path: Path) -> str:
         """Return what identifies the shard's content, as dataset.json records it."""
         return file_checksum(path, DEFAULT_ALGORITHM)
+
+    def contents(self, url: str, checksum: str, num_bytes: int | None, read: Callable[[str, int], bytes]) -> Contents:
+        """Return the files of a shard that lies in an object store, with sizes and checksums, for its download.
+
+        Args:
+            url: of the shard.
+            checksum, num_bytes: as dataset.json records them.
+            read: returns a small file of the shard, by its name and the most bytes that it may have.
+        """
+        from megatron_packed_sft.remote.downloads import Contents
+
+        if self.has_manifest or num_bytes is None:
+            raise InvalidInputError(f"{redacted(url)}: {self.name} cannot be read from a URL; copy it to a local disk")
+        return Contents({"": FileRecord(num_bytes, checksum)}, DEFAULT_ALGORITHM)
 
     def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
         """Return the small files that consumers of this storage expect beside the shards of a split."""

@@ -6,6 +6,7 @@ compares it with its checksum and checks every invariant of every bin.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import stored_size
 from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
@@ -29,7 +31,7 @@ from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storag
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 
 _STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
@@ -47,7 +49,9 @@ def validate(
     """Check a shard, a dataset directory, a directory of shards, of any storage, or a token stream.
 
     Args:
-        path: a shard, a directory with dataset.json (a dataset), or a directory with shards in it.
+        path: a shard, a directory with dataset.json (a dataset), a directory with shards in it, or the URL of one of
+            these. Of a URL `structure` reads documents and headers only, and `full` downloads one shard after the
+            other: the cache is left out, since it would hide damage.
         level: `structure` or `full`.
         max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
@@ -55,6 +59,8 @@ def validate(
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
+    if is_url(path):
+        return _validate_url(os.fspath(path), ValidationReport("", level, max_findings=max_findings), progress)
     location = indexed_path(local_path(path))
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with Progress("validate", None, "B", quiet=not progress) as bar:
@@ -68,6 +74,34 @@ def validate(
                 configured = type(storage)(stream) if isinstance(storage, _STREAMED) else storage
                 _validate_shard(configured, shard, report, bar)
     return report
+
+
+def _validate_url(url: str, report: ValidationReport, progress: bool) -> ValidationReport:
+    """Check data in a store by its outline, and whole shards where their bytes count."""
+    with Outline.of(url) as outline, Progress("validate", None, "B", quiet=not progress) as bar:
+        report.path = str(outline.path)
+        if (outline.path / DATASET).exists():
+            _validate_dataset(outline.path, report, bar, outline)
+        else:
+            for shard, storage in _shards_at(outline.path):
+                with _bytes_of(outline, storage, shard, report):
+                    _validate_shard(storage, shard, report, bar)
+        report.path = redacted(url)
+        report.findings = [
+            replace(one, file=outline.at_home(one.file), message=outline.at_home(one.message))
+            for one in report.findings
+        ]
+        report.notes = [outline.at_home(note) for note in report.notes]
+    return report
+
+
+def _bytes_of(
+    outline: Outline | None, storage: Storage, path: Path, report: ValidationReport
+) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a shard has all the bytes that its check reads."""
+    if outline is None or path == outline.path or (report.level == "structure" and storage.has_manifest):
+        return contextlib.nullcontext()
+    return outline.whole(path.relative_to(outline.path).as_posix())
 
 
 def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], options: StreamOptions | None) -> None:
@@ -98,7 +132,7 @@ def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
     return found
 
 
-def _validate_dataset(location: Path, report: ValidationReport, bar: Progress) -> None:
+def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, outline: Outline | None = None) -> None:
     try:
         dataset = open_dataset(location)
     except PackedSFTError as error:
@@ -111,12 +145,13 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress) -
         figures = []
         for entry in entries:
             path = dataset.shard_path(split, entry)
-            try:
-                shard = dataset.open_shard(split, entry)
-            except PackedSFTError as error:
-                report.add(Finding(f"{split}/{entry.name}", str(error)))
-                continue
-            found = _validate_shard(dataset.storage, path, report, bar, shard)
+            with _bytes_of(outline, dataset.storage, path, report):
+                try:
+                    shard = dataset.open_shard(split, entry)
+                except PackedSFTError as error:
+                    report.add(Finding(f"{split}/{entry.name}", str(error)))
+                    continue
+                found = _validate_shard(dataset.storage, path, report, bar, shard)
             if found is not None:
                 figures.append(found)
         if len(figures) == len(entries):

@@ -12,6 +12,10 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 # Also fsspec's chains (simplecache::s3://...) and s3:/..., which is what path joining makes of a URL.
 _URL = re.compile(f"(?:{_SCHEME}::)*{_SCHEME}:/(?:/|(?=[^/]))")
 
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]*@")
+_QUERY = re.compile(r"\?[^\s'\"]*")
+_SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CONNECTION_STRING|CREDENTIAL")
+
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL, such as s3://bucket/key.
@@ -32,7 +36,21 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """
     if is_url(path):
         raise InvalidInputError(
-            f"{name} {os.fspath(path)} is a URL, and this release writes to and opens local paths only; "
-            "use a local path and copy the data"
+            f"{name} {redacted(os.fspath(path))} is a URL, and only local paths work here; use a local path, and copy "
+            "the data if it must be at the URL"
         )
     return Path(os.path.abspath(path))
+
+
+def redacted(text: str) -> str:
+    """Return a URL or a message without user names, passwords, queries and the secrets of the environment.
+
+    Example:
+        >>> redacted("cannot read s3://me:secret@bucket/key?token=abc")
+        'cannot read s3://***@bucket/key?***'
+    """
+    text = _QUERY.sub("?***", _USER_INFO.sub("***@", text))
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET_VARIABLES.search(name.upper()) and value in text:
+            text = text.replace(value, "***")
+    return text

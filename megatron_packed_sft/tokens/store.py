@@ -77,13 +77,13 @@ class TokenPart(LazyMaps[PartArrays]):
             )
         return starts, ends - starts
 
-    def _open_arrays(self) -> PartArrays:
+    def _open_arrays(self, keep: object) -> PartArrays:
         with CheckedDirectory.open(self.path) as directory:
             manifest, fingerprint = _read_manifest(directory)
             if fingerprint != self.fingerprint:
                 raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
             arrays = PartArrays(
-                *(directory.array(spec, manifest.files[spec.name]).map() for spec in part_arrays(manifest))
+                *(directory.array(spec, manifest.files[spec.name]).map(keep) for spec in part_arrays(manifest))
             )
         if arrays.offsets[0] != 0 or arrays.offsets[-1] != manifest.num_tokens:
             raise ShardError(f"{self.path / 'offsets.npy'} is damaged; restore the part from the original")

@@ -132,8 +132,8 @@ class DataConfig:
 
     Args:
         path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store; a directory of flat
-            .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a list of these,
-            or names for them such as {chats: PATH, web: PATH}.
+            .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a URL of a
+            dataset; a list of these, or names for them such as {chats: PATH, web: PATH}.
         weights: one per path of a list, or by name such as {chats: 0.7, web: 0.3}: blend the paths in this proportion.
         blend: weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
             0.8, to: 1.0}; from and to are shares of the run.
@@ -157,6 +157,11 @@ class DataConfig:
         eos_id: padding id when no tokenizer is given, and what ends the documents of a token stream; null takes the
             tokenizer's, or the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
+        shard_window: shuffle so many shards at a time, in shuffled order, for data larger than its cache; null shuffles
+            all bins.
+        cache_dir: where shards of URLs are fetched to, once per node; null is $PACKED_SFT_CACHE_DIR, or the user's
+            cache.
+        cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
         allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
@@ -180,6 +185,9 @@ class DataConfig:
     allow_template_mismatch: bool = False
     eos_id: int | None = None
     shuffle: bool = True
+    shard_window: int | None = None
+    cache_dir: str | None = None
+    cache_size: str | None = None
     pad_to_max_length: bool = False
     prefetch: int = 4
     allow_mismatch: list[str] = field(default_factory=list)

@@ -13,6 +13,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
+from megatron_packed_sft.remote.sizes import parse_size
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
@@ -34,6 +35,7 @@ GRADIENT_DTYPES: Final = ("float32", "bfloat16")
 RECOMPUTES: Final = ("none", "selective", "full")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 BATCH_UNITS: Final = ("bins", "sequences")
+_MAY_BE_URLS: Final = ("data.path", "validation.paths")
 LOSSES: Final = ("per_token", "per_conversation")
 
 
@@ -48,7 +50,10 @@ def check_config(config: TrainConfig) -> None:
     for problem in _problems(config):
         raise InvalidInputError(problem)
     for key, path in _paths(config):
-        local_path(path, key)
+        if key not in _MAY_BE_URLS:
+            local_path(path, key)
+    if config.data.cache_size is not None:
+        parse_size(config.data.cache_size, "data.cache_size")
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
@@ -111,6 +116,10 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
             "{chats: PATH, web: PATH}"
         )
     yield from _blend_problems(data)
+    others = (data.weights, data.blend, data.plan, None if data.shuffle else data.shuffle)
+    if data.shard_window is not None and any(one is not None for one in others):
+        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
+    yield from _below(1, {"data.shard_window": data.shard_window})
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import OpenedBins
+from megatron_packed_sft.data.factory import OpenedBins, shard_order
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.order.blend_order import BlendedSources
@@ -22,11 +22,13 @@ from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.remote.node_cache import node_cache
+from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.storage.megatron_indexed.storage import STORAGE as MEGATRON_INDEXED
 from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.support.paths import is_url
 from megatron_packed_sft.train.config import TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import listed_paths, named_paths
 from megatron_packed_sft.train.data_sources import open_held_out, open_trained
@@ -214,6 +216,8 @@ def training_loader(
     order: Order
     if data.blended is not None:
         order = data.blended.order(num_bins)
+    elif config.data.shard_window is not None:
+        order = shard_order(dataset.source, config.data.shard_window, config.seed)
     else:
         # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
         # records the dataset's fingerprint.
@@ -287,7 +291,10 @@ class CountedBatches(Iterator[Batch]):
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
     own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
-    splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
+    cache = None
+    if any(map(is_url, own.values())):
+        cache = node_cache(config.data.cache_dir, config.data.cache_size)
+    splits = {path: open_dataset(path, cache).splits for path in own.values() if has_dataset(path, cache)}
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")

@@ -50,6 +50,8 @@ def open_trained(
         pad_id=pad_id,
         tolerance=tolerance,
         stream=stream,
+        cache_dir=data.cache_dir,
+        cache_size=data.cache_size,
     )
     return opened, []
 
@@ -63,7 +65,14 @@ def open_held_out(
             config, path, pad_id=pad_id, world_size=1, pad_seq_to_mult=layout.sequence_multiple
         )
         return OpenedBins(source, None)
-    return open_bins(path, split=config.validation.split, tolerance=tolerance, stream=stream)
+    return open_bins(
+        path,
+        split=config.validation.split,
+        tolerance=tolerance,
+        stream=stream,
+        cache_dir=config.data.cache_dir,
+        cache_size=config.data.cache_size,
+    )
 
 
 def _open_raw_samples(

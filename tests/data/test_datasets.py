@@ -20,11 +20,8 @@ from megatron_packed_sft import (
     PackedBin,
     PackedLoader,
     convert,
-    convert_legacy_to_memmap,
     create_shard_writer,
-    open_dataset,
     open_shard,
-    validate,
 )
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -239,7 +236,7 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
         ({"packed_storage": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
         ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
         ({"path": "nothing"}, "does not exist and matches nothing"),
-        ({"path": "s3://bucket/data"}, "is a URL"),
+        ({"path": "memory://bucket/data"}, "memory://bucket/data is no dataset, shard or file; check the URL"),
         ({"path": "store"}, "is a token store; name a plan to read bins"),
         ({"path": "empty"}, "is an empty directory"),
         ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),
@@ -363,8 +360,6 @@ URL = "s3://bucket/x"
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: create_sft_dataset(URL, EOS),
-        lambda: create_sft_dataset(["a", URL], EOS),
         lambda: GPTSFTPackedMemmapDataset(URL, EOS),
         lambda: GPTSFTPackedMultiShardDataset([URL], EOS),
         lambda: GPTSFTPackedDataset(URL, EOS),
@@ -373,21 +368,15 @@ URL = "s3://bucket/x"
         lambda: LegacyPickleWriter(URL),
         lambda: create_shard_writer("parquet", URL, num_bins=1, pack_size=8),
         lambda: DatasetWriter(URL),
-        lambda: open_dataset(URL),
         lambda: open_shard(URL),
         lambda: open_token_store(URL),
         lambda: publish_store(URL),
         lambda: TokenPartWriter(part_path(URL, 0), vocab_size=10),
         lambda: validate_token_store(URL),
         lambda: materialize_shards(pack([3, 4], pack_size=8), open_token_store("store"), [URL]),
-        lambda: validate(URL),
-        lambda: convert("one", URL, to="legacy"),
-        lambda: convert(URL, "out"),
-        lambda: convert_legacy_to_memmap(URL, "out"),
-        lambda: convert_legacy_to_memmap("legacy.npy", URL),
     ],
 )
-def test_a_url_is_refused_everywhere_and_never_becomes_a_local_directory(
+def test_a_url_that_cannot_be_taken_is_refused_and_never_becomes_a_local_directory(
     call: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

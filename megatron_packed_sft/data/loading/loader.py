@@ -39,8 +39,9 @@ class PackedLoader:
 
     The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. These are used if it has them:
     `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
-    `advise(indices)` announces samples that are needed soon; `fingerprint`, `tokenizer_fingerprint` and
-    `chat_template_fingerprint` are strings for the state. The thread calls them, one call at a time.
+    `advise(indices)` announces samples that are needed soon, `num_batches_advised` batches ahead; `fingerprint`,
+    `tokenizer_fingerprint` and `chat_template_fingerprint` are strings for the state. The thread calls them, one call
+    at a time.
 
     Args:
         dataset: what to load.
@@ -166,7 +167,10 @@ class PackedLoader:
         # The generator must not hold the loader: its thread would keep it alive.
         steps = self.batch_sampler.steps(self.consumed_samples)
         advise = getattr(self.dataset, "advise", None)
-        return _make_batches(steps, self._fetch, advise, cuda_device_to_pin_for(self.pin_memory))
+        num_advised = getattr(self.dataset, "num_batches_advised", None) or NUM_BATCHES_ADVISED
+        if advise is not None:
+            steps = _advised(steps, advise, num_advised)
+        return _make_batches(steps, self._fetch, cuda_device_to_pin_for(self.pin_memory))
 
 
 class _Made(NamedTuple):
@@ -215,24 +219,22 @@ class _Iteration(Iterator[Any]):
         return Prefetcher(batches, self._loader.prefetch) if self._loader.prefetch else batches
 
 
-def _make_batches(
-    steps: Iterator[Step], fetch: Fetch, advise: Callable[[list[int]], None] | None, device: int | None
-) -> Iterator[_Made]:
+def _make_batches(steps: Iterator[Step], fetch: Fetch, device: int | None) -> Iterator[_Made]:
     if device is not None:
         use_cuda_device(device)
-    for step in steps if advise is None else _advised(steps, advise):
+    for step in steps:
         batch = fetch(step.indices)
         yield _Made(batch if device is None else pinned(batch), step.consumed_samples, step.is_last)
         del batch  # or it would live here while the next one is made
 
 
-def _advised(steps: Iterator[Step], advise: Callable[[list[int]], None]) -> Iterator[Step]:
+def _advised(steps: Iterator[Step], advise: Callable[[list[int]], None], num_ahead: int) -> Iterator[Step]:
     """Yield the same steps, each announced a few steps earlier."""
     ahead: deque[Step] = deque()
     for step in steps:
         advise(step.indices)
         ahead.append(step)
-        if len(ahead) > NUM_BATCHES_ADVISED:
+        if len(ahead) > num_ahead:
             yield ahead.popleft()
     yield from ahead
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info import packed_data, training
+from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.dataset_directory import DATASET
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.tokens.validate import is_token_store
 
 Facts = dict[str, Any]
@@ -47,7 +49,8 @@ def describe(path: str | os.PathLike[str], *, deep: bool = False) -> Facts:
     """Return what a path is and what is recorded of it: plain values, as `packed-sft info --json` prints them.
 
     Args:
-        path: a dataset directory, a shard, file or stream of any storage, a token store, a plan, a checkpoint or a run.
+        path: a dataset directory, a shard, file or stream of any storage, a token store, a plan, a checkpoint or a run;
+            or the URL of a dataset or a memmap_v1 shard.
         deep: also read the data, for histograms.
 
     Example:
@@ -61,6 +64,8 @@ def describe(path: str | os.PathLike[str], *, deep: bool = False) -> Facts:
         >>> facts["kind"], facts["total"]["fullness"]
         ('shard', 0.5)
     """
+    if is_url(path):
+        return _describe_url(os.fspath(path), deep)
     location = local_path(path)
     if not os.path.lexists(location):
         raise InvalidInputError(f"{location} does not exist; check the path")
@@ -73,6 +78,18 @@ def describe(path: str | os.PathLike[str], *, deep: bool = False) -> Facts:
 
         facts |= deep_facts(kind.name, location, facts)
     return facts
+
+
+def _describe_url(url: str, deep: bool) -> Facts:
+    """Describe a dataset or shard of a store by its documents and headers alone."""
+    if deep:
+        raise InvalidInputError(f"--deep reads all data, and {redacted(url)} is a URL; copy the data, or leave it out")
+    with Outline.of(url) as outline:
+        facts = describe(outline.path)
+        name = json.dumps(redacted(url))[1:-1]
+        place = json.dumps(str(outline.path))[1:-1]
+        at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
+        return at_home
 
 
 def _what_else(path: Path) -> str:

@@ -143,11 +143,11 @@ class MemmapShard(LazyMaps[BinBlock]):
     def __repr__(self) -> str:
         return f"MemmapShard({str(self.path)!r}, {len(self)} bins of {self.pack_size})"
 
-    def _open_arrays(self) -> BinBlock:
+    def _open_arrays(self, keep: object) -> BinBlock:
         with checked_shard(self.path) as checked:
             if checked.manifest_checksum != self.fingerprint:
                 raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
-            return BinBlock(*(file.map() for file in checked.files))
+            return BinBlock(*(file.map(keep) for file in checked.files))
 
     def _damaged(self, name: str, index: int) -> ShardFileError:
         return ShardFileError(f"{self.path / name} is damaged at bin {index}; run `packed-sft validate` on the shard")

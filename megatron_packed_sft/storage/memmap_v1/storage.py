@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.json_document import MANIFEST
+from megatron_packed_sft.disk.checksum import checksum as checksum_of
+from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
+from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
+    from megatron_packed_sft.remote.downloads import Contents
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.validation_report import ValidationReport
     from megatron_packed_sft.support.progress import Progress
@@ -88,7 +91,23 @@ class MemmapStorage(Storage):
     def checksum(self, path: Path) -> str:
         """Return the checksum of the manifest, which holds those of the arrays."""
         with CheckedDirectory.open(path) as directory:
-            return checksum(directory.read(MANIFEST, MAX_MANIFEST_BYTES))
+            return checksum_of(directory.read(MANIFEST, MAX_MANIFEST_BYTES))
+
+    def contents(self, url: str, checksum: str, num_bytes: int | None, read: Callable[[str, int], bytes]) -> Contents:
+        """Return the files that the manifest lists."""
+        from megatron_packed_sft.remote.downloads import Contents
+        from megatron_packed_sft.remote.filesystem import child
+        from megatron_packed_sft.storage.memmap_v1.manifest import parse_manifest
+
+        data = read(MANIFEST, MAX_MANIFEST_BYTES)
+        file = redacted(child(url, MANIFEST))
+        if checksum_of(data) != checksum:
+            raise ShardError(f"{file} is not the one that its dataset.json lists; publish the dataset again")
+        manifest = parse_manifest(data, file)
+        if manifest.files is None or manifest.checksum_algorithm is None:
+            raise ShardError(f"{file} records no sizes and checksums, so a download cannot be checked; copy the shard")
+        files = {**manifest.files, MANIFEST: FileRecord(len(data), "")}
+        return Contents(files, manifest.checksum_algorithm, {MANIFEST: data})
 
     def validate(
         self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None

@@ -73,7 +73,7 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
     def __repr__(self) -> str:
         return f"FlatFile({str(self.path)!r}, {self.num_tokens:,} tokens, {np.dtype(self.dtype).name})"
 
-    def _open_arrays(self) -> npt.NDArray[Any]:
+    def _open_arrays(self, keep: object) -> npt.NDArray[Any]:
         fd = self._open()
         try:
             status = os.fstat(fd)

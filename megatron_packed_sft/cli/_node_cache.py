@@ -1,0 +1,108 @@
+"""`packed-sft cache status`, `clear` and `prefetch`: the node's cache of shards that were fetched from URLs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megatron_packed_sft.cli._verb import argument, quiet_option, verb
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.remote.node_cache import Entry
+
+_directory = click.option("--cache-dir", type=click.Path(), metavar="FOLDER", help="the cache (default: the user's)")
+
+
+@verb(examples="packed-sft cache status\npacked-sft cache status --cache-dir /scratch/packed-sft --json")
+@_directory
+def status(cache_dir: str | None, as_json: bool) -> int:
+    """Show which datasets the node's cache holds shards of, how large they are, and what is in use now."""
+    from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.support.terminal import show, show_json, table
+    from megatron_packed_sft.support.wording import byte_count
+
+    cache = node_cache(cache_dir)
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    for entry in cache.entries():
+        groups[entry.group].append(entry)
+    rows: list[dict[str, Any]] = [
+        {
+            "dataset": url,
+            "num_shards": len(entries),
+            "num_bytes": sum(entry.num_bytes for entry in entries),
+            "num_in_use": sum(entry.in_use for entry in entries),
+            "used": max(entry.used for entry in entries),
+        }
+        for url, entries in sorted(groups.items())
+    ]
+    total = sum(row["num_bytes"] for row in rows)
+    if as_json:
+        show_json({"cache_dir": str(cache.directory), "num_bytes": total, "size": cache.size, "datasets": rows})
+        return 0
+    if rows:
+        cells = [
+            [
+                row["dataset"],
+                row["num_shards"],
+                byte_count(row["num_bytes"]),
+                row["num_in_use"],
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"])),
+            ]
+            for row in rows
+        ]
+        show(table(["dataset", "shards", "bytes", "in use", "last use"], cells, left=1))
+    print(f"{cache.directory}: {byte_count(total)} of {byte_count(cache.size)}")
+    return 0
+
+
+@verb(examples="packed-sft cache clear\npacked-sft cache clear s3://bucket/my_dataset")
+@argument("url", required=False, type=str, help="the dataset whose shards are removed (default: all)")
+@_directory
+@quiet_option
+def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) -> int:
+    """Remove shards from the node's cache; those that are in use stay."""
+    from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.support.paths import redacted
+    from megatron_packed_sft.support.terminal import show_json
+    from megatron_packed_sft.support.wording import byte_count, counted
+
+    cache = node_cache(cache_dir)
+    wanted = None if url is None else redacted(url.rstrip("/"))
+    entries = [entry for entry in cache.entries() if wanted is None or entry.group.rstrip("/") == wanted]
+    gone = [entry for entry in entries if cache.evict(entry.key)]
+    num_bytes, num_kept = sum(entry.num_bytes for entry in gone), len(entries) - len(gone)
+    if as_json:
+        show_json({"num_removed": len(gone), "num_bytes": num_bytes, "num_in_use": num_kept})
+    elif not quiet:
+        kept = f"; {counted(num_kept, 'shard')} in use stayed" if num_kept else ""
+        print(f"{cache.directory}: {counted(len(gone), 'shard')} removed, {byte_count(num_bytes)}{kept}")
+    return 0
+
+
+@verb(examples="packed-sft cache prefetch s3://bucket/my_dataset --split train --cache-size 200GB")
+@argument("url", type=str, help="a dataset in an object store")
+@click.option("--split", multiple=True, metavar="NAME", help="fetch this split and no other; may be repeated")
+@_directory
+@click.option("--cache-size", metavar="SIZE", help="how large the cache may become, such as 200GB")
+@quiet_option
+def prefetch(
+    url: str, split: tuple[str, ...], cache_dir: str | None, cache_size: str | None, quiet: bool, as_json: bool
+) -> int:
+    """Fetch the shards of a dataset before a run needs them. More than the cache holds is refused."""
+    from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.storage.remote_shard import fetch_dataset
+    from megatron_packed_sft.support.progress import Progress
+    from megatron_packed_sft.support.terminal import show_json
+    from megatron_packed_sft.support.wording import byte_count, counted
+
+    cache = node_cache(cache_dir, cache_size)
+    with Progress("fetch", None, "shard", quiet=quiet) as bar:
+        num_shards, num_bytes = fetch_dataset(url, cache, split, lambda: bar.update(1))
+    if as_json:
+        show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
+    elif not quiet:
+        print(f"{cache.directory}: {counted(num_shards, 'shard')} of {byte_count(num_bytes)} are there")
+    return 0

@@ -1,0 +1,96 @@
+"""The outline of a directory in a store: every file with its size, but only the bytes that are asked for.
+
+Array files become sparse files whose header was read with a range request; the rest of them is a hole. So whatever
+looks at names, sizes, manifests and headers works on data of any size, for a few requests per file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_packed_sft.disk.atomic import os_errors, write_at
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.disk.json_document import FileRecord
+from megatron_packed_sft.disk.npy import MAX_HEADER
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.downloads import Contents, download
+from megatron_packed_sft.remote.filesystem import ObjectInfo, child, list_objects, read_range
+from megatron_packed_sft.remote.uploads import scratch_directory
+from megatron_packed_sft.support.paths import redacted
+
+_NUM_THREADS = 16
+_SMALL = 64 << 10  # bytes; files up to this are read whole
+_MAX_DOCUMENT = 64 << 20
+
+
+class Outline:
+    """A local directory that looks like one of a store.
+
+    Args:
+        url: of the directory.
+        path: the local directory.
+        objects: what is in the store.
+    """
+
+    def __init__(self, url: str, path: Path, objects: dict[str, ObjectInfo]) -> None:
+        self.url = url
+        self.path = path
+        self._objects = objects
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            list(threads.map(self._sketch, objects))
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, url: str) -> Iterator[Outline]:
+        """Make the outline of a URL in a scratch directory; it is gone after the block."""
+        objects = list_objects(url)
+        if not objects:
+            raise InvalidInputError(f"{redacted(url)} does not exist; check the URL")
+        for name in objects:
+            child(url, name)  # refuses names that lead elsewhere
+        with scratch_directory() as scratch:
+            path = scratch / "outline"
+            path.mkdir()
+            yield cls(url, path, objects)
+
+    @contextlib.contextmanager
+    def whole(self, name: str) -> Iterator[Path]:
+        """Fill one file or directory of the outline with all of its bytes while the block runs."""
+        path = self.path / name
+        inside = {
+            one.removeprefix(f"{name}/"): info for one, info in self._objects.items() if one.startswith(f"{name}/")
+        }
+        if name in self._objects:
+            inside = {"": self._objects[name]}
+        if not inside:
+            yield path  # whoever looks for it says that it is missing
+            return
+        aside = path.with_name(f"{path.name}.outline")
+        os.rename(path, aside)
+        files = {one: FileRecord(info.size, "") for one, info in inside.items()}
+        try:
+            download(child(self.url, name), Contents(files, DEFAULT_ALGORITHM), path)
+            yield path
+        finally:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            os.rename(aside, path)
+
+    def at_home(self, text: str) -> str:
+        """Return a message about the outline as one about the store."""
+        return text.replace(str(self.path), redacted(self.url))
+
+    def _sketch(self, name: str) -> None:
+        path, size = self.path / name, self._objects[name].size
+        with os_errors("create", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        is_document = name.endswith(".json") and size <= _MAX_DOCUMENT
+        known = size if is_document or size <= _SMALL else MAX_HEADER
+        data = read_range(child(self.url, name), 0, known) if known else b""
+        with os_errors("write", path), open(path, "xb") as file:
+            write_at(file.fileno(), data, 0)
+            os.truncate(file.fileno(), size)

@@ -1,0 +1,251 @@
+"""A local directory to a store: whole or not readable. The document that readers begin with goes last.
+
+    arrays ─▶ manifest.json of each shard ─▶ dataset.json
+
+While an upload runs, .upload.json lists every object that it writes or replaces. So a run after a crash knows what is
+ours, sends only what is missing or different, and removes what an older dataset left; anything else is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
+from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
+from megatron_packed_sft.remote.filesystem import (
+    ObjectInfo,
+    base_name,
+    child,
+    file_md5,
+    is_missing,
+    list_objects,
+    object_info,
+    read_object,
+    read_range,
+    remove_object,
+    upload_file,
+    write_object,
+)
+from megatron_packed_sft.support.paths import redacted
+
+UNFINISHED = ".upload.json"  # there while an upload runs, and after one that was cut
+_DATASET = "dataset.json"
+_CLOSING = (_DATASET, json_document.MANIFEST)  # a reader begins with the first of these that there is
+_MAX_LIST_BYTES = 64 << 20
+_BLOCK = 16 << 20
+_NUM_THREADS = 4
+
+
+class UploadReport(NamedTuple):
+    """What an upload did: objects sent, those that were there already, and old ones removed."""
+
+    num_sent: int
+    num_kept: int
+    num_removed: int
+    num_bytes: int
+
+
+@contextlib.contextmanager
+def scratch_directory(near: Path | None = None) -> Iterator[Path]:
+    """Make a directory for files on their way to a store, in TMPDIR or in `near`; it is removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="packed-sft-upload-", dir=near))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def uploading(url: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a local path to write to; what is there at the end of the block is published under the URL.
+
+    Example:
+        >>> with uploading("memory://doc/file") as path:
+        ...     _ = path.write_text("whole")
+        >>> read_object("memory://doc/file", 10)
+        b'whole'
+    """
+    refuse_existing(url, overwrite=overwrite)
+    with scratch_directory() as scratch:
+        local = scratch / (base_name(url) or "data")
+        yield local
+        upload(local, url, overwrite=overwrite)
+
+
+def upload(
+    local: Path, url: str, *, overwrite: bool = False, on_bytes: Callable[[int], object] | None = None
+) -> UploadReport:
+    """Publish a local shard, file or dataset directory under a URL.
+
+    Every object is compared with its file after it was sent: in size, and in MD5 where the store reports one, else it
+    is read back. What is there already with the same content is not sent again.
+
+    Args:
+        local: the directory or the file.
+        url: what it will be called.
+        overwrite: replace other data that was published there. Objects that no publication lists are never removed.
+        on_bytes: called with the size of each file after it was checked.
+
+    Example:
+        >>> import tempfile; home = Path(tempfile.mkdtemp()); _ = (home / "manifest.json").write_text("{}")
+        >>> upload(home, "memory://doc/shard").num_sent, upload(home, "memory://doc/shard").num_sent
+        (1, 0)
+    """
+    if local.is_file():
+        return _upload_one(local, url, overwrite)
+    names = _files_below(local)
+    closing = next(name for name in _CLOSING if name in names)
+    there = list_objects(url)
+    replaced = _refuse_others(url, names, closing, there, local, overwrite=overwrite)
+    stale = sorted((replaced - set(names)) & set(there))
+    is_whole = closing in there and not stale and UNFINISHED not in there
+    if is_whole and all(_is_same(local / name, child(url, name), there.get(name)) for name in names):
+        return UploadReport(0, len(names), 0, 0)
+    write_object(child(url, UNFINISHED), json_document.render({"objects": sorted(replaced | set(names))}))
+    if closing in there:
+        remove_object(child(url, closing))  # from here on until the end there is nothing that a reader would open
+        there.pop(closing)
+    num_sent = num_bytes = 0
+    for batch in _in_order(names):
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-upload") as threads:
+            sent = list(
+                threads.map(lambda name: _send(local / name, child(url, name), there.get(name), on_bytes), batch)
+            )
+        num_sent += sum(1 for size in sent if size is not None)
+        num_bytes += sum(size for size in sent if size is not None)
+    for name in stale:
+        remove_object(child(url, name))
+    remove_object(child(url, UNFINISHED))
+    return UploadReport(num_sent, len(names) - num_sent, len(stale), num_bytes)
+
+
+def refuse_existing(url: str, *, overwrite: bool = False) -> None:
+    """Refuse a URL with something in it, before hours of work; what an upload that was cut left there is fine."""
+    there = list_objects(url)
+    if not there or overwrite or (UNFINISHED in there and not any(name in there for name in _CLOSING)):
+        return
+    raise _exists(url, there)
+
+
+def _files_below(local: Path) -> list[str]:
+    found = sorted(
+        os.path.relpath(os.path.join(folder, name), local) for folder, _, some in os.walk(local) for name in some
+    )
+    if not any(name in found for name in _CLOSING):
+        raise ShardError(f"{local} has no {_DATASET} and no {json_document.MANIFEST}; it is not whole, write it again")
+    return found
+
+
+def _in_order(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield what may be sent at the same time: everything that a document vouches for comes before it."""
+    is_manifest = {name: name.rpartition("/")[2] == json_document.MANIFEST for name in names}
+    yield [name for name in names if not is_manifest[name] and name != _DATASET]
+    yield [name for name in names if is_manifest[name]]
+    yield [name for name in names if name == _DATASET]
+
+
+def _refuse_others(
+    url: str, names: Sequence[str], closing: str, there: dict[str, ObjectInfo], local: Path, *, overwrite: bool
+) -> set[str]:
+    """Return the names of what may be replaced; refuse a target that holds anything else."""
+    ours = {UNFINISHED, *_listed(url, there)}
+    published = next((name for name in _CLOSING if name in there), None)
+    if published is not None:
+        same = published == closing and _is_same(local / closing, child(url, closing), there[closing])
+        if not same and not overwrite:
+            raise _exists(url, there)
+        ours |= _published_names(url, published)
+        return ours | {name for name in names if name in there}
+    strangers = {name for name in there if name not in ours and name not in names}
+    if strangers:
+        shown = ", ".join(sorted(strangers)[:3])
+        raise TargetExistsError(f"{redacted(url)} holds other objects ({shown}); choose another URL")
+    return ours
+
+
+def _listed(url: str, there: dict[str, ObjectInfo]) -> set[str]:
+    """Return what an upload that was cut says it would write."""
+    if UNFINISHED not in there:
+        return set()
+    try:
+        document = json_document.parse(read_object(child(url, UNFINISHED), _MAX_LIST_BYTES), UNFINISHED)
+    except (ManifestError, StorageIOError):
+        return set()
+    found = document.get("objects")
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+
+
+def _published_names(url: str, closing: str) -> set[str]:
+    """Return the objects that belong to what is published: those that its own documents name."""
+    try:
+        document = json_document.parse(read_object(child(url, closing), _MAX_LIST_BYTES), closing)
+    except ManifestError:
+        return {closing}
+    names = {closing, "README.md"}
+    files = document.get("files")
+    names |= set(files) if isinstance(files, dict) else set()
+    splits = document.get("splits")
+    shards = {
+        f"{split}/{shard['name']}"
+        for split, description in (splits.items() if isinstance(splits, dict) else ())
+        for shard in (description.get("shards") or () if isinstance(description, dict) else ())
+        if isinstance(shard, dict) and isinstance(shard.get("name"), str)
+    }
+    return names | {
+        name for name in list_objects(url) if any(name == one or name.startswith(f"{one}/") for one in shards)
+    }
+
+
+def _upload_one(local: Path, url: str, overwrite: bool) -> UploadReport:
+    there = object_info(url)
+    if there is not None and not overwrite and not _is_same(local, url, there):
+        raise _exists(url, {})
+    sent = _send(local, url, there, None)
+    return UploadReport(int(sent is not None), int(sent is None), 0, sent or 0)
+
+
+def _send(local: Path, url: str, there: ObjectInfo | None, on_bytes: Callable[[int], object] | None) -> int | None:
+    """Upload a file unless its content is there, check the object, and return the bytes sent or None."""
+    size, sent = local.stat().st_size, False
+    if not _is_same(local, url, there):
+        upload_file(local, url)
+        sent = True
+        if not _is_same(local, url, object_info(url)):
+            raise StorageIOError(f"{redacted(url)} is not what was sent; another writer may be at work, or run again")
+    if on_bytes is not None:
+        on_bytes(size)
+    return size if sent else None
+
+
+def _is_same(local: Path, url: str, there: ObjectInfo | None) -> bool:
+    if there is None or there.size != local.stat().st_size:
+        return False
+    if there.md5 is not None and there.md5 == file_md5(local):
+        return True
+    # No MD5, or one of something else than the content (encryption, parts): read it back.
+    hasher = new_hasher(DEFAULT_ALGORITHM)
+    try:
+        for start in range(0, there.size, _BLOCK):
+            hasher.update(read_range(url, start, min(start + _BLOCK, there.size)))
+    except StorageIOError as error:
+        if is_missing(error):
+            return False
+        raise
+    return hasher.hexdigest() == file_checksum(local)
+
+
+def _exists(url: str, there: dict[str, ObjectInfo]) -> TargetExistsError:
+    if there and not any(name in there for name in _CLOSING) and UNFINISHED not in there:
+        shown = ", ".join(sorted(there)[:3])
+        return TargetExistsError(f"{redacted(url)} holds other objects ({shown}); choose another URL")
+    return TargetExistsError(
+        f"{redacted(url)} exists already; choose another name, or add --overwrite (overwrite=True)"
+    )

@@ -1,0 +1,131 @@
+"""A shard in an object store: what the cache of the node must know to fetch it, and to check what arrives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
+from megatron_packed_sft.remote.downloads import Contents
+from megatron_packed_sft.remote.filesystem import child, object_info, read_object
+from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
+from megatron_packed_sft.storage.interface import Storage
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.paths import redacted
+from megatron_packed_sft.support.wording import byte_count
+
+
+@dataclass(frozen=True)
+class RemoteShard:
+    """One shard of a store. It can be pickled: every process opens the cache for itself.
+
+    Args:
+        storage: of the shard.
+        url: of the shard.
+        checksum: as dataset.json records it.
+        num_bytes: of a shard that is one file.
+        group: the URL of the dataset.
+        cache_directory, cache_size: of the cache of the node.
+    """
+
+    storage: Storage
+    url: str
+    checksum: str
+    num_bytes: int | None
+    group: str
+    cache_directory: Path
+    cache_size: int | None
+
+    @property
+    def cache(self) -> NodeCache:
+        """The cache of the node."""
+        return node_cache(self.cache_directory, self.cache_size)
+
+    @functools.cached_property
+    def item(self) -> CacheItem:
+        """What the cache calls it."""
+        return CacheItem(self.url, self.checksum, self._contents, self.group)
+
+    @property
+    def path(self) -> Path:
+        """Where it is once it was fetched."""
+        return self.cache.path_of(self.item)
+
+    def hold(self) -> Hold:
+        """Fetch the shard unless it is there, and keep it while the returned object lives."""
+        return self.cache.hold(self.item)
+
+    def _contents(self) -> Contents:
+        def read(name: str, limit: int) -> bytes:
+            return read_object(child(self.url, name), limit)
+
+        return self.storage.contents(self.url, self.checksum, self.num_bytes, read)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "item"}
+
+
+_HELD: dict[str, Hold] = {}  # copies whose paths were handed out: they stay until this process ends
+
+
+def local_copy(url: str, cache: NodeCache | None = None) -> Path:
+    """Return the local path of a single shard or file of an object store: fetched, checked and kept from now on.
+
+    A memmap_v1 shard is checked against its manifest. Other files are known by what the store says of them.
+    """
+    cache = cache or node_cache()
+    if object_info(child(url, MANIFEST)) is not None:
+        data = cache.document(child(url, MANIFEST), MAX_MANIFEST_BYTES)
+        shard = RemoteShard(
+            storage_named("memmap_v1"), url, checksum(data), None, url, cache.directory, cache.asked_size
+        )
+        item = shard.item
+    else:
+        info = object_info(url)
+        if info is None:
+            raise InvalidInputError(f"{redacted(url)} is no dataset, shard or file; check the URL")
+        contents = Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM)
+        item = CacheItem(url, f"{info.size} {info.tag}", lambda: contents, url)
+    hold = _HELD[item.key] = cache.hold(item)
+    return hold.path
+
+
+def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: Callable[[], object]) -> tuple[int, int]:
+    """Fetch the shards of a dataset into the cache; return how many there are and their bytes.
+
+    Args:
+        url: of the dataset.
+        cache: of the node.
+        splits: which; empty for all.
+        on_shard: called after each shard.
+    """
+    from megatron_packed_sft.storage.dataset_directory import open_dataset
+
+    dataset = open_dataset(url, cache)
+    shards = [
+        shard
+        for split in splits or dataset.splits
+        for entry in dataset.entries(split)
+        if (shard := dataset.remote_shard(split, entry)) is not None
+    ]
+    num_bytes, limit = 0, cache.size
+    holds = []  # until all are there, so that none of them makes room for another
+    with ThreadPoolExecutor(NUM_SHARDS_AT_ONCE, thread_name_prefix="packed-sft-prefetch") as threads:
+        for shard, hold in zip(shards, threads.map(RemoteShard.hold, shards), strict=True):
+            holds.append(hold)
+            num_bytes += cache.size_of(shard.item.key)
+            if num_bytes > limit:
+                threads.shutdown(wait=True, cancel_futures=True)
+                raise InvalidInputError(
+                    f"{redacted(url)} is larger than the cache of {byte_count(limit)}; raise cache_size, or let "
+                    "training fetch what it needs"
+                )
+            on_shard()
+    return len(shards), num_bytes
