@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from megatron_packed_sft.config.application import completions, run_application
 from megatron_packed_sft.prepare.config import PrepareConfig
@@ -18,6 +19,8 @@ EXAMPLES = """
       packing.pack_size=8192 split.validation_fraction=0.01
   packed-sft prepare --config-dir . --config-name my_prepare        # several sources, in a file of your own
   packed-sft prepare input=chats.jsonl output=my_dataset tokenizer.path=sp.model --dry-run
+  packed-sft prepare input='chats/*.jsonl' output=my_dataset tokenizer.path=sp.model executor=array \\
+      executor.index=$SLURM_ARRAY_TASK_ID executor.count=64       # one of 64 jobs; without executor.index: publish
   packed-sft prepare input=chats.jsonl 'output=packed_${packing.pack_size}' work_dir=work tokenizer.path=sp.model \\
       packing.pack_size=2048,4096 --multirun
 """
@@ -71,8 +74,15 @@ def _run(config: PrepareConfig) -> None:
     from megatron_packed_sft.prepare.summary import summary
     from megatron_packed_sft.support.terminal import show, show_json
 
-    pipeline = Pipeline(config)
-    report = pipeline.estimate() if config.dry_run else pipeline.run()
+    with closing(Pipeline(config)) as pipeline:
+        if pipeline.is_share and not config.dry_run:
+            share = pipeline.run_share()
+            if config.json:
+                show_json(share.to_json())
+            elif not config.quiet:
+                show(*share.lines())
+            return
+        report = pipeline.estimate() if config.dry_run else pipeline.run()
     if config.json:
         show_json(report.to_json())
     elif not config.quiet:

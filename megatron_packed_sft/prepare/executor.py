@@ -1,4 +1,4 @@
-"""Who does the work: this process, or several on this machine. The results are the same."""
+"""Who does the work: this process, several on this machine, or a cluster. The results are the same."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, TypeVar
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.prepare.config import ExecutorConfig
 from megatron_packed_sft.support.processes import process_pool
 
 # Starting a process, with its tokenizer, takes as long as encoding some megabytes.
 _BYTES_PER_WORKER = 8 << 20
+
+_KEYS: dict[str, tuple[str, ...]] = {"local": (), "array": ("index", "count")}  # by kind, its own
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -30,6 +33,9 @@ class Executor(Protocol):
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
     ) -> Iterator[Result]:
         """Yield results as they come, in any order; take new tasks only as old ones are done."""
+
+    def close(self) -> None:
+        """Let go of what `run` left open for the next one."""
 
 
 class LocalExecutor:
@@ -78,6 +84,9 @@ class LocalExecutor:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def close(self) -> None:
+        """Nothing is left open."""
+
 
 def worker_died() -> PackedSFTError:
     """Return the error for a process that ended without a word."""
@@ -87,13 +96,17 @@ def worker_died() -> PackedSFTError:
     )
 
 
-def create_executor(kind: str, num_workers: int | None) -> Executor:
+def create_executor(config: ExecutorConfig) -> Executor:
     """Return the executor of a configuration.
 
     Example:
-        >>> create_executor("local", 2).num_workers
+        >>> create_executor(ExecutorConfig(num_workers=2)).num_workers
         2
     """
-    if kind != "local":
-        raise InvalidInputError(f"executor.kind is {kind!r}; choose local")
-    return LocalExecutor(num_workers)
+    if config.kind not in _KEYS:
+        raise InvalidInputError(f"executor.kind is {config.kind!r}; choose {', '.join(_KEYS)}")
+    for kind, keys in _KEYS.items():
+        for key in keys:
+            if kind != config.kind and getattr(config, key) is not None:
+                raise InvalidInputError(f"executor.{key} is for executor={kind}; add that, or leave the key out")
+    return LocalExecutor(config.num_workers)  # a call of an array works on its share with processes, too

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.prepare.config import ExecutorConfig
 from megatron_packed_sft.prepare.executor import LocalExecutor, create_executor
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,8 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 def test_unknown_kinds_and_counts_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"executor.kind is 'cloud'"):
-        create_executor("cloud", 1)
+        create_executor(ExecutorConfig("cloud"))
     with pytest.raises(InvalidInputError, match=r"executor.num_workers is 0"):
-        create_executor("local", 0)
+        create_executor(ExecutorConfig("local", 0))
+    with pytest.raises(InvalidInputError, match=r"executor.index is for executor=array; add that, or leave"):
+        create_executor(ExecutorConfig("local", index=1))
