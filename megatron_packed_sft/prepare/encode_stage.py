@@ -23,7 +23,6 @@ from megatron_packed_sft.prepare.encode_worker import (
     hash_slice,
     start_encoder,
 )
-from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource
 from megatron_packed_sft.prepare.work_directory import (
     WorkDirectory,
@@ -36,6 +35,7 @@ from megatron_packed_sft.prepare.work_directory import (
 )
 from megatron_packed_sft.records.files import InputFile
 from megatron_packed_sft.support.drop_reasons import Severity
+from megatron_packed_sft.support.executors import Executor, LocalExecutor
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 from megatron_packed_sft.tokens.writer import part_path

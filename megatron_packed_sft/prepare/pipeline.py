@@ -284,7 +284,7 @@ class Pipeline:
             pad_id=next((one for one in (tokenizer.pad_id, tokenizer.eos_id) if one is not None), 0),
             provenance=provenance,
             card=card(report, provenance),
-            num_workers=self._executor.num_workers,
+            executor=self._executor,
         )
 
     @property

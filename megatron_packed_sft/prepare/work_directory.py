@@ -203,6 +203,11 @@ def publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
     """List the parts of this run in store.json, and remove those that other runs left."""
     wanted = {part_path(store, number).name for number in numbers}
     with os_errors("clear", store):
+        missing = sorted(wanted - {entry.name for entry in os.scandir(store)})
+        if missing:
+            raise PackedSFTError(
+                f"{store / missing[0]} was written, but is not here; work_dir must be on a disk that all nodes share"
+            )
         for entry in os.scandir(store):
             if entry.name.lstrip(".").startswith("part_") and entry.name not in wanted:  # with a dot: unfinished
                 shutil.rmtree(entry.path)
