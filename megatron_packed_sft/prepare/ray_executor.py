@@ -10,8 +10,10 @@ import logging
 import os
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, redirect_stdout
 from typing import Any, TypeVar
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
@@ -44,7 +46,7 @@ class RayExecutor:
         self._ray = load("ray", "ray", "executor=ray")
         self._address, self._num_cpus = address, num_cpus or 1
         self._wanted = num_workers
-        self._is_ours = False  # the connection, and so ours to close
+        self._open = ExitStack()  # what close() ends; nothing if somebody else had connected this process
         self.num_workers = num_workers or 1
 
     def fitting(self, num_bytes: int) -> RayExecutor:
@@ -83,9 +85,7 @@ class RayExecutor:
 
     def close(self) -> None:
         """Leave the cluster, and end it if `run` started it."""
-        if self._is_ours:
-            self._ray.shutdown()
-            self._is_ours = False
+        self._open.close()
 
     def _connect(self) -> None:
         if not self._ray.is_initialized():
@@ -99,7 +99,9 @@ class RayExecutor:
                 self._ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
             except (OSError, RuntimeError, ValueError) as error:
                 raise _unreachable(self._address, error) from error
-            self._is_ours = True
+            self._open.callback(self._ray.shutdown)
+            # Ray prints what happens to its workers on stdout, where our summary belongs.
+            self._open.enter_context(redirect_stdout(sys.stderr))
         num_cpus = self._ray.cluster_resources().get("CPU", 0)
         if self._wanted is None and num_cpus < self._num_cpus:
             raise InvalidInputError(
