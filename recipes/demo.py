@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_packed_sft import open_dataset, train_sentencepiece
+from megatron_packed_sft import open_dataset
 from megatron_packed_sft.train import read_metrics
 
 RECIPE = Path(__file__).with_name("sft.py")
@@ -37,12 +36,6 @@ def run(*arguments: str) -> None:
     print(f"$ packed-sft {shlex.join(arguments)}", flush=True)
     if subprocess.run([sys.executable, "-m", "megatron_packed_sft", *arguments], check=False).returncode != 0:
         sys.exit("the demo stops here: the command above failed")
-
-
-def train_tokenizer(chats: Path, path: Path) -> None:
-    """Train a SentencePiece model with ChatML's markers, in a few seconds."""
-    messages = [message for line in chats.read_text().splitlines() for message in json.loads(line)["messages"]]
-    train_sentencepiece([message["content"] for message in messages], path, vocab_size=2048)
 
 
 def train(arguments: list[str], *, stop_after: int | None = None) -> None:
@@ -77,8 +70,7 @@ def main() -> None:
     start = time.perf_counter()
 
     say("Generate chats in five files of different formats and schemas, and train a tokenizer on some of them")
-    run("sample-data", f"{home}/chats", "--rows", str(arguments.rows))
-    train_tokenizer(home / "chats" / "chats.jsonl", home / "sp.model")
+    run("sample-data", f"{home}/chats", "--rows", str(arguments.rows), "--tokenizer", f"{home}/sp.model")
 
     say("Prepare: chats to packed, checksummed shards")
     run(

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -165,15 +167,27 @@ def test_a_bug_is_one_sentence_and_its_traceback_is_kept(
     assert "ZeroDivisionError" in kept.read_text()
 
 
-def test_ctrl_c_exits_with_130_and_says_that_nothing_was_published(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+def heed_interrupts() -> None:
+    """Undo what a shell does to jobs in the background, and to all that they start: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    monkeypatch.setattr("megatron_packed_sft.cli.env.environment", interrupt)
-    assert main(["env"]) == 130
-    assert capsys.readouterr().err == "packed-sft: interrupted; nothing was published\n"
+
+def test_ctrl_c_exits_with_130_and_says_that_nothing_was_published(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_packed_sft", "sample-data", str(tmp_path / "chats"), "--rows", "200000"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=heed_interrupts,
+    ) as run:
+        while not any(tmp_path.rglob("*")) and run.poll() is None:  # until it is at work
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate()
+    assert (run.returncode, out, err) == (130, "", "packed-sft: interrupted; nothing was published\n")
 
 
 # ---- what people see: colours on a terminal, plain text in a pipe
@@ -288,6 +302,7 @@ def test_shells_complete_verbs_options_values_and_keys(shell: str) -> None:
     assert completed(shell, "prepare", "packing=opt") == ["packing=optimal"]
     assert completed(shell, "train", "output=x", "model=tin") == ["model=tiny"]
     assert completed(shell, "train", "resum") == ["resume="]
+    assert completed(shell, "preview", "chats.jsonl", "encode.max_l") == ["encode.max_len="]
 
 
 BASH = """

@@ -34,7 +34,8 @@ ALLOWED = {
     "caches": {"records", "encode", "storage", "disk", "config"},
     "prepare": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "config"},
     "train": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "megatron", "config"},
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
+    # All but megatron and train: what those leave on disk is described by its JSON files.
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "disk", "data", "prepare", "config"},
     "cli": {
         *("records", "encode", "tokens", "packing", "storage", "disk", "data"),
         *("megatron", "caches", "prepare", "train", "inspect"),
@@ -124,7 +125,7 @@ def test_type_checkers_see_the_same_names_as_users() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
     room = room_of(path)
-    if room in ("__init__", "__main__"):
+    if room == "__init__" or path.name == "__main__.py":  # what is run sits on top of everything
         return
     for name in imports_of(path):
         parts = name.split(".")

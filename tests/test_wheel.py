@@ -10,9 +10,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from megatron_packed_sft import __version__, create_shard_writer, storage_names
+from megatron_packed_sft import __version__, storage_names
+from megatron_packed_sft.storage.registry import storage_named
 
 ROOT = Path(__file__).parents[1]
+REPORT = "megatron_packed_sft/inspect/report"
 
 
 def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) -> None:
@@ -31,7 +33,12 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
     assert "megatron_packed_sft/py.typed" in names
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"megatron_packed_sft/conf/{path.relative_to(ROOT / 'conf')}" in names
-    for path in (ROOT / "megatron_packed_sft").rglob("*.jinja"):
+    files = [
+        *(ROOT / "megatron_packed_sft").rglob("*.jinja"),
+        *(path for folder in ("static", "vendor") for path in (ROOT / REPORT / folder).iterdir()),
+    ]
+    assert {path.suffix for path in files} >= {".jinja", ".html", ".css", ".js", ".uPlot"}
+    for path in files:
         assert str(path.relative_to(ROOT)) in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
 
@@ -48,10 +55,8 @@ def test_the_wheel_ships_conf_the_type_marker_and_the_command(tmp_path: Path) ->
     assert "packed_storage: legacy" in done.stdout
 
 
-def test_every_storage_group_names_a_storage_that_exists(tmp_path: Path) -> None:
+def test_every_storage_group_names_a_storage_that_exists() -> None:
     files = sorted((ROOT / "conf" / "storage").glob("*.yaml"))
     assert {path.stem for path in files} == set(storage_names())
     for path in files:
-        config = OmegaConf.load(path)
-        with create_shard_writer(config.packed_storage, tmp_path / "out.npy", num_bins=1, pack_size=8):
-            pass
+        assert storage_named(OmegaConf.load(path).packed_storage).name == path.stem

@@ -107,6 +107,18 @@ def argument(name: str, *, help: str, metavar: str | None = None, **attributes: 
     return decorator
 
 
+def complete_words(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a path, and behind it the keys of `packed-sft prepare`."""
+    words = list(context.params.get(parameter.name or "") or ())
+    if words:
+        from megatron_packed_sft.prepare.app import complete
+
+        found = [] if incomplete.startswith("-") else complete(words, incomplete)
+        if found:
+            return [CompletionItem(one) for one in found]
+    return [CompletionItem(incomplete, type="file")]
+
+
 def quiet_option(function: Any) -> Any:
     """Add --quiet."""
     return click.option("--quiet", is_flag=True, help="no progress bar and no summary")(function)

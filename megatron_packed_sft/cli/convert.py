@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.storage.convert import ConversionReport
 
 
 @verb(
@@ -17,6 +20,7 @@ from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096
         packed-sft convert my_dataset legacy_files --to legacy
         packed-sft convert my_dataset/train/shard_000000 training.idx.parquet --to parquet
+        packed-sft convert texts/train/shard_000000 texts_text_document --to megatron_indexed
     """
 )
 @argument(
@@ -48,6 +52,11 @@ from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_names
 @click.option(
     "--split", default="train", metavar="NAME", show_default=True, help="split for the shards of several files"
 )
+@click.option(
+    "--drop-masks",
+    is_flag=True,
+    help="with --to megatron_indexed: accept tokens that are not trained; whoever reads the result trains on them",
+)
 @click.option("--overwrite", is_flag=True, help="replace TARGET if it exists")
 @quiet_option
 def command(
@@ -59,6 +68,7 @@ def command(
     vocab_size: int | None,
     pad_id: int | None,
     split: str,
+    drop_masks: bool,
     overwrite: bool,
     quiet: bool,
     as_json: bool,
@@ -68,7 +78,6 @@ def command(
     """
     from megatron_packed_sft.storage.convert import convert
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import counted
 
     report = convert(
         list(sources),
@@ -79,23 +88,33 @@ def command(
         vocab_size=vocab_size,
         pad_id=pad_id,
         split=split,
+        drop_masks=drop_masks,
         overwrite=overwrite,
         progress=not quiet,
     )
     if as_json:
         show_json(asdict(report))
     elif not quiet:
-        print(
-            f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
-            f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
-        )
-        if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
-            print(
-                f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin"
-            )
-        if report.num_cleared_masks:
-            print(
-                f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
-                "they predict nothing and no collate reads them"
-            )
+        _show(report)
     return 0
+
+
+def _show(report: ConversionReport) -> None:
+    from megatron_packed_sft.support.wording import counted
+
+    print(
+        f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
+        f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
+    )
+    if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
+        print(f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin")
+    if report.num_cleared_masks:
+        print(
+            f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
+            "they predict nothing and no collate reads them"
+        )
+    if report.num_dropped_masks:
+        print(
+            f"note: {report.num_dropped_masks:,} predictions that were not trained will be, by whoever reads this: "
+            f"{report.packed_storage} keeps no loss masks"
+        )

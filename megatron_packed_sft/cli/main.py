@@ -25,9 +25,14 @@ PROGRAM = "packed-sft"
 # The verbs in the order of --help. `sample-data` is the `command` of cli/sample_data.py.
 VERBS = {
     "sample-data": "write synthetic chats in several file formats, for trying things out",
+    "preview": "what will be trained: chats, or packed data, in colour",
+    "explain-template": "what a chat template writes around each kind of turn, and what it loses",
     "prepare": "chat files to packed, checksummed shards",
     "train": "train on packed data with Megatron-Core",
+    "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
+    "report": "a page that shows what will be trained, or how a run went",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
+    "compare": "are two datasets, shards or packed files the same, and what differs",
     "convert": "packed data from one storage to another",
     "cache": "texts and chats to token caches, from a YAML of sources",
     "export": "a trained model as a Hugging Face folder",
@@ -61,8 +66,10 @@ class _Verbs(Helpful, click.Group):
 
     examples = """
         packed-sft sample-data chats
+        packed-sft preview chats/chats.jsonl tokenizer.path=sp.model template=chatml
         packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
         packed-sft train data.path=my_dataset train.steps=100
+        packed-sft report my_dataset -o report.html
         packed-sft validate my_dataset
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
         packed-sft cache build-all --config sources.yaml --cache-dir cache

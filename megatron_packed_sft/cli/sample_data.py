@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
+
+_VOCAB_SIZE = 2048
 
 
 @verb(
     examples="""
         packed-sft sample-data chats
-        packed-sft sample-data chats --rows 5000 --seed 7
+        packed-sft sample-data chats --rows 5000 --seed 7 --tokenizer tokenizer.model
     """
 )
 @argument("directory", help="where to write the files; created if missing")
 @click.option("--rows", type=int, default=2000, metavar="N", show_default=True, help="records in all files together")
 @click.option("--seed", type=int, default=0, metavar="N", show_default=True, help="seed of the chats")
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="FILE",
+    help="also train a small SentencePiece model on such chats, to use with template=chatml",
+)
 @quiet_option
-def command(directory: str, rows: int, seed: int, quiet: bool, as_json: bool) -> int:
+def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: bool, as_json: bool) -> int:
     """Write synthetic but natural chats: single and multi turn, system prompts, tools, many lengths. The same seed
     gives the same bytes.
     """
@@ -25,9 +35,21 @@ def command(directory: str, rows: int, seed: int, quiet: bool, as_json: bool) ->
     from megatron_packed_sft.support.terminal import show_json
 
     files = write_sample_data(directory, num_records=rows, seed=seed)
+    if tokenizer is not None:
+        files.append(_train_tokenizer(tokenizer, rows, seed))
     if as_json:
         show_json({"files": [{"path": str(file), "num_bytes": file.stat().st_size} for file in files]})
     elif not quiet:
         for file in files:
             print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
+
+
+def _train_tokenizer(path: str, num_records: int, seed: int) -> Path:
+    """Train on chats like those that were written, in about a second."""
+    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+
+    chats = sample_conversations(num_records, seed)
+    texts = (message["content"] for chat in chats for message in chat.messages if message.get("content"))
+    return train_sentencepiece(texts, path, vocab_size=_VOCAB_SIZE)

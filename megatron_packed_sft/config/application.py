@@ -52,8 +52,8 @@ def run_application(
         look_alikes: keys that people try and the right one for each, such as {"packing_length": "packing.pack_size"}.
         argv: arguments after the program's name; sys.argv's by default.
     """
-    arguments = sys.argv[1:] if argv is None else argv
     never_fail_on_characters()
+    arguments = sys.argv[1:] if argv is None else argv
     program, debug = f"packed-sft {name}", "--debug" in arguments
 
     def run() -> int:
@@ -71,11 +71,27 @@ def run_application(
                 else:
                     codes.append(task(_typed(schema, config)) or 0)
             except PackedSFTError as error:  # the other combinations of a multirun may still be right
-                sentences = error.problems if isinstance(error, WrongKeysError) else ()
-                codes.append(refused(program, error, debug=debug, sentences=sentences))
+                codes.append(_refused(program, error, debug=debug))
         return max(codes, default=0)
 
     return ended(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
+
+
+def composed(
+    arguments: Sequence[str], *, name: str, schema: type[ConfigT], look_alikes: Mapping[str, str] | None = None
+) -> ConfigT:
+    """Return the configuration that an application would get from some arguments, for verbs that share its keys.
+
+    Args:
+        arguments: KEY=VALUE, --config-name and --config-dir.
+        name: of the configuration file.
+        schema: as in `run_application`.
+        look_alikes: as in `run_application`.
+    """
+    asked = parse_command_line(arguments, schema, {}, look_alikes or {})
+    files = Files.find(name, asked.config_name, asked.config_dir)
+    [overrides] = asked.combinations()
+    return _typed(schema, _merged(schema, files.compose(overrides), look_alikes or {}))
 
 
 def completions(
@@ -135,6 +151,12 @@ def _container(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise InvalidInputError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
     return container
+
+
+def _refused(program: str, error: PackedSFTError, *, debug: bool) -> int:
+    """Say what is wrong, a sentence for each wrong key; return the exit code for it."""
+    sentences = error.problems if isinstance(error, WrongKeysError) else ()
+    return refused(program, error, debug=debug, sentences=sentences)
 
 
 def _help(name: str, schema: type, files: Files, description: str, examples: str, flags: Mapping[str, str]) -> str:

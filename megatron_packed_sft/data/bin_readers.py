@@ -36,6 +36,7 @@ from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, Shar
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
+from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.wording import counted
@@ -234,7 +235,7 @@ class ShardBinReader:
             return
         for number, _, inside in self._by_shard(bins):
             shard = self.shard(number)
-            if isinstance(shard, MemmapShard | TokenStream):
+            if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
                 shard.advise(inside.tolist())
 
     def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
@@ -277,7 +278,7 @@ def _longest_input(shard: Any) -> int:
         return int((arrays.packed_len.astype(np.int64) - np.diff(arrays.seq_offsets.astype(np.int64))).max())
     if isinstance(shard, FlatShard):
         return int((shard.packed_len.astype(np.int64) - np.diff(shard.flat.seq_offsets)).max())
-    if isinstance(shard, TokenStream):
+    if isinstance(shard, TokenStream | IndexedDocuments):
         return shard.pack_size - 1
     return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
 

@@ -23,7 +23,7 @@ from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of
 from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, ShardBinReader, sample_of
 from megatron_packed_sft.data.made_with import Tolerance, refuse_other_tokenizer
-from megatron_packed_sft.data.order.blend import BlendOrder
+from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
@@ -56,8 +56,9 @@ class PackedDataset:
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.
         contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_5`, `bridge_0_6`, `bridge_main` or `hf`.
-        pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens, answer_only_loss,
-            compact, return_doc_ids: as in `CollateOptions`.
+        pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens: as in
+            `CollateOptions`.
+        answer_only_loss, compact, return_doc_ids: as in `CollateOptions`.
         pad_seq_to_mult: what the data's sequences were padded to; by default what the data says, else 1.
         pack_metadata_file_path: Megatron-Bridge's metadata JSON for `pad_cu_seqlens`; else the data's own figures.
         loss: `per_token`, or `per_conversation`: every conversation counts the same. Data with weights, and
@@ -154,7 +155,10 @@ class PackedDataset:
         """Identifies what index i means: the data, and the dataset's own order if it has one."""
         if self._order is None:
             return self.source.fingerprint
-        weights = self._order.blend.weights if isinstance(self._order, BlendOrder) else ()
+        blend = self._order.blend if isinstance(self._order, BlendOrder) else None
+        weights = (
+            () if blend is None else blend.weights if blend.annealing is None else (blend.weights, blend.annealing)
+        )
         identity = (self.source.fingerprint, self._order.fingerprint, self._order.seed, self._num_samples, weights)
         return checksum(repr(identity).encode())
 

@@ -6,7 +6,7 @@ import functools
 import glob
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from megatron_packed_sft.data.datasets import (
     dataset_over,
 )
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
-from megatron_packed_sft.data.order.blend import Blend, BlendOrder
+from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
 from megatron_packed_sft.data.static_packs import create_static_dataset
@@ -33,9 +34,12 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
+from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import open_token_store
@@ -44,9 +48,12 @@ from megatron_packed_sft.tokens.validate import is_token_store
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
+Weights = Sequence[float] | Mapping[str, float]
 
 AUTO = "auto"
 _DEFAULT_SEQ_LENGTH = 2048  # Megatron-Bridge's
+_STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
     MemmapShard: GPTSFTPackedMemmapDataset,
     LegacyShard: GPTSFTPackedDataset,
@@ -54,20 +61,22 @@ _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
 
 
 def create_sft_dataset(
-    path: PathLike | Sequence[PathLike] | Any,
+    path: Paths | Any,
     tokenizer: Any = None,
     seq_length: int | None = None,
     *,
     split: str = "train",
     packed_storage: str = AUTO,
     plan: PathLike | PackPlan | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
+    blend: Mapping[str, Any] | None = None,
     max_num_samples: int | None = None,
     seed: int = 1234,
     pack_sequences: bool = False,
     eos_id: int | None = None,
     file_pattern: str | None = None,
     dtype: str | None = None,
+    documents: bool = False,
     allow_tokenizer_mismatch: bool = False,
     allow_template_mismatch: bool = False,
     packing_mode: str = PREPARED,
@@ -83,8 +92,9 @@ def create_sft_dataset(
 
     Args:
         path: a shard or file of any storage, a directory of shards, a dataset directory, a glob, a token store (with
-            `plan`), a directory of flat .npy or .bin files (a token stream), or a list of these. With
-            `packing_mode="static"`: a token store, or a map-style dataset of encoded samples.
+            `plan`), a directory of flat .npy or .bin files (a token stream), PREFIX or PREFIX.idx of Megatron's indexed
+            datasets, a list of these, or names for them: `{"chats": path, "web": path}`. With `packing_mode="static"`:
+            a token store, or a map-style dataset of encoded samples.
         tokenizer: gives the EOS id; an int will do. None takes the data's own padding id.
         seq_length: positions of a batch's bins; no bin may need more. None takes 2,048, or what the data needs. Token
             streams are cut into windows of so many predictions.
@@ -92,11 +102,16 @@ def create_sft_dataset(
         packed_storage: `auto`, or the storage that the data must have: `memmap_v1`, `legacy`, `parquet`,
             `token_stream`, or a registered one.
         plan: a plan or its file; the path is a token store then.
-        weights: one per path of a list: a blend in that proportion. Without weights the list is laid end to end.
+        weights: one per path of a list, or by name: a blend in that proportion. Without weights or `blend`, the paths
+            are laid end to end.
+        blend: weights that change over the run, such as `{"start": {"chats": 1, "web": 0}, "end": {"chats": 1, "web":
+            1}, "from": 0.8, "to": 1.0}`: the start weights up to that share of the run, the end weights from the other
+            one on, and a straight line in between.
         max_num_samples: length of the dataset; see `PackedDataset`. Blends are shuffled by source; without it they have
-            as many samples as all sources together.
+            as many samples as all sources together. With `blend` it must be given: the samples of the whole run.
         seed: of the shuffle.
         pack_sequences, eos_id, file_pattern, dtype: of token streams, as in `TokenStreamDataset`; refused without one.
+        documents: of Megatron's indexed datasets: a sample is a whole document. By default they are token streams.
         allow_tokenizer_mismatch: accept a tokenizer that did not make the data, and a list whose parts were made with
             different ones.
         allow_template_mismatch: accept a list whose parts were made with different chat templates.
@@ -106,19 +121,21 @@ def create_sft_dataset(
             `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
     if packing_mode != PREPARED or not _is_path(path):
-        given = {"plan": plan, "weights": weights, "eos_id": eos_id, "file_pattern": file_pattern, "dtype": dtype}
-        given |= {"pack_sequences": pack_sequences or None, "split": None if split == "train" else split}
+        given = {"plan": plan, "weights": weights, "blend": blend, "eos_id": eos_id, "file_pattern": file_pattern}
+        given |= {"dtype": dtype, "pack_sequences": pack_sequences or None, "documents": documents or None}
+        given |= {"split": None if split == "train" else split}
         _refuse_for_static(path, packing_mode, given, packed_storage)
         arguments |= {"allow_tokenizer_mismatch": allow_tokenizer_mismatch}
         return create_static_dataset(
             path, tokenizer, seq_length, max_num_samples=max_num_samples, seed=seed, **arguments
         )
-    source, order = open_bins(
+    source, blended = open_bins(
         path,
         split=split,
         packed_storage=packed_storage,
         plan=plan,
         weights=weights,
+        blend=blend,
         seed=seed,
         pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
         tolerance=Tolerance(tokenizer=allow_tokenizer_mismatch, template=allow_template_mismatch),
@@ -129,9 +146,11 @@ def create_sft_dataset(
             tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
             file_pattern=file_pattern,
             dtype=dtype,
+            documents=documents,
         ),
         id_limit=None if allow_tokenizer_mismatch else functools.partial(id_limit_of, tokenizer),
     )
+    order = None if blended is None else blended.order(max_num_samples)
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
@@ -157,8 +176,8 @@ def create_sft_dataset(
 
 
 def _is_path(path: Any) -> bool:
-    """Return whether this is a path or a list of paths, rather than a dataset."""
-    items = path if isinstance(path, list | tuple) else [path]
+    """Return whether this is a path, or paths in a list or by name, rather than a dataset."""
+    items = path.values() if isinstance(path, Mapping) else path if isinstance(path, list | tuple) else [path]
     return all(isinstance(item, str | os.PathLike) for item in items)
 
 
@@ -172,7 +191,7 @@ def _refuse_for_static(path: Any, packing_mode: str, given: dict[str, Any], pack
         raise InvalidInputError(
             f"a {type(path).__name__} is not a path; to pack its samples now, set packing_mode='static'"
         )
-    if isinstance(path, list | tuple) and path and _is_path(path):
+    if isinstance(path, list | tuple | Mapping) and path and _is_path(path):
         raise InvalidInputError("packing_mode='static' packs one token store or dataset, not a list of paths; name one")
     names = [name for name, value in given.items() if value is not None]
     names += ["packed_storage"] if packed_storage != AUTO else []
@@ -181,19 +200,20 @@ def _refuse_for_static(path: Any, packing_mode: str, given: dict[str, Any], pack
 
 
 class OpenedBins(NamedTuple):
-    """Bins that are open but not yet a dataset: their figures are known, and for a blend the order to draw them in."""
+    """Bins that are open but not yet a dataset: their figures are known, and for a blend its sources."""
 
     source: BinReader
-    order: BlendOrder | None
+    blended: BlendedSources | None
 
 
 def open_bins(
-    path: PathLike | Sequence[PathLike],
+    path: Paths,
     *,
     split: str = "train",
     packed_storage: str = AUTO,
     plan: PathLike | PackPlan | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
+    blend: Mapping[str, Any] | None = None,
     seed: int = 1234,
     pad_id: int = 0,
     tolerance: Tolerance | None = None,
@@ -203,7 +223,7 @@ def open_bins(
     """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
 
     Args:
-        path, split, packed_storage, plan, weights, seed: as in `create_sft_dataset`.
+        path, split, packed_storage, plan, weights, blend, seed: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
         tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
         stream: how to read the token streams among the paths.
@@ -211,29 +231,43 @@ def open_bins(
             because some tokenizers are slow to say.
     """
     opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit)
-    given = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if packed_storage == AUTO else storage_named(packed_storage)
-    paths = [found for item in given for found in _expand(item)]
-    if weights is not None and len(weights) != len(paths):
-        raise InvalidInputError(f"{len(weights)} weights were given for {len(paths)} paths; give one each")
+    names, groups = _named_groups(path)
+    paths = [found for group in groups for found in group]
+    mixing = mixing_of(weights, blend, names, num_sources=len(groups))
     if plan is not None:
         if len(paths) != 1 or wanted is not None:
             raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        sources: list[BinReader] = [PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]
-    elif weights is None:
-        sources = opening.end_to_end(paths, wanted)
+        opened: list[list[BinReader]] = [[PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]]
     else:
-        sources = [opening.one(path, wanted) for path in paths]
-    _refuse_stream_options(sources, opening.stream)
-    source = sources[0] if len(sources) == 1 else JoinedBinReader(sources)
+        opened = [opening.end_to_end(group, wanted) for group in (groups if mixing is not None else [paths])]
+    _refuse_stream_options([one for group in opened for one in group], opening.stream)
+    sources = [_joined(group) for group in opened] if mixing is not None else opened[0]
+    source = _joined(sources)
     if len(sources) > 1:
         refuse_mixed(source.made_with(), opening.tolerance)
-    order = None
-    if weights is not None:
-        blend = Blend(weights, [len(one) for one in sources])
-        order = BlendOrder(blend, [SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources])
-    return OpenedBins(source, order)
+    blended = None
+    if mixing is not None:
+        orders = tuple(SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources)
+        blended = BlendedSources(orders, mixing, tuple(names or _path_names(paths)))
+    return OpenedBins(source, blended)
+
+
+def _named_groups(path: Paths) -> tuple[list[str], list[list[Path]]]:
+    """Return the names of the sources, if they have any, and the paths of each; the finds of a glob are listed."""
+    if isinstance(path, Mapping):
+        return [str(name) for name in path], [_expand(one) for one in path.values()]
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    return [], [[found] for one in given for found in _expand(one)]
+
+
+def _path_names(paths: Sequence[Path]) -> list[str]:
+    return [str(path) if paths.count(path) == 1 else f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def _joined(sources: list[BinReader]) -> BinReader:
+    return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
 
 
 def _class_over(source: BinReader) -> type[PackedDataset]:
@@ -242,8 +276,8 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
-    if isinstance(source.storage, TokenStreamStorage):
-        return TokenStreamDataset
+    if isinstance(source.storage, _STREAMED):
+        return TokenStreamDataset if isinstance(source.shard(0), TokenStream) else PackedDataset
     if len(source.paths) == 1 and not source.of_directory:
         return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
     return GPTSFTPackedMultiShardDataset
@@ -312,14 +346,14 @@ class _Opening(NamedTuple):
                 f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
                 "train on"
             )
-        return ShardBinReader.of_shards(storage, shards, self.tolerance, of_directory=True)
+        return ShardBinReader.of_shards(self._configured(storage), shards, self.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        if not isinstance(storage, TokenStreamStorage):
+        if not isinstance(storage, _STREAMED):
             return storage
         if self.stream.vocab_size is None and self.id_limit is not None:
-            return TokenStreamStorage(replace(self.stream, vocab_size=self.id_limit()))
-        return TokenStreamStorage(self.stream)
+            return type(storage)(replace(self.stream, vocab_size=self.id_limit()))
+        return type(storage)(self.stream)
 
 
 def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
@@ -328,9 +362,11 @@ def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
     """Refuse what is said about token streams where there is none: it would be ignored in silence."""
-    if any(isinstance(one, ShardBinReader) and isinstance(one.storage, TokenStreamStorage) for one in sources):
+    found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
+    if TokenStreamStorage in found:
         return
-    given = {name: getattr(options, name) for name in ("pack_sequences", "file_pattern", "dtype")}
+    indexed = () if MegatronIndexedStorage in found else ("pack_sequences", "documents")
+    given = {name: getattr(options, name) for name in (*indexed, "file_pattern", "dtype")}
     for name, value in given.items():
         if value:
             raise InvalidInputError(
@@ -347,7 +383,7 @@ def _check_wanted(path: Path, found: Storage, wanted: Storage | None) -> None:
 
 
 def _expand(path: PathLike) -> list[Path]:
-    location = local_path(path)
+    location = indexed_path(local_path(path))
     if os.path.lexists(location):
         return [location]
     found = [Path(name) for name in sorted(glob.glob(str(location)))]

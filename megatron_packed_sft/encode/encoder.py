@@ -124,6 +124,10 @@ class RecordEncoder:
         """
         return self._records.mark(record)[-1].marked
 
+    def marked(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
+        """Return what each sequence of a record is made of, before any cut; RecordRefusedError if there is none."""
+        return self._records.mark(record)
+
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:
         """Encode a batch of records; those that give no sequence are in `dropped`, with their reasons."""
         dropped: list[Dropped] = []

@@ -39,6 +39,7 @@ _TYPES = {
     "chunk_start": "<i4",
     "chunk_masked_prefix": "<i4",
 }
+_NPY_HEADER = 128  # bytes, of a one-dimensional array of version 1.0
 _REQUIRED = ("bin_offsets", "indices", "unit_lengths")
 _CHUNKS = ("chunk_sequence", "chunk_start", "chunk_masked_prefix")
 
@@ -131,6 +132,27 @@ def load_plan(path: str | os.PathLike[str]) -> PackPlan:
         if header[key] != found:
             raise _broken(name, f"its {key} is {found}, not {header[key]} as noted inside")
     return plan
+
+
+def read_plan_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a plan notes of itself, and its number of bins and items; its arrays are not read."""
+    name = os.fspath(path)
+    try:
+        with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
+            header = _read_header(archive, name, size)
+            names = _array_names(archive, name)
+            counts = {
+                key: (archive.getinfo(f"{key}.npy").file_size - _NPY_HEADER) // int(_TYPES[key][2]) for key in names
+            }
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise _broken(name, f"it is not a whole .npz file ({error})") from None
+    return {
+        **header,
+        "num_bins": counts["bin_offsets"] - 1,
+        "num_items": counts["indices"],
+        "has_order": "order" in counts,
+    }
 
 
 def _broken(name: str, what: str) -> ShardFileError:

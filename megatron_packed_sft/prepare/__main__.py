@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_packed_sft.prepare.app import main
+from megatron_packed_sft.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["prepare", *sys.argv[1:]]))

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_packed_sft.config.application import completions, run_application
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import PrepareConfig
+
+if TYPE_CHECKING:
+    from megatron_packed_sft.prepare.pipeline import Pipeline
 
 DESCRIPTION = """
 Turn chat files into packed, checksummed shards that training opens in a millisecond. Stages: scan, encode, plan,
@@ -49,10 +56,20 @@ LOOK_ALIKES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `packed-sft prepare` and return its exit code."""
+# Called before the work begins, so that a page that cannot be written is refused then; the result writes it and
+# returns its path.
+PageMaker = Callable[["Pipeline"], Callable[[], str]]
+
+
+def main(argv: Sequence[str] | None = None, *, make_page: PageMaker | None = None) -> int:
+    """Run `packed-sft prepare` and return its exit code.
+
+    Args:
+        argv: overrides such as `input=chats.jsonl`; by default those of the command line.
+        make_page: what `report=true` asks for; the command line has it, because pages are made above this room.
+    """
     return run_application(
-        _run,
+        partial(_run, make_page=make_page),
         name="prepare",
         schema=PrepareConfig,
         description=DESCRIPTION,
@@ -68,12 +85,13 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
     return completions(words, incomplete, name="prepare", schema=PrepareConfig, flags=FLAGS)
 
 
-def _run(config: PrepareConfig) -> None:
+def _run(config: PrepareConfig, make_page: PageMaker | None) -> None:
     # --help and mistakes in the settings do not wait for these.
     from megatron_packed_sft.prepare.pipeline import Pipeline
     from megatron_packed_sft.prepare.summary import summary
     from megatron_packed_sft.support.terminal import show, show_json
 
+    write_page = None
     with closing(Pipeline(config)) as pipeline:
         if pipeline.is_share and not config.dry_run:
             share = pipeline.run_share()
@@ -82,7 +100,15 @@ def _run(config: PrepareConfig) -> None:
             elif not config.quiet:
                 show(*share.lines())
             return
+        if config.report and not config.dry_run:
+            if make_page is None:
+                raise InvalidInputError(
+                    "report=true is for `packed-sft prepare`; here, call `packed-sft report` afterwards"
+                )
+            write_page = make_page(pipeline)
         report = pipeline.estimate() if config.dry_run else pipeline.run()
+    if write_page is not None:
+        report = replace(report, stages=[*report.stages, ("report", f"{write_page()} written")])
     if config.json:
         show_json(report.to_json())
     elif not config.quiet:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
-from megatron_packed_sft.prepare.sources import SplitRule
+from megatron_packed_sft.prepare.sources import Source, SplitRule
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
+INPUT = "input"  # the source that input= stands for
 
 
 @dataclass
@@ -122,6 +123,7 @@ class PrepareConfig:
             is an error before anything is published.
         rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
         audit: also show what is trained of each source, by kind, and records whose masks look odd; reads all again.
+        report: also write OUTPUT.report.html, a page that shows what will be trained.
         limit: prepare the first records of each source only, for a trial.
         dry_run: count and estimate, write nothing.
         overwrite: replace an output that was made with other settings or from other files.
@@ -150,6 +152,7 @@ class PrepareConfig:
     max_drop_share: float = 0.2
     rejects: str | None = None
     audit: bool = False
+    report: bool = False
     limit: int | None = None
     dry_run: bool = False
     overwrite: bool = False
@@ -157,3 +160,35 @@ class PrepareConfig:
     quiet: bool = False
     json: bool = False
     log_interval: float = 30.0
+
+
+def configured_sources(config: PrepareConfig) -> list[Source]:
+    """Return the sources that a configuration names, in its order; input= is one of them."""
+    given: dict[str, SourceConfig] = dict(config.sources)
+    if config.input is not None:
+        if set(given) - {INPUT} or (INPUT in given and given[INPUT].path is not None):
+            raise InvalidInputError("input and sources were both given; name all of the input in sources")
+        given = {INPUT: replace(given.get(INPUT, SourceConfig()), path=config.input)}
+    if not given:
+        raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several sources")
+    return [
+        Source(
+            name=name,
+            paths=_paths("input" if config.input is not None else f"sources.{name}.path", source.path),
+            schema=source.schema,
+            mapping=source.mapping,
+            weight=source.weight,
+            split=source.split,
+            take=source.take,
+        )
+        for name, source in given.items()
+    ]
+
+
+def _paths(key: str, given: Any) -> tuple[str, ...]:
+    if given is None:
+        raise InvalidInputError(f"{key} has no value; add {key}=...")
+    paths = [given] if isinstance(given, str) else given
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise InvalidInputError(f"{key} is {given!r}; give a path, or a list of paths")
+    return tuple(paths)

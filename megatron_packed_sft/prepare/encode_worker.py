@@ -26,7 +26,7 @@ from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
 from megatron_packed_sft.records.record import NotTakenError, Record, RecordError, content_hash
-from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
 from megatron_packed_sft.support.processes import rare_garbage_collection
@@ -198,14 +198,18 @@ def read_records(task: SliceTask) -> Iterator[tuple[RawRecord, ReadRecord | Reco
     """Yield the records of a slice in one form; the error in place of a record that cannot be read."""
     adapt = adapter(task.source.schema, task.source.mapping or None, task.source.take)
     for raw in islice(read_slice(task.slice), task.max_records):
-        if isinstance(raw.value, RecordError):
-            yield raw, raw.value
-            continue
-        try:
-            record = adapt(raw.value)
-            yield raw, ReadRecord(raw, record, content_hash(record))
-        except RecordError as error:
-            yield raw, error.at(raw.where)
+        yield raw, read_record(raw, adapt)
+
+
+def read_record(raw: RawRecord, adapt: Adapter) -> ReadRecord | RecordError:
+    """Return a record in one form, or the error if it cannot be read."""
+    if isinstance(raw.value, RecordError):
+        return raw.value
+    try:
+        record = adapt(raw.value)
+        return ReadRecord(raw, record, content_hash(record))
+    except RecordError as error:
+        return error.at(raw.where)
 
 
 def hash_slice(task: SliceTask) -> HashedSlice:

@@ -10,6 +10,7 @@ receipt matches, and whose result is whole, is not done again.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
 from megatron_packed_sft.prepare.audit import Audit
-from megatron_packed_sft.prepare.config import PrepareConfig, SourceConfig
+from megatron_packed_sft.prepare.config import PrepareConfig, configured_sources
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.encode_stage import (
     EncodedSources,
@@ -54,16 +55,14 @@ from megatron_packed_sft.prepare.publish_stage import (
 from megatron_packed_sft.prepare.rejects import refuse_other_file, write_rejects
 from megatron_packed_sft.prepare.replacing import refuse_other_files, refuse_replacing
 from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, SplitReport
-from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, Source, scan
+from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, scan
 from megatron_packed_sft.prepare.summary import card
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
-from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.storage.registry import dataset_storage
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal
 from megatron_packed_sft.support.wording import byte_count, counted
-
-_INPUT = "input"  # the source that input= stands for
 
 
 class Pipeline:
@@ -84,10 +83,8 @@ class Pipeline:
         if self.work_dir == self.output:
             raise InvalidInputError(f"work_dir and output are both {self.output}; choose two directories")
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
-        storage = storage_named(config.packed_storage)
-        storage.refuse_read_only()
-        self.packed_storage = storage.name
-        self._sources = _sources(config)
+        self.packed_storage = dataset_storage(config.packed_storage).name
+        self._sources = configured_sources(config)
         self._executor = create_executor(config.executor)
         self._array = ArrayCall.of(config)
         self._packing = config.packing.options()
@@ -285,6 +282,7 @@ class Pipeline:
             provenance=provenance,
             card=card(report, provenance),
             executor=self._executor,
+            tokenizer_path=os.path.abspath(self.config.tokenizer.path),
         )
 
     @property
@@ -309,37 +307,6 @@ def _check(config: PrepareConfig) -> None:
         if not path:
             raise InvalidInputError(f"{key} is empty; give a path")
     local_path(config.tokenizer.path, "tokenizer.path")
-
-
-def _sources(config: PrepareConfig) -> list[Source]:
-    given: dict[str, SourceConfig] = dict(config.sources)
-    if config.input is not None:
-        if set(given) - {_INPUT} or (_INPUT in given and given[_INPUT].path is not None):
-            raise InvalidInputError("input and sources were both given; name all of the input in sources")
-        given = {_INPUT: replace(given.get(_INPUT, SourceConfig()), path=config.input)}
-    if not given:
-        raise InvalidInputError("no input: give input=FILES, or sources.NAME.path=FILES for several sources")
-    return [
-        Source(
-            name=name,
-            paths=_paths("input" if config.input is not None else f"sources.{name}.path", source.path),
-            schema=source.schema,
-            mapping=source.mapping,
-            weight=source.weight,
-            split=source.split,
-            take=source.take,
-        )
-        for name, source in given.items()
-    ]
-
-
-def _paths(key: str, given: Any) -> tuple[str, ...]:
-    if given is None:
-        raise InvalidInputError(f"{key} has no value; add {key}=...")
-    paths = [given] if isinstance(given, str) else given
-    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
-        raise InvalidInputError(f"{key} is {given!r}; give a path, or a list of paths")
-    return tuple(paths)
 
 
 def _scan_line(sources: Sequence[ScannedSource]) -> tuple[str, str]:

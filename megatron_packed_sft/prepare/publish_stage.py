@@ -36,6 +36,7 @@ class PublishRequest:
     provenance: Mapping[str, Any]
     card: str
     executor: Executor
+    tokenizer_path: str = ""  # noted in the receipt, so that the dataset's text can be shown later
 
     @property
     def fingerprint(self) -> str:
@@ -77,7 +78,8 @@ def publish(
             f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
             "again to replace it, or choose another output"
         ) from error
-    work.write_receipt(_receipt_name(request), request.fingerprint, {"published": _published(request)})
+    noted = {"published": _published(request), "tokenizer_path": request.tokenizer_path}
+    work.write_receipt(_receipt_name(request), request.fingerprint, noted)
 
 
 def num_shards(plan: PackPlan, packed_storage: str, shard_bytes: int, vocab_size: int | None) -> int:

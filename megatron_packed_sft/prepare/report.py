@@ -57,6 +57,7 @@ class SourceReport:
         """Return plain numbers, for provenance, without examples: they name files by their path."""
         document = self.counts.to_json()
         del document["examples"]
+        document["in_bins"] = vars(self.in_bins).copy()
         return {**document, "dropped_by_plan": {str(why): count for why, count in sorted(self.dropped_by_plan.items())}}
 
 

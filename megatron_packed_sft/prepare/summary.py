@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.packing.accounting import REASONS
 from megatron_packed_sft.prepare.audit import audit_parts
+from megatron_packed_sft.prepare.how_to_use import how_to_use
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
 from megatron_packed_sft.support.terminal import as_text, table
 from megatron_packed_sft.support.wording import byte_count, counted
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
 _STYLES = {"trained": "green", "dropped": "yellow"}
 
 
@@ -40,29 +37,17 @@ def summary(report: PrepareReport) -> list[RenderableType]:
     if notes:
         lines += ["", *notes]
     if total.num_rows and not report.stages[-1][0].startswith("dry"):
-        lines += ["", *how_to_use(report)]
+        first = next(iter(report.splits.values()))
+        lines += [
+            "",
+            *how_to_use(
+                str(report.output),
+                packed_storage=report.packed_storage,
+                pack_size=first.plan.pack_size,
+                tokenizer_path=report.tokenizer_path,
+            ),
+        ]
     return lines
-
-
-def how_to_use(report: PrepareReport) -> list[str]:
-    """Return the lines for a recipe, and the call that opens the data."""
-    first = next(iter(report.splits.values()))
-    path = str(report.output)
-    plain = _PLAIN_PATH.fullmatch(path) is not None
-    setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
-    return [
-        "Train on it:",
-        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={report.packed_storage} {setting}",
-        "In a recipe:",
-        f"  packed_storage: {report.packed_storage}",
-        "  data:",
-        f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
-        "In Python:",
-        "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",
-        f"  tokenizer = load_tokenizer({json.dumps(os.path.abspath(report.tokenizer_path), ensure_ascii=False)})",
-        f"  dataset = create_sft_dataset({json.dumps(path, ensure_ascii=False)}, tokenizer, "
-        f"seq_length={first.plan.pack_size})",
-    ]
 
 
 def card(report: PrepareReport, provenance: dict[str, Any]) -> str:

@@ -56,15 +56,19 @@ class InputFile:
 
 
 def find_files(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], on_read: Callable[[int], None] | None = None
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    on_read: Callable[[int], None] | None = None,
+    *,
+    with_checksums: bool = True,
 ) -> list[InputFile]:
     """Find the files of a run, in the order given; matches of a glob are sorted.
 
-    Every file is read once for its checksum.
+    Every file is read once for its checksum, unless nobody needs it.
 
     Args:
         paths: files, globs (`**` descends into folders), folders saved by `datasets`, fsspec URLs, or a list of these.
         on_read: called with the number of bytes after each block.
+        with_checksums: False for a quick look: no file is read, and size and checksum are empty.
 
     Example:
         >>> import tempfile, pathlib
@@ -82,7 +86,7 @@ def find_files(
             raise InvalidInputError(
                 f"{path} is listed {num_times} times; list it once (weight repeats the records of a source)"
             )
-    return [_inspect(path, on_read or _ignore) for path in found]
+    return [_inspect(path, (on_read or _ignore) if with_checksums else None) for path in found]
 
 
 def _ignore(num_bytes: int) -> None:
@@ -109,7 +113,7 @@ def expand_path(pattern: str) -> list[str]:
     return found
 
 
-def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
+def _inspect(path: str, on_read: Callable[[int], None] | None) -> InputFile:
     if path != path.encode("utf-8", "replace").decode():
         raise InvalidInputError(f"{path!r} is not valid UTF-8, so a manifest cannot record it; rename it")
     if _is_folder(path):
@@ -124,7 +128,7 @@ def _inspect(path: str, on_read: Callable[[int], None]) -> InputFile:
     if file_format == "json" and not _begins_an_array(path, compression):
         file_format = "jsonl"
     modified = None if is_url(path) else _modified(path)
-    size, checksum = size_and_checksum([path], on_read)
+    size, checksum = (0, "") if on_read is None else size_and_checksum([path], on_read)
     return InputFile(path, file_format, compression, size, checksum, modified)
 
 
@@ -133,7 +137,7 @@ def _modified(path: str) -> int:
         return os.stat(path).st_mtime_ns
 
 
-def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
+def _inspect_folder(path: str, on_read: Callable[[int], None] | None) -> InputFile:
     names = _names_in(path)
     if _HF_SPLITS in names:
         splits = ", ".join(_strings_in(f"{path}/{_HF_SPLITS}", lambda document: document["splits"]))
@@ -145,7 +149,8 @@ def _inspect_folder(path: str, on_read: Callable[[int], None]) -> InputFile:
     data_files = _strings_in(
         f"{path}/{_HF_STATE}", lambda document: [entry["filename"] for entry in document["_data_files"]]
     )
-    size, checksum = size_and_checksum([f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)], on_read)
+    files = [f"{path}/{name}" for name in (_HF_STATE, _HF_INFO, *data_files)]
+    size, checksum = (0, "") if on_read is None else size_and_checksum(files, on_read)
     return InputFile(path, "hf_dataset", None, size, checksum)
 
 

@@ -5,6 +5,7 @@ One shard or file becomes one shard or file. Several become a dataset directory,
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from megatron_packed_sft.storage.dataset_directory import (
 )
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-from megatron_packed_sft.storage.loss_weights import cannot_keep
+from megatron_packed_sft.storage.loss_weights import cannot_keep, masks_would_be_lost
+from megatron_packed_sft.storage.megatron_indexed.index import INDEX, TOKENS, indexed_path, pair_of
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
@@ -46,6 +48,7 @@ class ConversionReport:
     pack_size: int
     asked_pack_size: int | None
     num_cleared_masks: int
+    num_dropped_masks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def convert(
     vocab_size: int | None = None,
     pad_id: int | None = None,
     split: str = "train",
+    drop_masks: bool = False,
     overwrite: bool = False,
     progress: bool = False,
 ) -> ConversionReport:
@@ -85,14 +89,17 @@ def convert(
 
     Args:
         sources: files, shards, dataset directories, directories of such files, or globs.
-        target: where the result appears, whole or not at all.
-        to: the name of a storage: `memmap_v1`, `legacy`, `parquet`, or a registered one.
+        target: where the result appears, whole or not at all. For `megatron_indexed` it is a prefix, and splits are
+            added to it (PREFIX_train, PREFIX_validation) if there are several.
+        to: the name of a storage: `memmap_v1`, `legacy`, `parquet`, `megatron_indexed`, or a registered one.
         pack_size: the width of the shards; when not given, the longest bin.
         overlong: bins longer than `pack_size` (Megatron-Bridge packs by length - 1, so it writes such bins) make the
             width grow to fit, or are an error.
         vocab_size: ids must be below it; when not given, what the sources recorded, or the largest id + 1.
         pad_id: fills the bins up; when not given, what the sources recorded, or 0.
         split: the split that the shards of several files go to.
+        drop_masks: for `megatron_indexed`, which keeps no loss masks: accept tokens that are not trained; whoever reads
+            the result trains on them.
         overwrite: replace an existing target.
         progress: show a bar over the bins.
 
@@ -109,18 +116,24 @@ def convert(
     for source in found:
         if source.storage.name == storage.name:
             raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
-    conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id)
+    if drop_masks and storage.keeps_masks:
+        raise InvalidInputError(f"{storage.name} keeps loss masks, so there are none to drop; leave --drop-masks out")
+    conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id, drop_masks=drop_masks)
     conversion.survey(found)
     with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not progress) as bar:
+        if not storage.keeps_masks:
+            return conversion.join(found, location, bar, overwrite=overwrite)
         if found[0].number is None:
             with storage.create_writer(location, overwrite=overwrite, **conversion.options(found[0])) as writer:
                 conversion.copy(found[0], writer, bar)
+                writer.finalize()
         else:
             with DatasetWriter(location, storage=storage.name, overwrite=overwrite) as dataset:
                 for source in found:
                     options = conversion.options(source)
                     with dataset.shard_writer(source.split, source.number or 0, **options) as writer:
                         conversion.copy(source, writer, bar)
+                        writer.finalize()
                 dataset.finalize(provenance={"converted_from": [source.path.name for source in found]})
     return conversion.report(location, len(found))
 
@@ -135,7 +148,14 @@ class _Conversion:
     """The settings of one call, and the figures it collects."""
 
     def __init__(
-        self, storage: Storage, pack_size: int | None, overlong: str, vocab_size: int | None, pad_id: int | None
+        self,
+        storage: Storage,
+        pack_size: int | None,
+        overlong: str,
+        vocab_size: int | None,
+        pad_id: int | None,
+        *,
+        drop_masks: bool,
     ) -> None:
         self._storage = storage
         self._asked_pack_size = pack_size
@@ -145,6 +165,8 @@ class _Conversion:
         self._pack_size = pack_size or 1
         self._num_tokens = 0
         self._num_cleared = 0
+        self._drop_masks = drop_masks
+        self._num_untrained = 0
         self._figures: dict[Path, BinFigures] = {}
         self._opened: dict[Path, PackedShard] = {}
         self.num_bins = 0
@@ -159,6 +181,8 @@ class _Conversion:
             self._figures[source.path] = figures
             if figures.has_weights and not self._storage.keeps_weights:
                 raise cannot_keep(str(source.path), self._storage.name)
+            if not self._storage.keeps_masks:
+                self._survey_masks(source, shard, figures)
             self.num_bins += len(shard)
             asked = self._asked_pack_size
             if asked is not None and shard.pack_size > asked and self._overlong == "error":
@@ -178,6 +202,43 @@ class _Conversion:
             self._pad_id = (pad_ids.pop() if len(pad_ids) == 1 else None) or 0
         if self._vocab_size is None:
             self._vocab_size = max(self._pad_id + 1, *bounds)
+
+    def _survey_masks(self, source: _Source, shard: PackedShard, figures: BinFigures) -> None:
+        """Count predictions that are not trained, and refuse them now rather than after all of it was written."""
+        multiple = self._known(source, "pad_seq_to_mult") or 1
+        if multiple > 1:
+            raise InvalidInputError(
+                f"{source.path} is padded to multiples of {multiple} for parallel ranks, and the padding would become "
+                "tokens of documents; pack the data without it"
+            )
+        if figures.num_tokens is None or figures.num_sequences is None or figures.num_loss_tokens is None:
+            return  # the writer counts them
+        num_predictions = figures.num_tokens - figures.num_sequences
+        num_at_ends = shard.num_masks_at_sequence_end if isinstance(shard, FlatShard) else 0
+        num_untrained = num_predictions - (figures.num_loss_tokens - num_at_ends)
+        if num_untrained and not self._drop_masks:
+            raise masks_would_be_lost(str(source.path), num_untrained, num_predictions)
+        self._num_untrained += num_untrained
+
+    def join(self, sources: Sequence[_Source], target: Path, bar: Progress, *, overwrite: bool) -> ConversionReport:
+        """Write all bins of each split into one shard; all are published when all are written."""
+        by_split: dict[str, list[_Source]] = {}
+        for source in sources:
+            by_split.setdefault(source.split, []).append(source)
+        prefix = pair_of(target)[0].with_suffix("") if target.suffix in (INDEX, TOKENS) else target
+        targets = [prefix if len(by_split) == 1 else prefix.with_name(f"{prefix.name}_{split}") for split in by_split]
+        with contextlib.ExitStack() as stack:
+            writers = []
+            for path, parts in zip(targets, by_split.values(), strict=True):
+                num_bins = sum(self._figures[source.path].num_bins for source in parts)
+                options = {**self.options(parts[0]), "num_bins": num_bins, "drop_masks": self._drop_masks}
+                writers.append(stack.enter_context(self._storage.create_writer(path, overwrite=overwrite, **options)))
+                first_bin = 0
+                for source in parts:
+                    first_bin = self.copy(source, writers[-1], bar, first_bin)
+            for writer in writers:
+                writer.finalize()
+        return self.report(", ".join(map(str, targets)), len(sources))
 
     def _known(self, source: _Source, name: str) -> Any:
         """Return a figure of a source: what its dataset.json says, else what the shard says."""
@@ -199,10 +260,9 @@ class _Conversion:
             "provenance": provenance,
         }
 
-    def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress) -> None:
-        """Write all bins of a source, and finalize."""
+    def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress, first_bin: int = 0) -> int:
+        """Write all bins of a source, as bins from `first_bin` on; return the next one."""
         shard = self._opened.pop(source.path, None) or source.open()
-        first_bin = 0
         for block in blocks_of(shard, self._pack_size, self._pad_id or 0):
             self._num_cleared += clear_sequence_ends(block)
             try:
@@ -212,9 +272,9 @@ class _Conversion:
             self._num_tokens += int(block.packed_len.sum())
             first_bin += len(block)
             bar.update(len(block))
-        writer.finalize()
+        return first_bin
 
-    def report(self, target: Path, num_files: int) -> ConversionReport:
+    def report(self, target: Path | str, num_files: int) -> ConversionReport:
         """Return the figures of the whole call."""
         return ConversionReport(
             target=str(target),
@@ -225,6 +285,7 @@ class _Conversion:
             pack_size=self._pack_size,
             asked_pack_size=self._asked_pack_size,
             num_cleared_masks=self._num_cleared,
+            num_dropped_masks=self._num_untrained,
         )
 
 
@@ -243,7 +304,7 @@ def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:
         raise InvalidInputError("there is nothing to convert; name at least one file")
     paths = [path for item in given for path in _expand(item)]
     found = [source for path in paths for source in _sources_at(path, split)]
-    if len(given) == len(found) == 1 and found[0].path == local_path(given[0]):
+    if len(given) == len(found) == 1 and found[0].path == indexed_path(local_path(given[0])):
         return found  # one shard, named itself: it becomes one shard
     counts: dict[str, int] = {}
     numbered = []
@@ -274,7 +335,7 @@ def _sources_at(path: Path, split: str) -> list[_Source]:
 
 
 def _expand(source: PathLike) -> list[Path]:
-    path = local_path(source, "source")
+    path = indexed_path(local_path(source, "source"))
     if os.path.lexists(path):
         return [path]
     found = sorted(glob.glob(str(path)))

@@ -26,7 +26,7 @@ from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardEr
 from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
-from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage, storage_named
 from megatron_packed_sft.support.paths import local_path
 
 DATASET = "dataset.json"
@@ -212,7 +212,7 @@ class DatasetWriter(StagedWriter):
     def __init__(
         self, target: str | os.PathLike[str], *, storage: str = DEFAULT_STORAGE, overwrite: bool = False
     ) -> None:
-        self.storage = storage_named(storage)
+        self.storage = dataset_storage(storage)
         self._figures: dict[Path, BinFigures] = {}
         self._writers: list[tuple[Path, PackedShardWriter]] = []
         super().__init__(target, overwrite=overwrite)

@@ -86,6 +86,7 @@ class Storage(abc.ABC):
     in_memory: bool = False  # opening reads the whole shard
     one_shard_per_split: bool = False  # its consumers take one file and not several
     has_manifest: bool = False  # its shards record their own sizes, checksums, vocabulary and padding id
+    keeps_masks: bool = True  # otherwise its readers train on every token, and it makes no dataset directories
     keeps_weights: bool = False  # a loss mask of floats comes back as it was; otherwise its writer refuses one
 
     @abc.abstractmethod
@@ -129,6 +130,15 @@ class Storage(abc.ABC):
     def figures(self, shard: PackedShard) -> BinFigures:
         """Return what is known of all bins of an open shard."""
         return BinFigures.of(shard)
+
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what is known of a shard without reading its bins, by the names of `BinFigures`."""
+        if self.in_memory:
+            return {}
+        shard = self.open(path)
+        if isinstance(getattr(shard, "figures", None), BinFigures):
+            return vars(self.figures(shard)).copy()
+        return {"num_bins": len(shard), "pack_size": shard.pack_size}
 
     def checksum(self, path: Path) -> str:
         """Return what identifies the shard's content, as dataset.json records it."""

@@ -84,3 +84,11 @@ def cannot_keep(what: str, storage: str) -> InvalidInputError:
         f"{what} has weights of the loss that are neither 0 nor 1, and {storage} keeps only 0 and 1; use memmap_v1, or "
         "prepare the data without weights"
     )
+
+
+def masks_would_be_lost(what: str, num_untrained: int, num_predictions: int) -> InvalidInputError:
+    """Return the error for loss masks on their way into a storage that keeps none."""
+    return InvalidInputError(
+        f"{what}: {num_untrained:,} of {num_predictions:,} predictions are not trained, and megatron_indexed keeps no "
+        "loss masks, so they would be; add --drop-masks (drop_masks=True) if that is meant"
+    )

@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
 
 FILE_NAME = "metadata.json"
@@ -58,6 +59,19 @@ class PackMetadata:
             if not isinstance(entry, dict) or type(entry.get(name)) is not int:
                 raise InvalidInputError(f"{os.fspath(path)}: {name} is missing or not an integer; pack the data again")
         return cls(**{name: entry[name] for name in _NEEDED})
+
+    @classmethod
+    def recorded_beside(cls, path: Path) -> dict[str, int]:
+        """Return what the file beside some packed data says, by the names of `BinFigures`; nothing without one."""
+        try:
+            found = cls.load(path.parent / FILE_NAME)
+        except PackedSFTError:
+            return {}
+        return {
+            "max_seq_len": found.dataset_max_seqlen,
+            "max_seqs_per_bin": found.max_samples_per_bin,
+            "min_packed_len": found.min_packed_seqlen,
+        }
 
     @classmethod
     def file_beside(cls, figures: BinFigures) -> Mapping[str, bytes]:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
 from megatron_packed_sft.plugins import Registry
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.support.paths import local_path
 
 DEFAULT_STORAGE = "memmap_v1"
@@ -27,6 +28,7 @@ STORAGES: Registry[Storage] = Registry(
         "legacy": f"{_HOME}.legacy.storage:STORAGE",
         "parquet": f"{_HOME}.parquet.storage:STORAGE",
         "token_stream": f"{_HOME}.token_stream.storage:STORAGE",
+        "megatron_indexed": f"{_HOME}.megatron_indexed.storage:STORAGE",
     },
 )
 
@@ -60,6 +62,25 @@ def storage_named(name: str) -> Storage:
     return found
 
 
+def dataset_storage(name: str) -> Storage:
+    """Return the storage of that name; one that dataset directories cannot be written in is an error.
+
+    Example:
+        >>> dataset_storage("megatron_indexed")
+        Traceback (most recent call last):
+        megatron_packed_sft.errors.InvalidInputError: storage 'megatron_indexed' keeps no loss masks, so no dataset \
+directory is made of it; write memmap_v1, and then run packed-sft convert --to megatron_indexed
+    """
+    storage = storage_named(name)
+    if not storage.keeps_masks:
+        raise InvalidInputError(
+            f"storage {storage.name!r} keeps no loss masks, so no dataset directory is made of it; write "
+            f"{DEFAULT_STORAGE}, and then run packed-sft convert --to {storage.name}"
+        )
+    storage.refuse_read_only()
+    return storage
+
+
 def storage_names() -> tuple[str, ...]:
     """Return the names of all storages; nothing is imported.
 
@@ -90,7 +111,7 @@ def open_shard(path: str | os.PathLike[str]) -> PackedShard:
     A memmap_v1 shard is checked and opened in a millisecond whatever its size, and nothing is mapped until the first
     read. Legacy and Parquet files are read whole (a legacy file's pickle is never executed).
     """
-    location = local_path(path)
+    location = indexed_path(local_path(path))
     storage = storage_of(location)
     if storage is None:
         raise not_a_shard(location)

@@ -23,6 +23,8 @@ from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
+from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
@@ -30,6 +32,7 @@ from megatron_packed_sft.storage.validation_report import Finding, Level, Valida
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 
+_STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
 
 
@@ -52,7 +55,7 @@ def validate(
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
-    location = local_path(path)
+    location = indexed_path(local_path(path))
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
@@ -62,14 +65,14 @@ def validate(
             shards = _shards_at(location)
             _refuse_stream_options(location, shards, stream)
             for shard, storage in shards:
-                is_stream = isinstance(storage, TokenStreamStorage)
-                _validate_shard(TokenStreamStorage(stream) if is_stream else storage, shard, report, bar)
+                configured = type(storage)(stream) if isinstance(storage, _STREAMED) else storage
+                _validate_shard(configured, shard, report, bar)
     return report
 
 
 def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], options: StreamOptions | None) -> None:
     """Refuse what is said about a token stream where there is none: it would be ignored in silence."""
-    if options is None or any(isinstance(storage, TokenStreamStorage) for _, storage in shards):
+    if options is None or any(isinstance(storage, _STREAMED) for _, storage in shards):
         return
     defaults = StreamOptions()
     named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]

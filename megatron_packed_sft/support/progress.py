@@ -151,7 +151,8 @@ class _Bar:
         self._screen.draw()
 
     def restart(self, stage: str) -> None:
-        self._screen.bars.reset(self._task, description=stage, notes="", before=0)
+        self._screen.bars.reset(self._task, description=stage)
+        self._screen.bars.update(self._task, notes="", before=0)
         self._screen.draw(now=True)
 
     def expect(self, total: int) -> None:

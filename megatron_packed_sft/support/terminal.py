@@ -86,6 +86,26 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def shows_colours(stream: TextIO | None = None) -> bool:
+    """Return whether `show` writes colours to a stream (stdout by default)."""
+    drawn = _console(stream or sys.stdout)
+    return drawn.color_system is not None and not drawn.no_color
+
+
+def drawable(text: str, plain: str) -> str:
+    """Return a text if stdout can show its characters, else a plain one.
+
+    Example:
+        >>> drawable("a", "b")
+        'a'
+    """
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return plain
+    return text
+
+
 def never_fail_on_characters() -> None:
     """Let stdout and stderr write escapes for what their encoding lacks, instead of ending with UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):

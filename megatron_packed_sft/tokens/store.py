@@ -165,6 +165,16 @@ class TokenStore:
         [start], [length] = self.parts[number].spans(np.array([index - int(self._first_sequence[number])]))
         return arrays.ids[start : start + length], arrays.train[start : start + length]
 
+    def weighted(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+        """Return (input_ids, weights) of one sequence: how much the loss of each token counts, 0 if untrained."""
+        ids, train = self[index]
+        number = int(np.searchsorted(self._first_sequence, index, side="right")) - 1
+        arrays = self.parts[number].arrays
+        if arrays.weights is None:
+            return ids, train.astype(np.float32)
+        [start], [length] = self.parts[number].spans(np.array([index - int(self._first_sequence[number])]))
+        return ids, np.where(train > 0, arrays.weights[start : start + length], np.float32(0))
+
     def by_part(
         self, sequences: npt.NDArray[np.int64]
     ) -> list[tuple[TokenPart, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
+from megatron_packed_sft.data.order.state import LoaderState
 from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
@@ -103,10 +104,12 @@ def _train(config: TrainConfig) -> None:
     data = open_data(config, pretrained)
     shape = pretrained or model_shape(config.model, data.vocab_size)
     check_parallel(shape, config.parallel)
+    schedule = _schedule(
+        config, data, resumption
+    )  # for its errors; rank 0's choice of a checkpoint decides the real one
     if resumption is not None:
-        _refuse_other_run(resumption, config, data, shape)
+        _refuse_other_run(resumption, config, data, shape, schedule)
         refuse_damaged(resumption.checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
-    _schedule(config, data, resumption)  # for its errors; rank 0's choice of a checkpoint decides the real one
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
@@ -217,11 +220,13 @@ def _schedule(config: TrainConfig, data: TrainingData, resumption: Resumption | 
         num_sequences=data.dataset.source.figures.num_sequences,
         data_parallel_size=data_parallel_size(num_ranks(), config.parallel),
         num_steps_done=0 if state is None else state.step,
-        num_bins_done=0 if state is None else state.data["consumed_samples"],
+        num_bins_done=0 if state is None else LoaderState.from_dict(state.data).consumed_samples,
     )
 
 
-def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape) -> None:
+def _refuse_other_run(
+    resumption: Resumption, config: TrainConfig, data: TrainingData, shape: ModelShape, schedule: StepSchedule
+) -> None:
     """Refuse to resume with a different model or different data, naming the keys of the configuration."""
     from megatron_packed_sft.train.checkpoint import recorded_model, refuse_other_adapters, refuse_other_model
     from megatron_packed_sft.train.data import training_loader
@@ -230,7 +235,7 @@ def _refuse_other_run(resumption: Resumption, config: TrainConfig, data: Trainin
     checkpoint, state = resumption
     refuse_other_model(checkpoint, state.model, recorded_model(shape, config))
     refuse_other_adapters(checkpoint, state.peft, recorded_peft(config.peft))
-    loader = training_loader(data, config)
+    loader = training_loader(data, config, num_bins=schedule.num_bins)
     try:
         loader.load_state_dict(dict(state.data))
     except StateMismatchError as error:  # the loader names its own argument; here it is a key
@@ -268,6 +273,23 @@ def _silence_known_warnings() -> None:
     logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 
 
+def _blend_lines(data: TrainingData, schedule: StepSchedule) -> Iterator[str]:
+    if data.blended is None:
+        return
+    blend = data.blended.order(schedule.num_bins).blend
+    start, end = ([weight / blend.stages.total for weight in blend.stages.weights[edge]] for edge in (0, -1))
+    if blend.annealing is None:
+        shares = zip(data.blended.names, start, strict=True)
+        yield f"blend: {', '.join(f'{name} {share:.2%}' for name, share in shares)}"
+        return
+    moves = (
+        f"{name} {before:.2%} to {after:.2%}"
+        for name, before, after in zip(data.blended.names, start, end, strict=True)
+    )
+    first, last = blend.annealing.first, blend.annealing.last
+    yield f"blend: {', '.join(moves)}, from bin {first:,} to bin {last:,} of {schedule.num_bins:,}"
+
+
 def _opening_lines(
     data: TrainingData, schedule: StepSchedule, backend: Backend, resumption: Resumption | None
 ) -> Iterator[str]:
@@ -281,6 +303,7 @@ def _opening_lines(
         f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"
     )
     yield f"loss: {_LOSSES[data.loss_kind]}"
+    yield from _blend_lines(data, schedule)
     yield from schedule.notes
     yield from data.notes
     if resumption is not None:

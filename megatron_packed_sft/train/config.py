@@ -54,6 +54,8 @@ LOOK_ALIKES: Final = {
     **dict.fromkeys(("report_to", "loggers"), "logger.names"),
     **dict.fromkeys(("data_path", "train_path", "dataset_path"), "data.path"),
     "tokenizer_path": "data.tokenizer",
+    **dict.fromkeys(("datasets", "mixture"), "data.path={name: PATH, ...} with data.weights or data.blend"),
+    **dict.fromkeys(("annealing", "anneal"), "data.blend={start: ..., end: ..., from: 0.8, to: 1.0}"),
     **dict.fromkeys(("output_dir", "save", "save_dir"), "output"),
     **dict.fromkeys(("load", "resume_from_checkpoint"), "resume"),
     **dict.fromkeys(
@@ -130,8 +132,11 @@ class DataConfig:
 
     Args:
         path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store; a directory of flat
-            .npy or .bin files (a token stream); or a list of these.
-        weights: one per path of a list: blend the paths in this proportion.
+            .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a list of these,
+            or names for them such as {chats: PATH, web: PATH}.
+        weights: one per path of a list, or by name such as {chats: 0.7, web: 0.3}: blend the paths in this proportion.
+        blend: weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
+            0.8, to: 1.0}; from and to are shares of the run.
         plan: a plan file, when data.path is a token store.
         samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
             dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_code.
@@ -144,6 +149,7 @@ class DataConfig:
         pack_sequences: tell the documents of a token stream's windows apart, by their EOS.
         file_pattern: which files of a token stream's directory, such as '*.npy'; null takes all .npy or all .bin files.
         dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
+        documents: a bin is a document of Megatron's indexed datasets, instead of a window of their tokens.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
         allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
             made with different tokenizers.
@@ -157,7 +163,8 @@ class DataConfig:
     """
 
     path: Any = MISSING
-    weights: list[float] | None = None
+    weights: Any = None
+    blend: Any = None
     plan: str | None = None
     samples: str | None = None
     allow_code: bool = False
@@ -167,6 +174,7 @@ class DataConfig:
     pack_sequences: bool = False
     file_pattern: str | None = None
     dtype: str | None = None
+    documents: bool = False
     tokenizer: str | None = None
     allow_tokenizer_mismatch: bool = False
     allow_template_mismatch: bool = False

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
@@ -70,7 +71,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
 def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "output", config.output
     yield "resume", config.resume
-    for path in config.data.path if isinstance(config.data.path, list) else [config.data.path]:
+    for path in listed_paths(config.data.path):
         yield "data.path", path
     for path in named_paths(config.validation.paths).values():
         yield "validation.paths", path
@@ -91,17 +92,45 @@ def named_paths(paths: Any) -> dict[str, str]:
     return dict(paths) if isinstance(paths, dict) else {path: path for path in paths or ()}
 
 
+def listed_paths(paths: Any) -> list[Any]:
+    """Return the paths of data.path, which is one of them, a list, or has names.
+
+    Example:
+        >>> listed_paths("data/maths"), listed_paths({"maths": "data/maths"})
+        (['data/maths'], ['data/maths'])
+    """
+    return list(paths.values()) if isinstance(paths, dict) else paths if isinstance(paths, list) else [paths]
+
+
 def _data_problems(data: DataConfig) -> Iterator[str]:
-    # The key has no type in the schema, because it is a string or a list of strings.
-    paths = data.path if isinstance(data.path, list) else [data.path]
+    # The key has no type in the schema, because it is a string, a list of strings, or strings by name.
+    paths = listed_paths(data.path)
     if not paths or not all(isinstance(path, str) and path for path in paths):
-        yield f"data.path is {data.path!r}; give a path, or a list of paths such as [first,second]"
-    if data.weights is not None and not data.shuffle:
-        yield "data.shuffle=false cannot be combined with data.weights; leave one of them out"
+        yield (
+            f"data.path is {data.path!r}; give a path, a list of paths such as [first,second], or names such as "
+            "{chats: PATH, web: PATH}"
+        )
+    yield from _blend_problems(data)
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
     yield from _below(0, {"data.prefetch": data.prefetch, "data.eos_id": data.eos_id})
+
+
+def _blend_problems(data: DataConfig) -> Iterator[str]:
+    for key in ("weights", "blend"):
+        if getattr(data, key) is not None and not data.shuffle:
+            yield f"data.shuffle=false cannot be combined with data.{key}; leave one of them out"
+    if data.weights is not None and data.blend is not None:
+        yield "data.weights and data.blend cannot be combined; data.blend has start and end weights of its own"
+    names = list(data.path) if isinstance(data.path, dict) else []
+    try:
+        if data.blend is not None:
+            BlendSchedule.parse(data.blend, names, num_sources=len(names) or None, where="data.blend")
+        if data.weights is not None:
+            weights_in_order(data.weights, names, num_sources=len(names) or None, where="data.weights")
+    except InvalidInputError as error:
+        yield str(error)
 
 
 def _static_problems(config: TrainConfig) -> Iterator[str]:
@@ -123,11 +152,13 @@ def _static_problems(config: TrainConfig) -> Iterator[str]:
     yield from _below(1, {"data.sequence_length": data.sequence_length})
     for key, is_given in {
         "data.weights": data.weights is not None,
+        "data.blend": data.blend is not None,
+        "data.documents": data.documents,
         "data.plan": data.plan is not None,
         "data.pack_sequences": data.pack_sequences,
         "data.file_pattern": data.file_pattern is not None,
         "data.dtype": data.dtype is not None,
-        "a list in data.path": isinstance(data.path, list),
+        "a list in data.path": not isinstance(data.path, str),
         f"packed_storage={config.packed_storage}": config.packed_storage != default.packed_storage,
     }.items():
         if is_given:

@@ -13,7 +13,8 @@ from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import OpenedBins
 from megatron_packed_sft.data.loading.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
-from megatron_packed_sft.data.order.sample_order import SampleOrder
+from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
@@ -22,10 +23,12 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
+from megatron_packed_sft.storage.megatron_indexed.storage import STORAGE as MEGATRON_INDEXED
 from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.train.config import TrainConfig, ValidationConfig
-from megatron_packed_sft.train.config_checks import named_paths
+from megatron_packed_sft.train.config_checks import listed_paths, named_paths
 from megatron_packed_sft.train.data_sources import open_held_out, open_trained
 from megatron_packed_sft.train.pretrained import has_tokenizer
 
@@ -44,6 +47,7 @@ class TrainingData:
         vocab_size: all ids are below it.
         notes: what the user should know.
         tokenizer: of data.tokenizer, or of the folder in model.path.
+        blended: the sources of a blend, whose order depends on the length of the run.
         watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
             None when nobody asks.
     """
@@ -54,6 +58,7 @@ class TrainingData:
     vocab_size: int
     notes: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
+    blended: BlendedSources | None = None
     watched: str | None = None
 
     @property
@@ -109,8 +114,6 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             opened.source,
             eos_id,
             max_seq_length=length,
-            order=opened.order,
-            max_num_samples=None if opened.order is None else len(opened.source),
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
@@ -123,6 +126,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         vocab_size=vocab_size,
         notes=[*(f"static packs: {line}" for line in static_lines), *_template_notes(tokenizers, sources)],
         tokenizer=tokenizer,
+        blended=trained.blended,
         watched=_watched(config.validation, list(held_out)),
     )
 
@@ -130,11 +134,9 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
 def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained: ModelShape | None) -> StreamOptions:
     """Return how the token streams among the paths are read."""
     data = config.data
-    paths = [
-        *([data.path] if isinstance(data.path, str) else data.path),
-        *named_paths(config.validation.paths).values(),
-    ]
-    if data.sequence_length is None and (streams := [path for path in paths if is_stream(Path(path))]):
+    paths = [*listed_paths(data.path), *named_paths(config.validation.paths).values()]
+    streams = [path for path in paths if is_stream(Path(path)) or (_is_indexed(path) and not data.documents)]
+    if data.sequence_length is None and streams:
         raise InvalidInputError(
             f"{streams[0]} is a token stream, and nobody says how long its windows are; set data.sequence_length, such "
             f"as {DEFAULT_SEQ_LENGTH}"
@@ -149,6 +151,7 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
         tokenizer_eos_id=None if tokenizer is None else tokenizer.eos_id,
         file_pattern=data.file_pattern,
         dtype=data.dtype,
+        documents=data.documents,
         vocab_size=vocab_size,
         spelling="key",
     )
@@ -166,8 +169,15 @@ def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> 
 def _for_path(stream: StreamOptions, path: str) -> StreamOptions:
     """Return the options for validation data: those of streams mean nothing where it is packed."""
     if is_stream(Path(path)):
-        return stream
-    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None)
+        return replace(stream, documents=False)
+    if _is_indexed(path):
+        return replace(stream, file_pattern=None, dtype=None)
+    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None, documents=False)
+
+
+def _is_indexed(path: str) -> bool:
+    """Return whether a path is one of Megatron's indexed datasets."""
+    return MEGATRON_INDEXED.recognises(indexed_path(Path(path)))
 
 
 def parallel_layout(config: TrainConfig) -> ParallelLayout:
@@ -185,6 +195,7 @@ def training_loader(
     data: TrainingData,
     config: TrainConfig,
     *,
+    num_bins: int | None = None,
     global_batch_size: int | None = None,
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
@@ -194,13 +205,16 @@ def training_loader(
     Args:
         data: what `open_data` returned.
         config: gives the seed and what may differ on resume.
+        num_bins: bins of the whole run; a blend whose weights change needs it.
         global_batch_size: bins per step.
         data_parallel_rank: this rank's share of them.
         data_parallel_size: number of ranks that share them.
     """
     dataset = data.dataset
-    order = None
-    if dataset.sampling_order is None:
+    order: Order
+    if data.blended is not None:
+        order = data.blended.order(num_bins)
+    else:
         # Not keyed by the fingerprint, so that the same bins come in the same order from any storage. The state still
         # records the dataset's fingerprint.
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
@@ -272,15 +286,20 @@ class CountedBatches(Iterator[Batch]):
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
     split, given = config.validation.split, config.data.path
-    own = {_OWN_SPLIT: given} if isinstance(given, str) else {path: path for path in given}
+    own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
     splits = {path: open_dataset(path).splits for path in own.values() if (Path(path) / DATASET).exists()}
     if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
         there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
         raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
-    return {
-        **named_paths(config.validation.paths),
-        **{name: path for name, path in own.items() if split in splits.get(path, ())},
-    }
+    further = named_paths(config.validation.paths)
+    own = {name: path for name, path in own.items() if split in splits.get(path, ())}
+    for name in further.keys() & own.keys():
+        if further[name] != own[name]:
+            raise InvalidInputError(
+                f"the name {name!r} is that of {further[name]} in validation.paths and of {own[name]} in data.path, "
+                "which has a validation split of its own; give one of them another name"
+            )
+    return {**further, **own}
 
 
 def _tokenizers(config: TrainConfig) -> dict[str, Tokenizer]:

@@ -45,6 +45,7 @@ def open_trained(
         packed_storage=config.packed_storage if data.plan is None else AUTO,
         plan=data.plan,
         weights=data.weights,
+        blend=data.blend,
         seed=config.seed,
         pad_id=pad_id,
         tolerance=tolerance,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from megatron_packed_sft.data.batch.contracts import Batch
+from megatron_packed_sft.data.order.blend import SourceProgress
+from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.megatron.backend import seed_random_numbers
@@ -79,7 +81,9 @@ class Trainer:
             "data_parallel_rank": parallel_state.get_data_parallel_rank(),
             "data_parallel_size": parallel_state.get_data_parallel_world_size(),
         }
-        self._loader = training_loader(data, config, global_batch_size=schedule.bins_per_step, **self._ranks)
+        self._loader = training_loader(
+            data, config, num_bins=schedule.num_bins, global_batch_size=schedule.bins_per_step, **self._ranks
+        )
         self._forward_backward: Callable[..., list[dict[str, torch.Tensor]]] = get_forward_backward_func()
         self._stopping: EarlyStopping | None = None
         self._saved_step = -1
@@ -192,8 +196,14 @@ class Trainer:
             grad_norm=grad_norm,
             consumed_samples=self._loader.consumed_samples,
             num_samples=len(self._data.dataset),
+            sources=self._sources(),
         )
         reporter.on_steps(record, totals)
+
+    def _sources(self) -> dict[str, SourceProgress]:
+        """Return the realised mixture of a blend."""
+        order = self._loader.batch_sampler.order
+        return order.progress(self._loader.consumed_samples) if isinstance(order, BlendOrder) else {}
 
     def _save(self, reporter: Reporter) -> None:
         state = TrainingState(

@@ -12,12 +12,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.train.loggers import Tracker
@@ -40,6 +41,7 @@ class StepRecord:
         epoch: passes over the data so far.
         consumed_samples: bins so far.
         loss_kind: what the loss is a mean over: `per_token`, `weighted_per_token` or `per_conversation`.
+        sources: of a blend, by name: the weight now, and the share of all bins, bins and epochs so far.
     """
 
     step: int
@@ -54,6 +56,7 @@ class StepRecord:
     epoch: float
     consumed_samples: int
     loss_kind: str = "per_token"
+    sources: Mapping[str, SourceProgress] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ def step_record(
     consumed_samples: int,
     num_samples: int,
     loss_kind: str = "per_token",
+    sources: Mapping[str, SourceProgress] | None = None,
 ) -> StepRecord:
     """Turn sums into a record.
 
@@ -164,6 +168,7 @@ def step_record(
         step_seconds=totals.seconds / totals.num_steps,
         epoch=consumed_samples / num_samples,
         consumed_samples=consumed_samples,
+        sources=sources or {},
     )
 
 
@@ -189,9 +194,13 @@ class MetricsFile:
     def write_step(self, record: StepRecord) -> None:
         """Write the record of one or more steps."""
         values = asdict(record)
-        self._write("step", values)
+        sources = values.pop("sources")
+        self._write("step", {**values, "sources": sources} if sources else values)
         numbers = {name: value for name, value in values.items() if name not in ("step", "loss_kind")}
-        self._draw({f"train/{name}": value for name, value in numbers.items()}, record.step)
+        drawn = {f"train/{name}": value for name, value in numbers.items()}
+        for source, progress in sources.items():
+            drawn |= {f"sources/{source.strip('/')}/{name}": value for name, value in progress.items()}
+        self._draw(drawn, record.step)
 
     def write_validation(self, name: str, step: int, loss: float, num_trained: int) -> None:
         """Write a validation loss."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.support import progress
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal, show_json
@@ -172,6 +173,8 @@ class ConsoleReporter(Reporter):
             f"speed: {self._num_tokens / self._seconds:,.0f} tokens/s; waiting for data took "
             f"{self._data_seconds / self._seconds:.2%} of the time"
         )
+        if last.sources:
+            self.say(f"blend: {', '.join(_progress(name, source) for name, source in last.sources.items())}")
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
         self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
@@ -202,6 +205,10 @@ class ConsoleReporter(Reporter):
         if self._validation_bar is not None:
             self._validation_bar.close()
             self._validation_bar = None
+
+
+def _progress(name: str, source: SourceProgress) -> str:
+    return f"{name} {source.share:.2%} ({counted(source.num_samples, 'bin')}, {source.epochs:.2f} epochs)"
 
 
 def _finite(number: float) -> float | None:

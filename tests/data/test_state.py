@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
 from megatron_packed_sft.data.order.state import COMPARED, BlendState, LoaderState
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -32,6 +33,23 @@ def test_a_state_survives_json() -> None:
     assert LoaderState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
     alone = LoaderState(consumed_samples=0, fingerprint="", num_samples=1, shuffle=False)
     assert LoaderState.from_dict(json.loads(json.dumps(alone.to_dict()))) == alone
+
+
+def test_a_state_of_weights_that_change_survives_json_and_tells_runs_of_another_length_apart() -> None:
+    annealed = replace(STATE, blend=replace(BLEND, annealing=AnnealedWeights((1, 3), (1, 1), first=80, last=100)))
+    assert LoaderState.from_dict(json.loads(json.dumps(annealed.to_dict()))) == annealed
+    longer = replace(STATE, blend=replace(BLEND, annealing=AnnealedWeights((1, 3), (1, 1), first=160, last=200)))
+    with pytest.raises(InvalidInputError) as caught:
+        annealed.check(longer)
+    assert "schedule was 'to 1:1 over samples 80 to 100' and is 'to 1:1 over samples 160 to 200' now" in str(
+        caught.value
+    )
+
+
+def test_a_state_from_before_weights_could_change_is_read() -> None:
+    document = STATE.to_dict()
+    del document["blend"]["annealing"]
+    assert LoaderState.from_dict(document) == STATE
 
 
 def test_a_state_survives_a_writer_that_shortens_floats() -> None:
@@ -59,6 +77,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "shuffle": {"shuffle": False},
     "seed": {"seed": 4321},
     "weights": {"blend": BlendState(weights=(1, 4), counts=(0, 0))},
+    "schedule": {"blend": replace(BLEND, annealing=AnnealedWeights((1, 3), (1, 1), first=80, last=100))},
 }
 
 
@@ -130,6 +149,8 @@ def test_a_misspelt_override_is_refused(wrong: Any) -> None:
             {"blend": {**STATE.to_dict()["blend"], "weights": "13"}},
             "blend weights is '13', not a list of non-negative numbers",
         ),
+        ({"blend": {**STATE.to_dict()["blend"], "annealing": 3}}, "blend annealing is 3, not a mapping"),
+        ({"blend": {**STATE.to_dict()["blend"], "annealing": {}}}, "blend start is None, not a list of non-negative"),
         ({"blend": {}}, "blend weights is None, not a list of non-negative numbers"),
     ],
 )

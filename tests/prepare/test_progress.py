@@ -65,6 +65,17 @@ def test_on_a_terminal_the_summary_stands_alone_below_finished_bars(tokenizer_pa
     assert seen[seen.index("") :] == again.out.splitlines()[seen.index("") :]  # above it, the second run reuses stages
 
 
+def test_a_bar_begins_again_for_the_next_stage() -> None:
+    terminal = Terminal()
+    with Progress("compare", 10, "bin", stream=terminal, done=2) as progress:
+        progress.update(5, sequences=3)
+        progress.begin("match")
+        [seen] = screen(terminal.getvalue())
+        assert seen.startswith("match")
+        assert "0 of 10 bin" in seen
+        assert "sequences" not in seen
+
+
 def test_two_bars_are_drawn_below_each_other_and_lines_above_them() -> None:
     terminal = Terminal()
     with Progress("train", 4, "step", stream=terminal, done=1) as steps:

@@ -75,4 +75,7 @@ def test_every_storage_is_converted_to_every_other(published: Path, source: str,
 @pytest.mark.parametrize("command", ["prepare", "train"])
 def test_prepare_and_train_offer_the_storages_that_they_take(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "storage=auto", "output=x"]) == 2
-    assert "storage is 'auto'; choose one of legacy, memmap_v1, parquet" in capsys.readouterr().err
+    assert (
+        "storage is 'auto'; choose one of legacy, megatron_indexed, memmap_v1, parquet, token_stream"
+        in capsys.readouterr().err
+    )

@@ -22,7 +22,8 @@ from tests.megatron import test_bridge_0_3, test_bridge_0_6
 from tests.megatron.bridge_releases import TARGET, installed
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+# tests/caches/ reads caches.yaml, which lists sources of token caches and trains nothing.
+FILES = sorted(file for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "caches")
 BRIDGE = ROOT / "recipes" / "megatron_bridge"
 
 

@@ -200,3 +200,12 @@ def test_plain_lines_load_no_heavy_package(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"pyarrow", "datasets", "numba", "fsspec", "zstandard", "torch"} & set(done.stdout.split())
+
+
+def test_a_quick_look_reads_no_file_and_finds_the_same_ones(folder: Path) -> None:
+    pattern = f"{folder}/**"
+    looked, found = find_files(pattern, with_checksums=False), find_files(pattern)
+    assert [(file.path, file.format, file.compression) for file in looked] == [
+        (file.path, file.format, file.compression) for file in found
+    ]
+    assert {file.checksum for file in looked} == {""}

@@ -192,3 +192,14 @@ def test_storages_without_a_place_for_weights_refuse_them(tmp_path: Path, storag
         materialize_shards(plan, store, [tmp_path / "shard"], storage=storage)
     write_store(tmp_path / "plain", [sequences], vocab_size=1000)
     materialize_shards(plan, open_token_store(tmp_path / "plain"), [tmp_path / "shard"], storage=storage)
+
+
+def test_a_sequence_comes_with_its_weights_or_with_ones(tmp_path: Path) -> None:
+    sequences = make_sequences(12)
+    weights = make_weights(sequences)
+    write_part(tmp_path / "store" / "part_000000", sequences, weights)
+    store = publish_store(tmp_path / "store")
+    for number, ((ids, _), expected) in enumerate(zip(sequences, weights, strict=True)):
+        found_ids, found = store.weighted(number)
+        assert found_ids.tolist() == list(ids)
+        assert found.tolist() == expected.tolist()

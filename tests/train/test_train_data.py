@@ -31,7 +31,7 @@ def config_of(path: Any, storage: str = "auto", **settings: Any) -> TrainConfig:
 
 
 def first_batches(config: TrainConfig, count: int = 25) -> list[dict[str, Any]]:
-    return list(itertools.islice(training_loader(open_data(config), config), count))
+    return list(itertools.islice(training_loader(open_data(config), config, num_bins=40), count))
 
 
 def test_legacy_files_and_shards_give_the_same_batches_over_the_edge_of_an_epoch(dataset: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_validation_takes_every_bin_once_and_fills_up_with_bins_without_loss(dat
 def test_a_blend_keeps_its_proportion(dataset: Path) -> None:
     other = dataset / "train" / "shard_000000"
     config = config_of([str(dataset), str(other)], weights=[3.0, 1.0])
-    loader = training_loader(open_data(config), config)
+    loader = training_loader(open_data(config), config, num_bins=40)
     for _ in itertools.islice(loader, 8):
         pass
     assert loader.state_dict()["blend"]["counts"] == [6, 2]

@@ -79,10 +79,11 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.eos_id=256"], "data.eos_id is 256, but the vocabulary ends at 255"),
         (["data.allow_mismatch=[sed]"], "data.allow_mismatch has sed; choose from fingerprint"),
         (["data.weights=[1,2]", "data.shuffle=false"], "data.shuffle=false cannot be combined with data.weights"),
-        (["data.path=3"], "data.path is 3; give a path, or a list of paths"),
+        (["data.path=3"], "data.path is 3; give a path, a list of paths"),
         (["data.path=null"], "data.path is None; give a path"),
         (["data.path=[]"], "data.path is []; give a path"),
-        (["data.path={a: b}"], "data.path is {'a': 'b'}; give a path"),
+        (["data.path={a: 3}"], "data.path is {'a': 3}; give a path ... or names such as {chats: PATH, web: PATH}"),
+        (["data.path={a: /no/such/data}"], "/no/such/data does not exist and matches nothing; check the path"),
         (["data.path=/no/such/data"], "/no/such/data does not exist and matches nothing; check the path"),
     ],
 )

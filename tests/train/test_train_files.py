@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import select
 import sys
 import termios
 from pathlib import Path
@@ -194,11 +195,13 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
         printed = capsys.readouterr().out
         assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
         assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
-    shown = os.read(controller, 1 << 16).decode()
-    plain = CONTROLS.sub("", shown)
+    shown = b""
+    while select.select([controller], [], [], 0)[0]:  # a terminal hands out 4 KB at a time
+        shown += os.read(controller, 1 << 16)
+    plain = CONTROLS.sub("", shown.decode())
     assert re.search(r"train +[━╸╺]+ +25% 1 of 4 step, .*loss 2.0000, speed 4 tokens/s, lr 1.00e-04", plain)
     assert re.search(r"validating on validation +[━╸╺]+ +50% 6 of 12 bin", plain)
-    seen = screen(shown)
+    seen = screen(shown.decode())
     assert seen[0] == "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18"
     assert seen[1].startswith("finished at step 1 of 4: loss 2.0000")
     assert seen[2].startswith("speed: ")

@@ -67,12 +67,13 @@ class PackedLoader:
         **sampling: Unpack[SamplerArguments],
     ) -> None:
         if batch_sampler is None:
+            num_samples = len(dataset)  # a pass over a blend is as long as the dataset was asked to be
             blend_order = getattr(dataset, "sampling_order", None)
             if blend_order is not None and sampling.get("order") is None:
                 # A blend: the sampler draws in its order, so that the state says how much of each source was seen.
                 dataset, sampling["order"] = dataset.in_stored_order(), blend_order
             fingerprint = str(getattr(dataset, "fingerprint", ""))
-            batch_sampler = MicroBatchSampler(len(dataset), fingerprint=fingerprint, **sampling)
+            batch_sampler = MicroBatchSampler(num_samples, fingerprint=fingerprint, **sampling)
         elif sampling:
             raise InvalidInputError(
                 f"batch_sampler and {', '.join(sampling)} were both given; pass the latter to the sampler"

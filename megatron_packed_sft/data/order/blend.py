@@ -3,41 +3,38 @@
     weights 3 : 1 : 1    sample   0 1 2 3 4 | 5 6 7 8 9 | ...
                          source   0 0 1 0 2 | 0 0 1 0 2 | ...       3 : 1 : 1, repeated
 
-The n-th sample of a source with share w may come once its share has begun, at i > (n - 1) / w, and must come when it
-is complete, by i = ceil(n / w). Then the source's count is never a whole sample away from w * i. Among the sources
-that may come, the one with the earliest deadline does. This always succeeds:
-- Of a source, what may only come after sample a and must come by sample b is floor(w * b) - ceil(w * a) samples at
+Let due(i) be a source's share of the first i samples: its weight times i, or, if weights change over the run, their sum
+over these samples. The n-th sample of the source may come once its share has begun, at the first i with due(i) > n - 1,
+and must come when it is complete, by the first i with due(i) >= n. Then the source's count is never a whole sample away
+from due(i). Among the sources that may come, the one with the earliest deadline does. This always succeeds, for any
+due(i) that never falls, if those of all sources add up to i:
+- Of a source, what may only come after sample a and must come by sample b is floor(due(b)) - ceil(due(a)) samples at
   most; over all sources that is never more than the b - a there is room for. Whenever no interval is overfull,
   serving the earliest deadline first meets every deadline.
 - There is always a source that may come: if all were level with their shares or ahead of them after sample i came,
   i samples would have been given out before it did.
 
-Weights are kept as integers, so nothing ever drifts; the pattern repeats after their sum. The counts of all sources
-are the whole state. `BlendOrder` turns the choice of sources into indices for the samplers.
+Weights are kept as integers, so nothing ever drifts; while they are constant, the pattern repeats after their sum. The
+counts of all sources are the whole state. `BlendOrder` turns the choice of sources into indices for the samplers.
 """
 
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.order.sample_order import Int64Array, SampleOrder
+from megatron_packed_sft.data.order.blend_weights import AnnealedWeights, WeightStages, whole_weights
+from megatron_packed_sft.data.order.sample_order import Int64Array
 from megatron_packed_sft.data.order.state import BlendState
 from megatron_packed_sft.errors import InvalidInputError
 
-_MAX_TOTAL = 1 << 61  # lags and deadlines stay inside 64 bits
-_RESOLUTION = 1 << 60  # of weights that have no such common denominator
 _MAX_POINTS = 256
-_LARGEST_GAP = 4096  # between positions that are still read in one go
 
 
 class BlendPoint(NamedTuple):
@@ -56,7 +53,7 @@ class BlendChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """How far one source of a blend is: its weight, realised share, samples taken and epochs."""
+    """How far one source of a blend is: its weight now, realised share of all samples, samples taken and epochs."""
 
     weight: float
     share: float
@@ -65,10 +62,11 @@ class SourceProgress:
 
 
 class Blend:
-    """A deterministic mixture of sources: after i samples, each count is less than one sample off weight * i.
+    """A deterministic mixture of sources: after i samples, each count is less than one sample off what is due then.
 
     Args:
-        weights: one number per source, in any unit. Decimal fractions are taken as written: 0.1 is one tenth.
+        weights: one number per source, in any unit. Decimal fractions are taken as written: 0.1 is one tenth. Or
+            `AnnealedWeights`, which change over the run.
         sizes: samples in each source, to report epochs; an exhausted source starts over.
 
     Example:
@@ -77,16 +75,20 @@ class Blend:
         [0, 0, 1, 0, 2, 0, 0, 1, 0, 2]
         >>> blend.choose(0, 10).positions.tolist()
         [0, 1, 0, 2, 0, 3, 4, 1, 5, 1]
+        >>> Blend(AnnealedWeights((1, 0), (1, 1), first=4, last=6), [9, 9]).choose(0, 10).sources.tolist()
+        [0, 0, 0, 0, 0, 0, 1, 0, 1, 0]
     """
 
-    def __init__(self, weights: Sequence[Any], sizes: Sequence[int]) -> None:
-        self.weights = whole_weights(weights)
+    def __init__(self, weights: Sequence[Any] | AnnealedWeights, sizes: Sequence[int]) -> None:
+        self.annealing = weights if isinstance(weights, AnnealedWeights) else None
+        self.weights = weights.start if isinstance(weights, AnnealedWeights) else whole_weights(weights)
+        self.stages = WeightStages.constant(self.weights) if self.annealing is None else self.annealing.stages()
         self.sizes = tuple(int(size) for size in sizes)
         if len(self.sizes) != len(self.weights):
             raise InvalidInputError(
                 f"{len(self.weights)} weights for {len(self.sizes)} sources; give each source one weight"
             )
-        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
+        for number, (size, weight) in enumerate(zip(self.sizes, map(max, *self._edges()), strict=True)):
             if size < 0 or (size == 0 and weight):
                 raise InvalidInputError(
                     f"source {number} has {size} samples but a positive weight; give it data or weight 0"
@@ -126,10 +128,10 @@ class Blend:
             >>> Blend([0.5, 0.5], sizes=[10, 40]).progress(100)[0]
             SourceProgress(weight=0.5, share=0.5, num_samples=50, epochs=5.0)
         """
-        total = sum(self.weights)
+        total, weights = self.stages.total, self.stages.weights[self.stages.stage_at(position)]
         return [
             SourceProgress(weight / total, count / position if position else 0.0, count, count / size if size else 0.0)
-            for weight, count, size in zip(self.weights, self.counts(position), self.sizes, strict=True)
+            for weight, count, size in zip(weights, self.counts(position), self.sizes, strict=True)
         ]
 
     def state(self, position: int) -> BlendState:
@@ -147,6 +149,7 @@ class Blend:
             epochs=tuple(source.epochs for source in progress),
             origin_position=self.origin.position,
             origin_counts=self.origin.counts,
+            annealing=self.annealing,
         )
 
     def load_state(self, position: int, state: BlendState) -> None:
@@ -162,7 +165,7 @@ class Blend:
             (4, 6)
         """
         point = BlendPoint(position, state.counts)
-        same_weights = state.weights == self.weights
+        same_weights = (state.weights, state.annealing) == (self.weights, self.annealing)
         origin = BlendPoint(state.origin_position, state.origin_counts) if same_weights else point
         for known in (origin, point):
             fits = len(known.counts) == len(self.weights) and sum(known.counts) == known.position <= position
@@ -186,8 +189,17 @@ class Blend:
             )
         start = self._nearest_point(first)
         lags, counts = np.array(self._lags(start, self.origin), np.int64), np.array(start.counts, np.int64)
-        weights = np.array(self.weights, np.int64)
-        order_kernels.schedule(weights, sum(self.weights), lags, counts, first - start.position, *choice)
+        weights, ends = self.stages.arrays
+        stage = self.stages.stage_at(start.position)
+        order_kernels.schedule(
+            weights[stage:],
+            self.stages.total,
+            lags,
+            counts,
+            first - start.position,
+            *choice,
+            ends[stage:] - start.position,
+        )
         end = BlendPoint(first + len(choice.sources), tuple(counts.tolist()))
         self._remember(end)
         return end.counts
@@ -195,11 +207,17 @@ class Blend:
     def _nearest_point(self, position: int) -> BlendPoint:
         points = self._points
         known = points[bisect.bisect_right(points, position, key=lambda point: point.position) - 1]
-        # The pattern starts over after every sum of the weights, so the counts there are known.
-        rounds = (position - self.origin.position) // sum(self.weights)
+        # The pattern starts over after every sum of the weights, so the counts there are known; until they change.
+        stage = self.stages.stage_at(self.origin.position)
+        weights, end = self.stages.weights[stage], int(self.stages.arrays[1][stage])
+        divisor = math.gcd(*weights)
+        period = self.stages.total // divisor
+        rounds = (min(position, end) - self.origin.position) // period
         begun = BlendPoint(
-            self.origin.position + rounds * sum(self.weights),
-            tuple(before + rounds * weight for before, weight in zip(self.origin.counts, self.weights, strict=True)),
+            self.origin.position + rounds * period,
+            tuple(
+                before + rounds * weight // divisor for before, weight in zip(self.origin.counts, weights, strict=True)
+            ),
         )
         return max(known, begun, key=lambda point: point.position)
 
@@ -213,124 +231,23 @@ class Blend:
             points = (*points[:-1:2], points[-1])
         self._points = points
 
+    def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the first and the last weights; in between, none is zero that is not zero in both."""
+        return self.stages.weights[0], self.stages.weights[-1]
+
     def _lags(self, point: BlendPoint, origin: BlendPoint) -> list[int]:
-        total = sum(self.weights)
+        total = self.stages.total
+        due, due_before = self.stages.due(point.position), self.stages.due(origin.position)
         lags = [
-            weight * (point.position - origin.position) - total * (count - before)
-            for weight, count, before in zip(self.weights, point.counts, origin.counts, strict=True)
+            now - before - total * (count - count_before)
+            for now, before, count, count_before in zip(due, due_before, point.counts, origin.counts, strict=True)
         ]
         if any(abs(lag) >= total for lag in lags):
             raise InvalidInputError(
-                f"the blend in the loader state has counts {list(point.counts)}, which weights {list(self.weights)} "
-                f"do not give after {point.position} samples; restore the checkpoint it came from"
+                f"the blend in the loader state has counts {list(point.counts)}, which {self._described()} do "
+                f"not give after {point.position} samples; restore the checkpoint it came from"
             )
         return lags
 
-
-class BlendOrder:
-    """The order of a blend, as indices into its sources laid end to end: an `Order` for the samplers.
-
-    Args:
-        blend: which source comes when.
-        orders: the order of each source's own samples, with its own epochs.
-
-    Example:
-        >>> orders = [SampleOrder(4, seed=1, fingerprint="a"), SampleOrder(2, seed=1, fingerprint="b")]
-        >>> order = BlendOrder(Blend([2, 1], sizes=[4, 2]), orders)
-        >>> order.at(range(6)).tolist()
-        [1, 0, 4, 2, 3, 5]
-    """
-
-    def __init__(self, blend: Blend, orders: Sequence[SampleOrder]) -> None:
-        if blend.sizes != tuple(order.num_samples for order in orders):
-            raise InvalidInputError(
-                f"the blend has sizes {list(blend.sizes)} but the orders "
-                f"{[order.num_samples for order in orders]}; give each source its own order"
-            )
-        if len({order.seed for order in orders}) != 1:
-            raise InvalidInputError("the sources of a blend have different seeds; give all their orders the same seed")
-        self.blend = blend
-        self.orders = tuple(orders)
-        self._starts = np.concatenate(([0], np.cumsum(blend.sizes))).astype(np.int64)
-
-    @property
-    def num_samples(self) -> int:
-        """The samples of all sources together."""
-        return int(self._starts[-1])
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of every source's shuffle; None for stored order."""
-        return self.orders[0].seed
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the sources, in order; the weights are compared separately."""
-        names = json.dumps([order.fingerprint for order in self.orders])
-        return hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
-
-    def at(self, positions: npt.ArrayLike) -> Int64Array:
-        """Return the index of the sample at each position of the stream, in the sources laid end to end.
-
-        Example:
-            >>> order = BlendOrder(Blend([1, 1], [5, 5]), [SampleOrder(5, shuffle=False)] * 2)
-            >>> order.at([0, 1, 2, 3]).tolist()
-            [0, 5, 1, 6]
-        """
-        sources, inside = self.locate(positions)
-        return inside + self._starts[sources]
-
-    def locate(self, positions: npt.ArrayLike) -> BlendChoice:
-        """Return the source, and the sample inside it, at each position of the stream.
-
-        Example:
-            >>> order = BlendOrder(Blend([1, 1], [5, 5]), [SampleOrder(5, shuffle=False)] * 2)
-            >>> [array.tolist() for array in order.locate([2, 3])]
-            [[0, 1], [1, 1]]
-        """
-        wanted = np.array(positions, np.int64, ndmin=1)
-        found = BlendChoice(np.empty(wanted.shape, np.int32), np.empty(wanted.shape, np.int64))
-        ascending = np.argsort(wanted, axis=None, kind="stable")
-        gaps = np.flatnonzero(np.diff(wanted.flat[ascending]) > _LARGEST_GAP) + 1
-        for run in np.split(ascending, gaps) if wanted.size else ():
-            here = wanted.flat[run]
-            choice = self.blend.choose(int(here[0]), int(here[-1] - here[0]) + 1)
-            found.sources.flat[run] = choice.sources[here - here[0]]
-            found.positions.flat[run] = choice.positions[here - here[0]]
-        for number, order in enumerate(self.orders):
-            of_source = found.sources == number
-            found.positions[of_source] = order.at(found.positions[of_source])
-        return found
-
-
-def whole_weights(weights: Sequence[Any]) -> tuple[int, ...]:
-    """Return weights as integers without a common divisor, in the same proportions.
-
-    Weights whose common denominator is too large are rounded to 2^-60 of their sum: one sample in 10^18.
-
-    Example:
-        >>> whole_weights([0.1, 0.25, 2])
-        (2, 5, 40)
-    """
-    exact = [_exact(number, weight) for number, weight in enumerate(weights)]
-    total = sum(exact)
-    if total == 0:
-        raise InvalidInputError("the weights of a blend are all zero; give at least one source a positive weight")
-    denominator = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * denominator) for weight in exact]
-    divisor = math.gcd(*whole)
-    whole = [weight // divisor for weight in whole]
-    if sum(whole) > _MAX_TOTAL:
-        whole = [max(1, round(weight * _RESOLUTION / total)) if weight else 0 for weight in exact]
-    return tuple(whole)
-
-
-def _exact(number: int, weight: Any) -> Fraction:
-    try:
-        # A float as text is what its owner wrote; its exact value has a denominator of 2^55 and no pattern.
-        exact = weight if isinstance(weight, Fraction) else Fraction(str(weight))
-    except (ValueError, ZeroDivisionError):
-        raise InvalidInputError(f"weight {number} of the blend is {weight!r}; give a number of at least 0") from None
-    if exact < 0:
-        raise InvalidInputError(f"weight {number} of the blend is {weight!r}; give a number of at least 0")
-    return exact
+    def _described(self) -> str:
+        return f"weights {list(self.weights)}{f' moving {self.annealing}' if self.annealing else ''}"

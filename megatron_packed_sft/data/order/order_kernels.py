@@ -47,23 +47,28 @@ def schedule(
     num_skipped: int,
     sources: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
 ) -> None:
     """Choose a source for each of num_skipped + sources.size samples, earliest deadline first; skip the first.
 
-    lags[j] = weights[j] * samples so far - total * counts[j] is how far source j is behind its share, in units of
-    1 / total samples; it stays inside (-total, total). Lags and counts are updated to the end of the run.
+    weights[k, j] are those of source j in stage k, and ends[k] the steps after which stage k is over. lags[j] = what is
+    due to source j so far - total * counts[j] is how far it is behind its share, in units of 1 / total samples; it
+    stays inside (-total, total). Lags and counts are updated to the end of the run.
     """
-    deadlines = np.full(weights.size, _NEVER)
-    for j in range(weights.size):
-        if weights[j] > 0:
-            deadlines[j] = _steps_until(total - lags[j], weights[j])
+    deadlines = np.empty(lags.size, np.int64)
+    stage = 0
+    for j in range(lags.size):
+        deadlines[j] = _deadline(weights, ends, j, stage, 0, total - lags[j])
     for step in range(1, num_skipped + sources.size + 1):
+        if step > ends[stage]:
+            stage += 1
         chosen = -1
         earliest = _NEVER
-        for j in range(weights.size):
-            lags[j] += weights[j]
-            # Not before its share has begun, or it would be a whole sample ahead.
-            if lags[j] > 0 and deadlines[j] < earliest:
+        for j in range(lags.size):
+            lags[j] += weights[stage, j]
+            # Not before its share has begun, or it would be a whole sample ahead. A share that the weights never
+            # complete has no deadline, and comes when nothing else may.
+            if lags[j] > 0 and (deadlines[j] < earliest or chosen < 0):
                 earliest = deadlines[j]
                 chosen = j
         if step > num_skipped:
@@ -71,10 +76,22 @@ def schedule(
             positions[step - num_skipped - 1] = counts[chosen]
         counts[chosen] += 1
         lags[chosen] -= total
-        deadlines[chosen] = step + _steps_until(total - lags[chosen], weights[chosen])
+        deadlines[chosen] = _deadline(weights, ends, chosen, stage, step, total - lags[chosen])
 
 
 @kernel
-def _steps_until(amount: int, weight: int) -> int:
-    """Return after how many steps a source that gains `weight` per step has gained `amount`."""
-    return (amount + weight - 1) // weight
+def _deadline(
+    weights: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], source: int, stage: int, step: int, amount: int
+) -> int:
+    """Return the step by which a source has gained `amount`, counted from `step` in `stage`."""
+    while True:
+        weight = weights[stage, source]
+        if weight > 0:
+            num_steps = (amount + weight - 1) // weight
+            if num_steps <= ends[stage] - step:
+                return int(step + num_steps)
+            amount -= weight * (ends[stage] - step)  # no overflow: it is less than the amount
+        stage += 1
+        if stage == ends.size:
+            return int(_NEVER)
+        step = ends[stage - 1]

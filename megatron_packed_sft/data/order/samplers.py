@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from megatron_packed_sft.data.order.blend import BlendOrder
+from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Int64Array, Order, SampleOrder
 from megatron_packed_sft.data.order.state import BlendState, LoaderState, refuse_unknown
 from megatron_packed_sft.errors import InvalidInputError
@@ -251,7 +251,9 @@ class StreamSampler:
             num_samples=self.order.num_samples,
             shuffle=self.order.seed is not None,
             seed=self.order.seed,
-            blend=None if blend is None else BlendState(weights=blend.weights, counts=(0,) * len(blend.weights)),
+            blend=None
+            if blend is None
+            else BlendState(weights=blend.weights, counts=(0,) * len(blend.weights), annealing=blend.annealing),
         )
 
     def state(self, consumed_samples: int) -> LoaderState:

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
 
 FORMAT: Final = "packed_sft_loader_state"
 VERSION: Final = 1
 # What must be equal for the rest of the stream to be the same, in the order in which errors name it.
-COMPARED: Final = ("fingerprint", "num_samples", "tokenizer", "chat_template", "shuffle", "seed", "weights")
+COMPARED: Final = ("fingerprint", "num_samples", "tokenizer", "chat_template", "shuffle", "seed", "weights", "schedule")
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class BlendState:
         epochs: counts divided by the sources' sizes, for information.
         origin_position: where these weights took effect; 0 unless they were changed during the run.
         origin_counts: samples taken from each source before that.
+        annealing: how the weights change during the run; None if they do not.
     """
 
     weights: tuple[int, ...]
@@ -40,6 +42,7 @@ class BlendState:
     epochs: tuple[float, ...] = ()
     origin_position: int = 0
     origin_counts: tuple[int, ...] = ()
+    annealing: AnnealedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,11 @@ class LoaderState:
         """The weights of the blend, if there is one."""
         return None if self.blend is None else self.blend.weights
 
+    @property
+    def schedule(self) -> str | None:
+        """How the weights of the blend change during the run, if they do."""
+        return None if self.blend is None or self.blend.annealing is None else str(self.blend.annealing)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values.
 
@@ -87,12 +95,7 @@ class LoaderState:
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, BlendState):
-                value = {
-                    key: list(inner) if isinstance(inner, tuple) else inner
-                    for key, inner in dataclasses.asdict(value).items()
-                }
-            document[field.name] = value
+            document[field.name] = _plain(dataclasses.asdict(value)) if isinstance(value, BlendState) else value
         return document
 
     @classmethod
@@ -147,7 +150,7 @@ resume with what the state was saved with, or pass allow_mismatch=('seed',) to t
             name: f"{name} was {_short(before)} and is {_short(now)} now"
             for name in COMPARED
             if (before := getattr(self, name)) != (now := getattr(current, name))
-            and (name == "weights" or (before is not None and now is not None))
+            and (name in ("weights", "schedule") or (before is not None and now is not None))
         }
         refused = [name for name in differing if name not in allow_mismatch]
         if refused:
@@ -197,7 +200,31 @@ def _blend(document: Any) -> BlendState:
         epochs=_numbers(document, "epochs", float),
         origin_position=_field(document, "origin_position", int),
         origin_counts=_numbers(document, "origin_counts", int),
+        annealing=_annealing(document.get("annealing")),  # older states have none
     )
+
+
+def _annealing(document: Any) -> AnnealedWeights | None:
+    if document is None:
+        return None
+    if not isinstance(document, Mapping):
+        raise InvalidInputError(
+            f"the loader state's blend annealing is {_short(document)}, not a mapping; restore the checkpoint it came "
+            "from"
+        )
+    return AnnealedWeights(
+        start=_numbers(document, "start", int),
+        end=_numbers(document, "end", int),
+        first=_field(document, "first", int),
+        last=_field(document, "last", int),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a dataclass's values as JSON has them: lists instead of tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _numbers(document: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:

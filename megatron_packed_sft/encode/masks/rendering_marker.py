@@ -21,7 +21,8 @@ from megatron_packed_sft.encode.masks.shapes import note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind, TurnSyntax, probe_syntax, segments_of
-from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined
+from megatron_packed_sft.encode.masks.turn_outline import TurnOutline, outline_of
+from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined, scaffold_of
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import (
@@ -57,6 +58,13 @@ class Found(NamedTuple):
     chat: TracedText
     messages: Messages
     is_direct: bool  # rendered in the form in which it came
+
+
+class ChatOutline(NamedTuple):
+    """A rendered chat, who wrote what of it, and what the template writes for each message."""
+
+    chat: TracedText
+    turns: list[TurnOutline]
 
 
 class RenderingMarker:
@@ -105,6 +113,22 @@ class RenderingMarker:
     def render(self, conversation: Conversation) -> str:
         """Render a conversation once, in the first form that the template takes."""
         return self._first_form(conversation, None if conversation.tools is None else list(conversation.tools))[1]
+
+    def outline(self, conversation: Conversation) -> ChatOutline:
+        """Return the turns of a conversation as the template writes them, for people to look at."""
+        tools = None if conversation.tools is None else list(conversation.tools)
+        messages, _ = self._first_form(conversation, tools)
+        chat = self._traced.render(messages, AuthoredChat(tools))
+        return ChatOutline(chat, outline_of(messages, chat, self.ends))
+
+    def generation_prompt(self, conversation: Conversation) -> str:
+        """Return what the template adds behind a conversation when the assistant is to speak next."""
+        tools = None if conversation.tools is None else list(conversation.tools)
+        messages, _ = self._first_form(conversation, tools)
+        chat = AuthoredChat(tools)
+        prompt = self._traced.render(messages, chat, add_generation_prompt=True)
+        scaffold = scaffold_of(prompt, self._traced.render(messages, chat))
+        return scaffold.text[scaffold.num_bare :]
 
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
         """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -85,6 +85,7 @@ class Renderer:
         self.source = source
         self.date = date
         self.variables = {"documents": None, **(variables or {})}
+        self._globals = frozenset(defaults)
         self._variables = {**defaults, **self.variables}
         blocks = _generation_blocks(self.tree)
         if any(_generation_blocks(block) for block in blocks):
@@ -109,6 +110,24 @@ class Renderer:
         }
         with self.refusing():
             return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+
+    def asked_variables(self) -> list[str]:
+        r"""Return the variables that the template wants from outside, besides the messages and what is always there.
+
+        Example:
+            >>> Renderer("{{ bos_token }}{% if enable_thinking is defined %}<think>{% endif %}").asked_variables()
+            ['bos_token', 'enable_thinking']
+        """
+        always = {"messages", "add_generation_prompt", BLOCK_BEGINS, BLOCK_ENDS, *self._globals}
+        own = {name.name for name in self.tree.find_all(nodes.Name) if name.ctx != "load"}
+        # What a template sets itself may still come from outside, if it asks whether it is there.
+        tested = {
+            test.node.name
+            for test in self.tree.find_all(nodes.Test)
+            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+        }
+        undeclared = meta.find_undeclared_variables(self.tree)
+        return sorted(((undeclared - own) | (undeclared & tested)) - always)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:

@@ -41,6 +41,15 @@ class LegacyShard(FlatShard):
         super().__init__(location, _read(location))
 
 
+def read_num_bins(path: Path) -> int:
+    """Return how many bins the header of a file promises, without reading them."""
+    with (
+        os_errors("read", path),
+        open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file,
+    ):
+        return _read_header(path, file.read(_MAX_HEADER + 16), os.fstat(file.fileno()).st_size)[1]
+
+
 def _read(path: Path) -> FlatBins:
     with os_errors("open", path):
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.

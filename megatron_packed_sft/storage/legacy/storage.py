@@ -69,6 +69,13 @@ class LegacyStorage(Storage):
         is_short = vocab_size is not None and vocab_size <= _LARGEST_SHORT_VOCABULARY
         return num_tokens * (5 if is_short else 7)
 
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return the number of bins in the file's header, and what Megatron-Bridge's metadata beside it says."""
+        from megatron_packed_sft.storage.legacy.reader import read_num_bins
+        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+
+        return {"num_bins": read_num_bins(path), **PackMetadata.recorded_beside(path)}
+
     def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
         """Return Megatron-Bridge's metadata file."""
         from megatron_packed_sft.storage.pack_metadata import PackMetadata

@@ -16,7 +16,7 @@ from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, parse_manifest
 
 if TYPE_CHECKING:
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
@@ -73,6 +73,17 @@ class MemmapStorage(Storage):
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return the bytes of the two large arrays, padding included."""
         return num_bins * width * (np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize)
+
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what the manifest says; no other file is opened."""
+        with CheckedDirectory.open(path) as directory:
+            manifest = parse_manifest(directory.read(MANIFEST, MAX_MANIFEST_BYTES), str(path / MANIFEST))
+        return {
+            **vars(manifest.figures),
+            "dtype": manifest.dtype,
+            "plan_fingerprint": manifest.plan_fingerprint,
+            "created_by": manifest.created_by,
+        }
 
     def checksum(self, path: Path) -> str:
         """Return the checksum of the manifest, which holds those of the arrays."""

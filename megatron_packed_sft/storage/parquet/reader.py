@@ -29,6 +29,35 @@ class ParquetShard(FlatShard):
         super().__init__(location, _read(location))
 
 
+def read_footer(path: Path) -> dict[str, int]:
+    """Return how many bins, tokens and sequences a file holds, by its footer; nothing else is read."""
+    pa = load("pyarrow", "parquet", "packed Parquet files")
+    pq = load("pyarrow.parquet", "parquet", "packed Parquet files")
+    try:
+        with pq.ParquetFile(path) as file:
+            _require_columns(path, file)
+            footer = file.metadata
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+    counts = {"num_bins": footer.num_rows, "num_tokens": 0, "num_sequences": 0}
+    names = {"input_ids": "num_tokens", "seq_start_id": "num_sequences"}
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if name := names.get(column.path_in_schema.partition(".")[0]):
+                counts[name] += column.num_values
+    return counts
+
+
+def _require_columns(path: Path, file: Any) -> None:
+    absent = [name for name in COLUMNS if name not in file.schema_arrow.names]
+    if absent:
+        raise LegacyFormatError(f"{path} has no column {absent[0]}; it is not packed SFT data")
+
+
+def _unreadable(path: Path, error: Exception) -> LegacyFormatError:
+    return LegacyFormatError(f"{path} cannot be read as Parquet ({error}); restore the file")
+
+
 class _Ragged:
     """Values of different numbers per bin: flat values and their counts."""
 
@@ -62,9 +91,7 @@ def _batches(path: Path) -> Iterator[tuple[_Ragged, _Ragged, _Ragged]]:
     pq = load("pyarrow.parquet", "parquet", "packed Parquet files")
     try:
         with pq.ParquetFile(path) as file:
-            absent = [name for name in COLUMNS if name not in file.schema_arrow.names]
-            if absent:
-                raise LegacyFormatError(f"{path} has no column {absent[0]}; it is not packed SFT data")
+            _require_columns(path, file)
             first_bin = 0
             for batch in file.iter_batches(batch_size=_BINS_AT_ONCE, columns=list(COLUMNS)):
                 ids, mask, starts = (_ragged(path, batch.column(name), name, first_bin, pa) for name in COLUMNS)
@@ -73,7 +100,7 @@ def _batches(path: Path) -> Iterator[tuple[_Ragged, _Ragged, _Ragged]]:
                 if batch.num_rows:
                     yield ids, mask, starts
     except (pa.ArrowException, OSError) as error:
-        raise LegacyFormatError(f"{path} cannot be read as Parquet ({error}); restore the file") from None
+        raise _unreadable(path, error) from None
 
 
 def _ragged(path: Path, column: Any, name: str, first_bin: int, pa: Any) -> _Ragged:

@@ -64,6 +64,13 @@ class ParquetStorage(Storage):
         bits = ((vocab_size or 1 << 17) - 1).bit_length()
         return num_tokens * (bits + 1) // 8
 
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what the file's footer counts, and what Megatron-Bridge's metadata beside it says."""
+        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+        from megatron_packed_sft.storage.parquet.reader import read_footer
+
+        return {**read_footer(path), **PackMetadata.recorded_beside(path)}
+
     def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
         """Return Megatron-Bridge's metadata file."""
         from megatron_packed_sft.storage.pack_metadata import PackMetadata

@@ -26,6 +26,7 @@ class StreamOptions:
         file_names: exactly these files of the directory, instead of a pattern.
         dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
         vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
+        documents: of Megatron's indexed datasets: a bin is a whole document instead of a window.
         overlap: windows share one token, so that every token but a file's first is predicted once. Without it they
             share none, and the first token of each window is predicted by nobody.
         spelling: how the caller's users write these, for messages: as an `argument`, a `key` of the recipe or a `flag`.
@@ -43,6 +44,7 @@ class StreamOptions:
     file_names: tuple[str, ...] | None = None
     dtype: str | None = None
     vocab_size: int | None = None
+    documents: bool = False
     overlap: bool = True
     spelling: Literal["argument", "key", "flag"] = "argument"
 
@@ -61,6 +63,11 @@ class StreamOptions:
             raise InvalidInputError(
                 f"{self.spelled('file_pattern')} is {self.file_pattern!r}; it names files of the directory, such as "
                 "*.npy"
+            )
+        if self.documents and self.pack_sequences:
+            raise InvalidInputError(
+                f"{self.spelled('documents')} and {self.spelled('pack_sequences')} cannot be combined: a document is "
+                "one sequence; leave one of them out"
             )
         if self.dtype is not None:
             parse_dtype(self.dtype, self.spelled("dtype"))

@@ -60,6 +60,11 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
     if not os.path.lexists(location):
         raise ShardError(f"{location} does not exist; check the path")
     options = options or StreamOptions()
+    if options.documents:
+        raise InvalidInputError(
+            f"{location} has no .idx that tells its documents apart; leave {options.spelled('documents')} out, or use "
+            f"{options.spelled('pack_sequences')} with the EOS id"
+        )
     metadata = read_metadata(location if location.is_dir() else location.parent)
     return TokenStream(location, find_files(location, options, metadata), options, metadata)
 

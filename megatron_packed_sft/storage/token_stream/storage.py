@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, Storage
@@ -42,6 +42,17 @@ class TokenStreamStorage(Storage):
         from megatron_packed_sft.storage.token_stream.reader import open_token_stream
 
         return open_token_stream(path, self.options)
+
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return what headers and metadata tell: dtype, files, their tokens, and how many windows they make."""
+        stream = self.open(path)
+        return {
+            **vars(stream.figures),
+            "dtype": stream.dtype,
+            "num_files": len(stream.files),
+            "num_tokens_in_files": stream.num_tokens,
+            "notes": [*stream.warnings, *stream.notes],
+        }
 
     def validate(
         self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None

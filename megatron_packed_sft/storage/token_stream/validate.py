@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,12 +50,18 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return None
+    check_stream(stream, report, bar)
+    return stream.figures
+
+
+def check_stream(stream: TokenStream, report: ValidationReport, bar: Progress) -> None:
+    """Check an open stream, and say how to train on it."""
     num_findings = report.num_findings
     report.notes += [*stream.warnings, *stream.notes]
     report.num_bins += len(stream)
     report.num_bytes += sum(file.size for file in stream.files)
     report.notes.append(
-        f"{path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
+        f"{stream.path}: {stream.num_tokens:,} tokens of {stream.dtype} in {len(stream.files):,} "
         f"{'file' if len(stream.files) == 1 else 'files'}"
     )
     for finding in _recorded_findings(stream, report):
@@ -71,7 +77,6 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
         report.notes += _words_about_ids(stream, seen)
     if report.num_findings == num_findings:
         report.notes += _usage(stream, seen)
-    return stream.figures
 
 
 def _recorded_findings(stream: TokenStream, report: ValidationReport) -> Iterator[Finding]:
@@ -90,10 +95,15 @@ def _opened(path: Path, options: StreamOptions) -> TokenStream:
     """Open the stream; a length that nobody asked for is no reason to refuse short files."""
     metadata = read_metadata(path if path.is_dir() else path.parent)
     files = find_files(path, options, metadata)
+    return TokenStream(path, files, fitted(options, files), metadata)
+
+
+def fitted(options: StreamOptions, files: Sequence[FlatFile]) -> StreamOptions:
+    """Return the options to check files with: windows no longer than the files, unless somebody asked for them."""
     longest = max(file.num_tokens for file in files)
     if options.seq_length == DEFAULT_SEQ_LENGTH and 2 <= longest <= DEFAULT_SEQ_LENGTH:
         options = replace(options, seq_length=longest - 1)
-    return TokenStream(path, files, replace(options, pack_sequences=False), metadata)
+    return replace(options, pack_sequences=False)
 
 
 def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report: ValidationReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -14,9 +15,8 @@ import megatron_packed_sft
 from megatron_packed_sft.cli.main import PROGRAM, command_line
 from megatron_packed_sft.cli.main import main as packed_sft
 from megatron_packed_sft.errors import MissingDependencyError
+from tests.docs.pages import PAGES, blocks
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The modules, beside the package itself, that documents may import from.
 DOCUMENTED = {
     "megatron_packed_sft.caches",
@@ -26,23 +26,24 @@ DOCUMENTED = {
     "megatron_packed_sft.plugins",
     "megatron_packed_sft.train",
 }
+SHELL_WORDS = {">", "||", "&&", "|"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [text for language, text in found if language in languages]
+def texts(page: Path, *languages: str) -> list[str]:
+    """Of excerpts, too."""
+    return [block.text for block in blocks(page) if block.language in languages]
 
 
 def commands(page: Path) -> list[list[str]]:
     """Every `packed-sft` command of a page: of its shell blocks, joined over backslashes and without comments."""
-    lines = "\n".join(blocks(page, "bash", "sh")).replace("\\\n", " ").splitlines()
+    lines = "\n".join(texts(page, "bash")).replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
-        words = shlex.split(line, comments=True)
+        words = list(itertools.takewhile(lambda word: word not in SHELL_WORDS, shlex.split(line, comments=True)))
         if words[:1] == ["packed-sft"]:
             found.append(words[1:])
-        elif "megatron_packed_sft" in words:  # python -m or torchrun -m
+        elif "-m" in words and "megatron_packed_sft" in words:  # of python or torchrun
             found.append(words[words.index("megatron_packed_sft") + 1 :])
         elif "recipes/sft.py" in words:
             found.append(["train", *words[words.index("recipes/sft.py") + 1 :]])
@@ -58,7 +59,7 @@ def exists(module: str, name: str) -> bool:
 
 @pages
 def test_python_blocks_import_public_names_only(page: Path) -> None:
-    for block in blocks(page, "python"):
+    for block in texts(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_packed_sft"):
                 assert node.module is not None

@@ -1,0 +1,171 @@
+"""A few records of an input, by number or by lot, without reading more of it than that takes."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.sources import Source
+from megatron_packed_sft.records.files import InputFile, find_files
+from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice, scan_slices
+from megatron_packed_sft.support.wording import byte_count, counted
+
+_SLICE_BYTES = 1 << 18
+_ENOUGH_BYTES = 1 << 30  # of a file's text, to draw records from
+_SPARE = 64  # more are drawn than wanted, because lines may be blank
+
+
+class ChosenRecord(NamedTuple):
+    """A record and the source that it belongs to."""
+
+    source: Source
+    raw: RawRecord
+
+
+class SourceFile(NamedTuple):
+    """A file and the source that names it."""
+
+    source: Source
+    file: InputFile
+
+
+def files_of(sources: Sequence[Source], only: str | None = None) -> list[SourceFile]:
+    """Return the files of some sources; no file is read.
+
+    Args:
+        sources: as the configuration names them.
+        only: a file or glob to look at, one of theirs.
+    """
+    found = [SourceFile(one, file) for one in sources for file in find_files(one.paths, with_checksums=False)]
+    if only is None:
+        return found
+    wanted = {file.path for file in find_files(only, with_checksums=False)}
+    chosen = [one for one in found if one.file.path in wanted]
+    if not chosen:
+        names = ", ".join(one.name for one in sources)
+        raise InvalidInputError(f"{only} is no file of the sources {names}; name one of theirs, or leave sources out")
+    return chosen
+
+
+def first_record(files: Sequence[SourceFile]) -> ChosenRecord:
+    """Return the first record of the first file that has one."""
+    for source, file in files:
+        for file_slice in scan_slices(file, _SLICE_BYTES):
+            for raw in read_slice(file_slice):
+                return ChosenRecord(source, raw)
+    raise InvalidInputError(f"{files[0].file.path} holds no record; check the file")
+
+
+def record_numbered(files: Sequence[SourceFile], number: int) -> ChosenRecord:
+    """Return the record with a number, counted from 1 as errors and the rejects file do: lines of JSON lines."""
+    if number < 1:
+        raise InvalidInputError(f"--row is {number}; lines and records are counted from 1")
+    if len(files) > 1:
+        raise InvalidInputError(
+            f"--row {number} could be in {len(files):,} files, such as {files[0].file.path} and {files[1].file.path}; "
+            "name one of them"
+        )
+    [(source, file)] = files
+    found = next(_at(file, [number]), None)
+    if found is None:
+        total = _num_records(file, _starts(file)[0])
+        is_lines = file.format == "jsonl"
+        what = counted(total, "line" if is_lines else "record")
+        problem = f"line {number} is blank" if number <= total else f"it has {what}"
+        raise InvalidInputError(f"{file.path} has no record at --row {number}: {problem}; choose another")
+    return ChosenRecord(source, found)
+
+
+class Drawn(NamedTuple):
+    """Records that were drawn, and what they were drawn from."""
+
+    records: list[ChosenRecord]
+    note: str
+
+
+def draw_records(files: Sequence[SourceFile], count: int, seed: int | None = None) -> Drawn:
+    """Draw records by lot, every line or record alike, and return them in their order.
+
+    Args:
+        files: to draw from.
+        count: how many.
+        seed: the same seed draws the same records; None draws others every time.
+    """
+    if count < 1:
+        raise InvalidInputError(f"--random is {count}; draw at least 1")
+    numbers, note = [], ""
+    for _, file in files:
+        starts, is_whole = _starts(file)
+        numbers.append(_num_records(file, starts) if is_whole else starts[-1] - 1)
+        if not is_whole:
+            note = f"drawn from the first {byte_count(_ENOUGH_BYTES)} of each file"
+    total = sum(numbers)
+    if not total:
+        raise InvalidInputError(f"{files[0].file.path} holds no record; check the file")
+    drawn = random.Random(seed).sample(range(total), min(total, count + _SPARE))
+    firsts = [sum(numbers[:place]) for place in range(len(files))]
+    found: dict[int, ChosenRecord] = {}
+    for place, (source, file) in enumerate(files):
+        own = sorted(one - firsts[place] + 1 for one in drawn if bisect_right(firsts, one) - 1 == place)
+        for raw in _at(file, own):
+            found[firsts[place] + raw.number - 1] = ChosenRecord(source, raw)
+    chosen = set(islice((one for one in drawn if one in found), count))
+    return Drawn([found[one] for one in sorted(chosen)], note)
+
+
+def _at(file: InputFile, numbers: Sequence[int]) -> Iterator[RawRecord]:
+    """Yield the records with some numbers, ascending; blank lines and numbers beyond the end are left out."""
+    if file.format == "hf_dataset":
+        total = _num_records(file, [])
+        for number in numbers:
+            if number <= total:
+                yield from read_slice(FileSlice(file, 0, number - 1, number, number))
+        return
+    waiting = list(numbers)
+    previous: FileSlice | None = None
+    for current in scan_slices(file, _SLICE_BYTES):
+        if previous is not None:
+            yield from _taken(previous, waiting, current.first_record)
+            if not waiting:
+                return
+        previous = current
+    if previous is not None:
+        yield from _taken(previous, waiting, None)
+
+
+def _taken(file_slice: FileSlice, waiting: list[int], stop: int | None) -> Iterator[RawRecord]:
+    """Yield what is wanted of a slice, and take it off the list; nothing is parsed if nothing is."""
+    here = {number for number in waiting if stop is None or number < stop}
+    if here:
+        waiting[:] = [number for number in waiting if number not in here]
+        yield from (raw for raw in read_slice(file_slice) if raw.number in here)
+
+
+def _starts(file: InputFile) -> tuple[list[int], bool]:
+    """Return the first record of every slice, as far as it is looked at, and whether that is all of the file."""
+    starts = []
+    for one in scan_slices(file, _SLICE_BYTES):
+        starts.append(one.first_record)
+        if file.format in ("jsonl", "json") and one.start > _ENOUGH_BYTES:
+            return starts, False
+    return starts, True
+
+
+def _num_records(file: InputFile, starts: Sequence[int]) -> int:
+    """Return how many lines or records there are, given where the slices start."""
+    if file.format in ("parquet", "hf_dataset"):
+        from megatron_packed_sft.records.formats import tables
+
+        return (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
+    if not starts:
+        return 0
+    last = None
+    for one in scan_slices(file, _SLICE_BYTES):
+        if one.first_record == starts[-1]:
+            last = one
+    numbers = [raw.number for raw in read_slice(last)] if last is not None else []
+    return max(numbers, default=starts[-1] - 1)

@@ -1,0 +1,322 @@
+"""What a chat template writes around each kind of turn, and what it loses, changes or refuses.
+
+Nothing is read out of the template's source: small chats are rendered through the engine that `prepare` uses, which
+knows who wrote each character, and what comes out is described.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megatron_packed_sft.encode.encoder import RecordEncoder
+from megatron_packed_sft.encode.masks.authored_text import TOOLS
+from megatron_packed_sft.encode.masks.lost_text import ALL_TOOLS, CONTENT, MESSAGE, REASONING, TOOL_CALL
+from megatron_packed_sft.encode.masks.rendering_marker import ChatOutline
+from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.record_marker import MarkedRecord
+from megatron_packed_sft.encode.templates.load import ChatTemplate
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.inspect.template_probes import EXAMPLES, PROBES, Probe, answer, calling, chat, result, user
+from megatron_packed_sft.records.record import Conversation
+
+_ANY_DATE = "2026-01-31"
+_PREFIX, _RAISED = "the tokenizer's template: ", "TemplateError: "
+_LOSSES = {
+    TOOL_CALL: "a call is left out",
+    REASONING: "the reasoning is left out",
+    CONTENT: "the words are left out",
+    MESSAGE: "the message is left out",
+    ALL_TOOLS: "the tools are left out",
+}
+_KEPT, _LOST, _REFUSED, _CHANGED = "kept", "lost", "refused", "changed"
+
+
+class Around(NamedTuple):
+    """What the template writes around one kind of text.
+
+    Args:
+        kind: of the text.
+        before, after: what stands there; both empty if the template has nothing for it.
+        trained_before, trained_after: the parts of them that the assistant writes, so that they are trained.
+        example: the text itself, where it is no plain text: a call as it is written.
+    """
+
+    kind: str
+    before: str = ""
+    trained_before: str = ""
+    trained_after: str = ""
+    after: str = ""
+    example: str = ""
+
+
+class Finding(NamedTuple):
+    """What the template makes of one kind of chat.
+
+    Args:
+        probe: the chat that was rendered.
+        outcome: kept, changed, lost or refused.
+        sentence: what happened.
+    """
+
+    probe: str
+    outcome: str
+    sentence: str = ""
+
+
+class ExampleText(NamedTuple):
+    """A chat as it is rendered, and what it shows."""
+
+    title: str
+    conversation: Conversation
+    made_of: MarkedRecord
+
+
+@dataclass
+class TemplateExplanation:
+    """What is known of a template.
+
+    Args:
+        tokenizer: whose control tokens and variables it gets.
+        template: what to explain.
+        options: what the user says about it.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    options: TemplateOptions = field(default_factory=TemplateOptions)
+    needs_date: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self._encoder = self._made()
+            self._encoder.marker()
+        except InvalidInputError:
+            if self.options.date is not None:
+                raise
+            # Templates that write today's date want one; which one does not matter here.
+            self.options = replace(self.options, date=_ANY_DATE)
+            self._encoder = self._made()
+            self._encoder.marker()
+            self.needs_date = True
+
+    @property
+    def variables(self) -> list[str]:
+        """The variables that the template reads."""
+        return Renderer(self.template.source, name=self.template.name, date=_ANY_DATE).asked_variables()
+
+    @property
+    def ends(self) -> Sequence[str]:
+        """Its end-of-turn texts."""
+        return self._encoder.marker().ends
+
+    @cached_property
+    def around(self) -> list[Around]:
+        """What it writes around each kind of text; kinds that it has no place for are left out."""
+        return list(self._arounds())
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What it makes of chats of many kinds."""
+        found = [self._finding(probe) for probe in PROBES]
+        if self.needs_date:
+            found.insert(0, Finding("a chat", _CHANGED, "writes today's date, so template.date must be set"))
+        return found
+
+    @cached_property
+    def example(self) -> ExampleText | None:
+        """The richest of a few chats that it renders without a loss, or at least renders."""
+        first: ExampleText | None = None
+        for title, conversation in EXAMPLES.items():
+            try:
+                [made_of] = self._encoder.marked(conversation)
+            except (RecordRefusedError, InvalidInputError):
+                continue
+            one = ExampleText(title, conversation, made_of)
+            if not made_of.losses:
+                return one
+            first = first or one
+        return first
+
+    def _made(self, *, with_kinds: bool = True, **options: Any) -> RecordEncoder:
+        given = EncodeOptions(on_lost="warn", **options)
+        own: Any = _WithTemplate(self.tokenizer, self.template)
+        return RecordEncoder(own, replace(self.options, name=None), given, with_kinds=with_kinds)
+
+    @cached_property
+    def _plain(self) -> RecordEncoder:
+        return self._made(with_kinds=False)
+
+    @cached_property
+    def _by_turns(self) -> RecordEncoder:
+        return self._made(with_kinds=False, render="auto")
+
+    def _marked(self, conversation: Conversation) -> tuple[MarkedRecord, ChatOutline] | None:
+        try:
+            [made_of] = self._encoder.marked(conversation)
+            return made_of, self._encoder.marker(conversation).outline(conversation)
+        except (RecordRefusedError, InvalidInputError):
+            return None
+
+    def _arounds(self) -> Iterator[Around]:
+        plain, start = self._plain_chat, ""
+        if plain is not None:
+            start = plain[1].chat.text[: plain[1].turns[0].start]
+            if start:
+                yield Around("start", before=start)
+        system = self._marked(chat({"role": "system", "content": "zqsystem"}, user("zqone"), answer("zqtwo")))
+        if system is not None:
+            for one in self._of_message("system", system, 0):
+                yield one._replace(before=one.before.removeprefix(start))
+        if plain is not None:
+            yield from self._of_message("user", plain, 0)
+            yield from self._of_message("assistant", plain, 1)
+            last = len(plain[1].turns) - 1
+            if last > 1:
+                again = list(self._of_message("last answer", plain, last))
+                first = list(self._of_message("last answer", plain, 1))
+                if again != first:
+                    yield from again
+        yield from self._of_kind(chat(user("zqone"), answer("zqtwo", "zqreason")), TurnKind.REASONING, "reasoning")
+        call = chat(user("zqone"), calling(), result("zqresult"), answer("zqtwo"), tools=True)
+        yield from self._of_kind(call, TurnKind.TOOL_CALL, "tool call")
+        called = self._marked(call)
+        if called is not None:
+            yield from self._of_message("tool result", called, 2)
+            yield from self._of_tools(called)
+        try:
+            prompt = self._encoder.marker().generation_prompt(chat(user("zqone")))
+        except (RecordRefusedError, InvalidInputError):
+            prompt = ""
+        yield Around("generation prompt", before=prompt)
+        if plain is not None:
+            end = plain[1].chat.text[max(turn.end for turn in plain[1].turns) :]
+            if end:
+                yield Around("end", after=end)
+
+    def _of_message(self, kind: str, marked: tuple[MarkedRecord, ChatOutline], number: int) -> Iterator[Around]:
+        made_of, outline = marked
+        turn, text = outline.turns[number], outline.chat.text
+        if not turn.said:
+            return
+        first, last = turn.said[0].start, turn.said[-1].end
+        own = [one for one in made_of.marked.trained if one[0] <= first and last <= one[1]]
+        start, end = own[0] if own else (first, last)
+        start, end = max(start, turn.start), min(end, turn.end)
+        before = text[turn.start : start]
+        yield Around(kind, before, text[start:first], text[last:end], text[end : turn.end])
+
+    def _of_kind(self, conversation: Conversation, kind: TurnKind, name: str) -> Iterator[Around]:
+        """Yield what is written around reasoning or a call, if the template shows it."""
+        marked = self._marked(conversation)
+        if marked is None:
+            return
+        made_of, outline = marked
+        own = [one for one in made_of.marked.segments if one.kind == kind]
+        spans = [span for span in outline.turns[1].said if own and own[0].start <= span.start < own[-1].end]
+        if not spans:
+            return
+        text = outline.chat.text
+        if kind is TurnKind.TOOL_CALL:
+            yield Around(name, example=text[own[0].start : own[-1].end])
+            return
+        # A tag that the generation prompt opens is given: what the header has more than that of a plain answer.
+        given = text[outline.turns[1].start : own[0].start]
+        header = self._header
+        opened = given[len(header) :] if given.startswith(header) else ""
+        yield Around(name, opened, text[own[0].start : spans[0].start], text[spans[-1].end : own[-1].end])
+
+    @cached_property
+    def _plain_chat(self) -> tuple[MarkedRecord, ChatOutline] | None:
+        two_turns = chat(user("zqone"), answer("zqtwo"), user("zqthree"), answer("zqfour"))
+        return self._marked(two_turns) or self._marked(chat(user("zqone"), answer("zqtwo")))
+
+    @cached_property
+    def _header(self) -> str:
+        found = next(self._of_message("assistant", self._plain_chat, 1), None) if self._plain_chat else None
+        return found.before if found else ""
+
+    def _of_tools(self, marked: tuple[MarkedRecord, ChatOutline]) -> Iterator[Around]:
+        _, outline = marked
+        spans = [span for span in outline.chat.spans if span.author.message == TOOLS]
+        if not spans:
+            return
+        start, end = spans[0].start, spans[-1].end
+        inside = [turn for turn in outline.turns if turn.start <= start < turn.end]
+        before = outline.chat.text[inside[0].start if inside else 0 : start]
+        behind = [turn.start for turn in outline.turns if turn.start >= end]
+        limit = inside[0].end if inside else min(behind, default=end)
+        said = [span.start for turn in inside for span in turn.said if span.start >= end]
+        after = outline.chat.text[end : min([limit, *said])]
+        yield Around("tools", example=before + outline.chat.text[start:end] + after)
+
+    def _finding(self, probe: Probe) -> Finding:
+        try:
+            if probe.by_turns:
+                is_same = len(self._by_turns.marked(probe.conversation)) == 1
+                return Finding(probe.name, _KEPT) if is_same else Finding(probe.name, _CHANGED, probe.changed)
+            [made_of] = self._plain.marked(probe.conversation)
+            outline = self._plain.marker(probe.conversation).outline(probe.conversation)
+        except RecordRefusedError as refusal:
+            detail = refusal.detail.removeprefix(_PREFIX).removeprefix(_RAISED)
+            return Finding(probe.name, _REFUSED, detail)
+        except InvalidInputError as error:
+            return Finding(probe.name, _REFUSED, str(error))
+        losses = [loss for loss in made_of.losses if probe.counts(loss)]
+        if losses:
+            return Finding(probe.name, _LOST, " and ".join(dict.fromkeys(_LOSSES[loss.kind] for loss in losses)))
+        sentence = _change(probe, outline)
+        return Finding(probe.name, _CHANGED, sentence) if sentence else Finding(probe.name, _KEPT)
+
+
+class _WithTemplate:
+    """A tokenizer, with the template that is explained for its own."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self.chat_template = template.source
+        self.tool_template = template.tool_source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _change(probe: Probe, outline: ChatOutline) -> str:
+    """Return what to say about a message that is shown, but not as it is; nothing if it is."""
+    if probe.message < 0:
+        return ""
+    turn = outline.turns[probe.message]
+    if turn.is_inside and probe.inside:
+        return probe.inside
+    if probe.about_start:
+        return _own_beginning(outline)
+    content = probe.conversation.messages[probe.message].get("content")
+    shown = "".join(outline.chat.text[one.start : one.end] for one in turn.said if one.author.path[:1] == ("content",))
+    if not isinstance(content, str) or shown == content or not content.strip():
+        return ""
+    if shown == json.dumps(content):
+        return "is written as JSON"
+    if shown.strip() != content.strip():
+        return probe.changed
+    is_left, is_right = shown.startswith(content[0]), shown.endswith(content[-1])
+    where = "behind it" if is_left else "before it" if is_right else "on both sides"
+    return probe.changed.format(where)
+
+
+def _own_beginning(outline: ChatOutline) -> str:
+    """Return what to say about a template that begins every chat with words of its own."""
+    first, third = outline.turns[0], outline.turns[2]
+    text = outline.chat.text
+    if not first.said or not third.said:
+        return ""
+    before, header = text[: first.said[0].start], third.before(text)
+    own = before.removesuffix(header) if before.endswith(header) else before
+    words = re.sub(r"<[^<>]*>|\[/?[A-Z_]+\]", " ", own)
+    return f"begins with the template's own words: {own.strip()}" if len(words.split()) > 1 else ""

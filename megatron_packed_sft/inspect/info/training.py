@@ -1,0 +1,162 @@
+"""Facts about checkpoints and runs, by the JSON files that training leaves; neither torch nor Megatron is imported.
+
+RUN/metrics.jsonl                              one record per line; its beginning and its end are read
+    checkpoints/step_000100/training_state.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_packed_sft.disk import json_document
+from megatron_packed_sft.disk.atomic import os_errors
+
+Facts = dict[str, Any]
+
+# What the room `train` writes. It must not be imported here, so a test compares the names.
+TRAINING_STATE = "training_state.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+PRETRAINED = "pretrained.json"
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_END_BYTES = 1 << 20  # of metrics.jsonl: about 2,500 records, so that of every validation there is one
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint of `packed-sft train`."""
+    return (path / TRAINING_STATE).is_file()
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is the output directory of `packed-sft train`."""
+    return (path / METRICS).is_file() or any(True for _ in _checkpoints(path))
+
+
+def is_foreign_checkpoint(path: Path) -> bool:
+    """Return whether a path is a torch_dist checkpoint that Megatron-LM or Megatron-Bridge wrote."""
+    return (path / "metadata.json").is_file() and (path / "common.pt").is_file()
+
+
+def checkpoint_facts(path: Path) -> Facts:
+    """Return what a checkpoint records of itself, and whether its files are there in their size."""
+    file = path / TRAINING_STATE
+    with os_errors("read", file):
+        state = json_document.parse(file.read_bytes(), str(file))
+    data = state.get("data", {})
+    files: dict[str, int] = state.get("files", {})
+    wrong = [name for name, size in files.items() if _size(path / name) != size]
+    epoch = data["consumed_samples"] / data["num_samples"] if data.get("num_samples") else None
+    return {
+        "total": {
+            "step": state.get("step"),
+            "consumed_samples": data.get("consumed_samples"),
+            "epoch": epoch,
+            "seed": data.get("seed"),
+            "num_files": len(files),
+        },
+        "num_bytes": sum(files.values()),
+        "model": state.get("model", {}),
+        "adapters": state.get("peft") or None,
+        "pretrained": _without_files(state.get("pretrained") or {}) or None,
+        "data_fingerprint": data.get("fingerprint"),
+        "tokenizer": {"fingerprint": data["tokenizer"]} if data.get("tokenizer") else None,
+        "chat_template": {"fingerprint": data["chat_template"]} if data.get("chat_template") else None,
+        "is_complete": not wrong,
+        "notes": [f"{name} is missing or has another size; the checkpoint cannot be loaded" for name in wrong],
+        "how_to_use": ["Export it:", f"  packed-sft export {path} my_model", "Resume from it:", f"  resume={path}"],
+    }
+
+
+def foreign_checkpoint_facts(path: Path) -> Facts:
+    """Return what can be told of a checkpoint of Megatron-LM or Megatron-Bridge: its back end and its size."""
+    with os_errors("read", path / "metadata.json"):
+        recorded = json.loads((path / "metadata.json").read_text())
+    files = [one for one in path.rglob("*") if one.is_file()]
+    return {
+        "total": {"num_files": len(files)},
+        "num_bytes": sum(one.stat().st_size for one in files),
+        "format": recorded.get("sharded_backend") if isinstance(recorded, dict) else None,
+        "how_to_use": ["As a Hugging Face folder:", f"  packed-sft export {path} my_model --like FOLDER"],
+    }
+
+
+def run_facts(path: Path) -> Facts:
+    """Return where a run is: its last losses, its speed, its checkpoints."""
+    records = list(_first_and_last_records(path / METRICS))
+    steps = [one for one in records if one.get("event") == "step"]
+    validations = {str(one.get("name")): one for one in records if one.get("event") == "validation"}  # the last of each
+    checkpoints = [_short(step, one) for step, one in sorted(_checkpoints(path))]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    pretrained = path / PRETRAINED
+    return {
+        "total": {
+            "step": last.get("step"),
+            "first_loss": first.get("loss"),
+            "loss": last.get("loss"),
+            "loss_kind": last.get("loss_kind"),
+            "learning_rate": last.get("learning_rate"),
+            "epoch": last.get("epoch"),
+            "consumed_samples": last.get("consumed_samples"),
+            "tokens_per_second": last.get("tokens_per_second"),
+            "padding_share": last.get("padding_share"),
+            "data_share": last.get("data_share"),
+        },
+        "validation": {
+            name: {key: one.get(key) for key in ("step", "loss", "perplexity")} for name, one in validations.items()
+        },
+        "checkpoints": checkpoints,
+        "num_bytes": sum(one["num_bytes"] for one in checkpoints),
+        "pretrained": _without_files(json.loads(pretrained.read_text())) if pretrained.is_file() else None,
+        "settings": str(path / "config.yaml") if (path / "config.yaml").is_file() else None,
+        "how_to_use": ["Export it:", f"  packed-sft export {path} my_model"] if checkpoints else [],
+    }
+
+
+def _checkpoints(path: Path) -> Iterator[tuple[int, Path]]:
+    try:
+        entries = list(os.scandir(path / CHECKPOINTS))
+    except OSError:
+        return
+    for entry in entries:
+        if (name := _STEP_NAME.fullmatch(entry.name)) and is_checkpoint(Path(entry.path)):
+            yield int(name[1]), Path(entry.path)
+
+
+def _short(step: int, path: Path) -> Facts:
+    return {"name": path.name, "step": step, "num_bytes": checkpoint_facts(path)["num_bytes"]}
+
+
+def _first_and_last_records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records at the beginning and at the end of a metrics file, however long it is."""
+    if not file.is_file():
+        return
+    with os_errors("read", file), open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        parts = [stream.read(min(size, _END_BYTES))]
+        if size > 2 * _END_BYTES:
+            stream.seek(size - _END_BYTES)
+            stream.readline()  # the rest of a line
+        parts.append(stream.read())
+    for line in b"".join(parts).splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # half a line: where the parts meet, or where a killed run stopped
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _without_files(record: Facts) -> Facts:
+    return {name: value for name, value in record.items() if name not in ("files", json_document.SELF_CHECKSUM)}

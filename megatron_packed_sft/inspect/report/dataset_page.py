@@ -1,0 +1,204 @@
+"""Everything that the page of a dataset shows, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_packed_sft._version import __version__
+from megatron_packed_sft.data.bin_readers import BinReader
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.inspect.opened_data import OpenedData
+from megatron_packed_sft.inspect.report import figures
+from megatron_packed_sft.inspect.report.bins_in_page import BinsInPage, choose_bins
+from megatron_packed_sft.inspect.report.figures import StepShape
+from megatron_packed_sft.inspect.report.input_records import record_text
+from megatron_packed_sft.inspect.report.lengths import bin_lengths
+from megatron_packed_sft.inspect.report.reading import bins_to_read, read_tokens
+from megatron_packed_sft.inspect.report.suspicions import find_suspicions
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder
+from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.support.drop_reasons import DropReason
+
+TOKENS_IN_PAGE = 700_000  # about 2.5 bytes each, and their texts
+
+
+def dataset_page(
+    data: OpenedData,
+    *,
+    tokenizer: str | None = None,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    bins: Sequence[int] = (),
+    tokens_in_page: int = TOKENS_IN_PAGE,
+) -> dict[str, Any]:
+    """Return what the page of a dataset shows.
+
+    Args:
+        data: the dataset.
+        tokenizer: its path; None looks for it where the data says.
+        global_batch: bins per step, for the balance over ranks; None takes what the data was packed for.
+        ranks: data-parallel ranks that share a step.
+        bins: further bins of the first split to put into the page.
+        tokens_in_page: about how many tokens of bins the page has room for.
+    """
+    found = data.find_tokenizer(tokenizer)
+    decoder = TokenDecoder(found.tokenizer)
+    in_page = BinsInPage(decoder)
+    room = _room(data, tokens_in_page)
+    splits = {}
+    for number, (split, reader) in enumerate(data.splits.items()):
+        asked = _checked(bins, reader, split) if number == 0 else []
+        shape = StepShape.choose(len(reader), _recorded_batch(data), global_batch, ranks)
+        splits[split] = _split(data, split, reader, decoder, in_page, shape, asked, room[split])
+    return {
+        "kind": "dataset",
+        "title": data.path.name,
+        "version": __version__,
+        "storage": data.storage,
+        "tokenizer": dict(data.recorded_tokenizer or {}) or None,
+        "tokenizer_note": found.note,
+        "chat_template": next((one.figures.chat_template_fingerprint for one in data.splits.values()), None),
+        "splits": splits,
+        "num_bins_shown": sum(one["shown"]["num_bins"] for one in splits.values()),
+        "bins": in_page.to_json(),
+        "sources": _sources(data),
+        "drops": _drops(data),
+        "has_provenance": bool(data.provenance.get("sources")),
+        "settings": _flat(data.provenance.get("settings", {})),
+    }
+
+
+def _split(
+    data: OpenedData,
+    split: str,
+    reader: BinReader,
+    decoder: TokenDecoder,
+    in_page: BinsInPage,
+    shape: StepShape,
+    asked: list[int],
+    room: int,
+) -> dict[str, Any]:
+    lengths = bin_lengths(reader)
+    pack_size = reader.figures.pack_size
+    read = read_tokens(reader, bins_to_read(lengths, np.array(asked, np.int64)))
+    is_padded = (reader.figures.pad_seq_to_mult or 1) > 1
+    are_windows = data.storage == "token_stream"
+    suspicions = find_suspicions(read, decoder, reader.pad_id if is_padded else None, are_windows=are_windows)
+    pointed_at = [one.bin for suspicion in suspicions for one in suspicion.examples]
+    chosen = choose_bins(lengths, asked, pointed_at, room)
+    for suspicion in suspicions:
+        suspicion.examples = [one for one in suspicion.examples if one.bin in set(chosen.tolist())]
+    origins = None if data.prepared_from is None else data.prepared_from.origins(split)
+    in_page.add(split, reader, chosen, origins)
+    shares = read.num_trained / read.lengths
+    packing = data.provenance.get("settings", {}).get("packing", {})
+    return {
+        "totals": figures.totals(reader.figures, lengths)
+        | {"num_shards": data.num_shards.get(split), "num_trained_read": int(read.num_trained.sum())},
+        "lengths": figures.length_histogram(lengths.lengths, pack_size),
+        "fullness": figures.fullness(lengths, pack_size),
+        "trained": figures.histogram(shares, 0, 1, 50) | {"mean": float(shares.mean())},
+        "attention": figures.attention(lengths, pack_size, shape),
+        "strategies": figures.strategies(lengths.lengths, pack_size, packing.get("max_seqs_per_bin")),
+        "suspicions": [one.to_json() for one in suspicions],
+        "read": {"num_bins": len(read.bins), "num_sequences": len(read.starts), "num_tokens": len(read.ids)},
+        "shown": {"num_bins": len(chosen), "of": lengths.num_bins},
+    }
+
+
+def _room(data: OpenedData, tokens_in_page: int) -> dict[str, int]:
+    """Share the page's room among the splits: what small ones do not need is left to the others."""
+    sizes = {
+        split: reader.figures.num_tokens or len(reader) * reader.figures.pack_size
+        for split, reader in data.splits.items()
+    }
+    room, left = {}, tokens_in_page
+    for number, split in enumerate(sorted(sizes, key=lambda one: (sizes[one], one))):
+        room[split] = min(sizes[split], left // (len(sizes) - number))
+        left -= room[split]
+    return room
+
+
+def _checked(bins: Sequence[int], reader: BinReader, split: str) -> list[int]:
+    for one in bins:
+        if not 0 <= one < len(reader):
+            raise InvalidInputError(f"bin {one} is not in split {split!r}, which has {len(reader):,} bins")
+    return list(bins)
+
+
+def _recorded_batch(data: OpenedData) -> int | None:
+    """Return the global batch that the data was packed for."""
+    batch: int | None = data.provenance.get("settings", {}).get("packing", {}).get("global_batch")
+    return batch
+
+
+def _sources(data: OpenedData) -> list[dict[str, Any]]:
+    """Return what was read of each source, and what of it is in the bins of all splits."""
+    found = []
+    for name, source in data.provenance.get("sources", {}).items():
+        encoded = source.get("splits", {}).values()
+        in_bins = source.get("in_bins")  # not recorded by earlier releases
+        counts = [in_bins] if in_bins else list(encoded)
+        found.append(
+            {
+                "name": name,
+                "are_in_bins": in_bins is not None,
+                "schema": source.get("schema"),
+                "weight": source.get("weight"),
+                "num_records": source.get("num_rows"),
+                "num_repeated": source.get("num_repeated"),
+                "num_dropped": sum({**source.get("dropped", {})}.values())
+                + sum(source.get("dropped_by_plan", {}).values()),
+                "num_sequences": sum(one["num_sequences"] for one in counts),
+                "num_tokens": sum(one["num_tokens"] for one in counts),
+                "num_trained": sum(one["num_trained_tokens"] for one in counts),
+                "files": [{"name": file["name"], "size": file["size"]} for file in source.get("files", [])],
+            }
+        )
+    return found
+
+
+def _drops(data: OpenedData) -> list[dict[str, Any]]:
+    """Return each reason for drops, with how many records and tokens, by source, and examples where they are known."""
+    examples = {} if data.prepared_from is None else data.prepared_from.drop_examples()
+    records: dict[str, dict[str, int]] = {}
+    for name, source in data.provenance.get("sources", {}).items():
+        for key in ("dropped", "dropped_by_plan"):
+            for reason, count in source.get(key, {}).items():
+                by_source = records.setdefault(reason, {})
+                by_source[name] = by_source.get(name, 0) + count
+    tokens: dict[str, int] = {}
+    for split in data.provenance.get("splits", {}).values():
+        for reason, count in split.get("accounting", {}).get("dropped_tokens", {}).items():
+            tokens[reason] = tokens.get(reason, 0) + count
+    by_plan = {str(reason) for reason in REASONS}
+    return [
+        {
+            "reason": reason,
+            "severity": _severity(reason),
+            "num_records": sum(records.get(reason, {}).values()),
+            "num_tokens": tokens.get(reason),
+            "sources": records.get(reason, {}),
+            "stage": "packing" if reason in by_plan else "encoding",
+            "examples": [{"where": one, "record": record_text(one)} for one in examples.get(reason, [])[:6]],
+        }
+        for reason in sorted({*records, *tokens})
+    ]
+
+
+def _severity(name: str) -> str:
+    return next((reason.severity.value for reason in DropReason if reason == name), "announced")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[list[Any]]:
+    """Return nested settings as [dotted key, value]."""
+    found: list[list[Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append([f"{prefix}{key}", value])
+    return found

@@ -1,0 +1,129 @@
+"""`packed-sft report`: data or a run in, one HTML file out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_packed_sft.disk.atomic import os_errors, replace_file
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.inspect.opened_data import open_data
+from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
+from megatron_packed_sft.inspect.report.dataset_page import TOKENS_IN_PAGE, dataset_page
+from megatron_packed_sft.inspect.report.run_page import is_run, run_page
+from megatron_packed_sft.support.paths import local_path
+
+SUFFIX = ".report.html"
+LARGEST_PAGE = 5_000_000  # bytes; more is slow to open on a phone, and hard to send
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """What was written.
+
+    Args:
+        path: the page.
+        kind: dataset or run.
+        num_bytes: its size.
+        num_bins_shown, num_bins: bins in the page, and of the data; of runs None.
+        num_suspicious: sequences that deserve a look, by kind.
+        notes: what the user should know.
+    """
+
+    path: str
+    kind: str
+    num_bytes: int
+    num_bins_shown: int | None = None
+    num_bins: int | None = None
+    num_suspicious: dict[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def write_report(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: str | None = None,
+    work_dir: str | os.PathLike[str] | None = None,
+    global_batch: int | None = None,
+    ranks: int | None = None,
+    bins: Sequence[int] = (),
+) -> WrittenReport:
+    """Write the page of a dataset or of a run.
+
+    Args:
+        source: packed data of any storage, or the output directory of a training run.
+        output: the page; by default NAME.report.html in the current directory. An earlier page is replaced.
+        tokenizer: of the data; by default it is looked for where the data was prepared.
+        work_dir: the work directory of the preparation, if it is not beside the data.
+        global_batch: bins per step, for the balance over ranks.
+        ranks: data-parallel ranks.
+        bins: further bins to put into the page.
+    """
+    location = local_path(source)
+    target = Path.cwd() / f"{location.resolve().name}{SUFFIX}" if output is None else local_path(output, "output")
+    refuse_other_file(target)
+    if is_run(location):
+        page = run_page(location)
+        return _write(page, assemble(page), target)
+    data = open_data(location, work_dir=work_dir)
+    tokens_in_page = TOKENS_IN_PAGE
+    while True:
+        page = dataset_page(
+            data,
+            tokenizer=tokenizer,
+            global_batch=global_batch,
+            ranks=ranks,
+            bins=bins,
+            tokens_in_page=tokens_in_page,
+        )
+        html = assemble(page)
+        # Ids and masks without any pattern take more bytes than those of texts.
+        if len(html) <= LARGEST_PAGE or page["num_bins_shown"] <= max(1, len(bins)):
+            return _write(page, html, target)
+        tokens_in_page //= 2
+
+
+def _write(page: dict[str, Any], html: bytes, target: Path) -> WrittenReport:
+    with os_errors("create a directory for", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, html)
+    if page["kind"] == "run":
+        return WrittenReport(str(target), "run", len(html))
+    suspicious: dict[str, int] = {}
+    for split in page["splits"].values():
+        for one in split["suspicions"]:
+            suspicious[one["kind"]] = suspicious.get(one["kind"], 0) + one["num_found"]
+    return WrittenReport(
+        str(target),
+        "dataset",
+        len(html),
+        page["num_bins_shown"],
+        sum(split["shown"]["of"] for split in page["splits"].values()),
+        suspicious,
+        tuple(filter(None, [page["tokenizer_note"]])),
+    )
+
+
+def page_beside(path: Path) -> Path:
+    """Return where `prepare report=true` writes the page of a dataset.
+
+    Example:
+        >>> page_beside(Path("data/my_dataset")).name
+        'my_dataset.report.html'
+    """
+    return path.with_name(f"{path.name}{SUFFIX}")
+
+
+def refuse_other_file(path: Path) -> None:
+    """Refuse to replace anything but an earlier page."""
+    if not path.exists():
+        return
+    if path.is_file():
+        with os_errors("read", path), open(path, "rb") as file:
+            if f'content="{GENERATOR}"'.encode() in file.read(2048):
+                return
+    raise InvalidInputError(f"{path} exists and is not a page of `packed-sft report`; choose another file with -o")

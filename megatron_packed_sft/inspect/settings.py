@@ -1,0 +1,56 @@
+"""The settings of a look at records or templates: those of `packed-sft prepare`, with nothing to write anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_packed_sft.config.application import composed
+from megatron_packed_sft.config.schema import WrongKeysError
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.app import LOOK_ALIKES
+from megatron_packed_sft.prepare.config import PrepareConfig
+
+_UNUSED = "output=unused"  # prepare must have one, a look needs none
+_NO_TOKENIZER = (
+    "no tokenizer was given; add tokenizer.path=FOLDER, the tokenizer's folder (with tokenizer.json) or .model file"
+)
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the path among the words of a command, if there is one, and its settings.
+
+    Example:
+        >>> split_words(["template=chatml", "chats.jsonl"])
+        ('chats.jsonl', ['template=chatml'])
+    """
+    paths = [word for word in words if "=" not in word or os.path.exists(word)]
+    if len(paths) > 1:
+        raise InvalidInputError(f"{paths[0]} and {paths[1]} are two paths; name one, and write settings KEY=VALUE")
+    return (paths[0] if paths else None), [word for word in words if word not in paths]
+
+
+def prepare_settings(settings: Sequence[str], *, tokenizer: str | None = None) -> PrepareConfig:
+    """Return the settings of a preparation from words as prepare takes them.
+
+    Args:
+        settings: KEY=VALUE, --config-name and --config-dir.
+        tokenizer: the path of the tokenizer, instead of tokenizer.path.
+    """
+    words = [_UNUSED, *settings, *([] if tokenizer is None else [f"tokenizer.path={tokenizer}"])]
+    try:
+        return composed(words, name="prepare", schema=PrepareConfig, look_alikes=LOOK_ALIKES)
+    except WrongKeysError as error:
+        if any(problem.startswith("tokenizer.path has no value") for problem in error.problems):
+            raise InvalidInputError(_NO_TOKENIZER) from error
+        raise
+
+
+def is_template(path: str) -> bool:
+    """Return whether a path is a template and no tokenizer: a Jinja file, or a built-in name."""
+    from megatron_packed_sft.encode.templates.load import builtin_template_names
+
+    return Path(path).suffix in (".jinja", ".jinja2", ".j2") or (
+        path in builtin_template_names() and not os.path.exists(path)
+    )

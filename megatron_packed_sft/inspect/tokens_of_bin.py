@@ -1,0 +1,168 @@
+"""A packed bin as tokens that a person can read: text, id, position, and whether each is trained.
+
+input_ids    11 12 13 14 15 | 21 22 23        loss mask: that of the prediction made at a position,
+loss_mask     0  1  1  1  0 |  1  1  0        so a token is trained if the position before it counts
+trained       .  .  T  T  T |  .  T  T
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.storage.bins import PackedBin
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
+_LONGEST_CHARACTER = 16  # tokens; bytes of a character are at most four, but some decoders need more to settle
+
+
+class Token(NamedTuple):
+    """One token of a bin.
+
+    Args:
+        text: what it adds to the text; empty for the later tokens of a character that several tokens spell.
+        id: its number in the vocabulary.
+        position: inside its sequence.
+        sequence: its sequence, counted inside the bin.
+        weight: how much its loss counts; 0 if it is not trained.
+        is_control: whether it is a control token, such as an end of turn.
+    """
+
+    text: str
+    id: int
+    position: int
+    sequence: int
+    weight: float
+    is_control: bool
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its prediction counts in the loss."""
+        return self.weight > 0
+
+
+class TokenDecoder:
+    """The text of each token; without a tokenizer, its id.
+
+    Args:
+        tokenizer: the one that made the data, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self.control_ids: frozenset[int] = frozenset()
+        self._before: list[int] = []
+        self._length_before = 0
+        if tokenizer is not None:
+            self.control_ids = frozenset(
+                {*tokenizer.control_tokens.values()}
+                | {one for one in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if one is not None}
+            )
+            # Decoders drop a blank at the very beginning, so tokens are decoded behind an ordinary letter.
+            self._before = tokenizer.encode_many([MarkedText("a")]).input_ids.tolist()[-1:]
+            self._length_before = len(tokenizer.decode(self._before))
+
+    def texts(self, ids: npt.NDArray[Any] | Sequence[int]) -> list[str]:
+        """Return what each token of a sequence adds to the text.
+
+        A character that several tokens spell is the text of the first one; the others have none.
+
+        Example:
+            >>> TokenDecoder(None).texts([5, 6])
+            ['5 ', '6 ']
+        """
+        numbers = [int(number) for number in ids]
+        texts = [self.text(number) for number in numbers]
+        place = 0
+        while place < len(texts):
+            if _BROKEN not in texts[place]:
+                place += 1
+                continue
+            end, joined = self._whole_characters(numbers, place)
+            texts[place:end] = [joined, *[""] * (end - place - 1)]
+            place = end
+        return texts
+
+    def text(self, number: int) -> str:
+        """Return the text of one token as it is inside a text."""
+        known = self._texts.get(number)
+        if known is None:
+            known = self._texts[number] = self._decoded([number])
+        return known
+
+    def _decoded(self, numbers: list[int]) -> str:
+        if self.tokenizer is None:
+            return "".join(f"{number} " for number in numbers)
+        if any(not 0 <= number < self.tokenizer.vocab_size for number in numbers):
+            return "".join(f"[{number}]" for number in numbers)  # padding of the vocabulary, or another tokenizer's
+        return self.tokenizer.decode([*self._before, *numbers])[self._length_before :]
+
+    def _whole_characters(self, numbers: list[int], start: int) -> tuple[int, str]:
+        """Return where the characters that begin at a token end, and their text."""
+        for end in range(start + 2, min(start + _LONGEST_CHARACTER, len(numbers)) + 1):
+            text = self._decoded(numbers[start:end])
+            if _BROKEN not in text:
+                return end, text
+        return start + 1, self.text(numbers[start])
+
+
+def trained_weights(packed: PackedBin) -> npt.NDArray[np.float32]:
+    """Return how much each token's loss counts, at the token's own position; 0 if it is not trained.
+
+    Example:
+        >>> bin = PackedBin(np.array([7, 8, 9, 5, 6]), np.array([0, 1, 0, 1, 0]), np.array([0, 3]))
+        >>> trained_weights(bin).tolist()
+        [0.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    weights = np.zeros(len(packed.input_ids), np.float32)
+    weights[1:] = packed.loss_mask[:-1]
+    weights[packed.seq_start_id] = 0  # nothing before it predicts a sequence's first token
+    return weights
+
+
+def sequence_ends(packed: PackedBin) -> npt.NDArray[np.int64]:
+    """Return where each sequence of a bin ends."""
+    return np.append(packed.seq_start_id[1:].astype(np.int64), len(packed.input_ids))
+
+
+def tokens_of_bin(packed: PackedBin, decoder: TokenDecoder) -> Iterator[list[Token]]:
+    """Yield the tokens of each sequence of a bin.
+
+    Example:
+        >>> bin = PackedBin(np.array([7, 8, 9, 5, 6]), np.array([0, 1, 0, 1, 0]), np.array([0, 3]))
+        >>> for tokens in tokens_of_bin(bin, TokenDecoder(None)):
+        ...     print([(token.id, token.position, token.is_trained) for token in tokens])
+        [(7, 0, False), (8, 1, False), (9, 2, True)]
+        [(5, 0, False), (6, 1, True)]
+    """
+    weights = trained_weights(packed)
+    for number, (start, end) in enumerate(
+        zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True)
+    ):
+        ids = packed.input_ids[start:end].tolist()
+        texts = decoder.texts(ids)
+        yield [
+            Token(text, one, position, number, weight, one in decoder.control_ids)
+            for position, (one, text, weight) in enumerate(zip(ids, texts, weights[start:end].tolist(), strict=True))
+        ]
+
+
+_ESCAPED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    r"""Return text with characters that cannot be seen, or that would turn the rest around, written as escapes.
+
+    Example:
+        >>> visible("a\u202eb\tc\n")
+        'a\\u202eb\tc\n'
+    """
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,0 +1,48 @@
+"""Lines to paste: how to train on published data, and how to open it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+
+_PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
+
+
+def how_to_use(
+    path: str, *, packed_storage: str, pack_size: int | None, tokenizer_path: str | None, in_windows: bool = False
+) -> list[str]:
+    """Return the lines for a recipe, and the call that opens the data.
+
+    Args:
+        path: the published data.
+        packed_storage: the name of its storage.
+        pack_size: of its bins.
+        tokenizer_path: where its tokenizer is; None if nobody knows.
+        in_windows: whether bins are windows of that many predictions, which training must be told.
+
+    Example:
+        >>> lines = how_to_use("my_data", packed_storage="memmap_v1", pack_size=4096, tokenizer_path=None)
+        >>> lines[1]
+        '  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage=memmap_v1 data.path=my_data'
+    """
+    plain = _PLAIN_PATH.fullmatch(path) is not None
+    setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
+    tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else os.path.abspath(tokenizer_path)
+    length = "" if pack_size is None else f", seq_length={pack_size}"
+    if in_windows:
+        setting += f" data.sequence_length={pack_size}"
+    return [
+        "Train on it:",
+        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={packed_storage} {setting}",
+        "In a recipe:",
+        f"  packed_storage: {packed_storage}",
+        "  data:",
+        f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
+        *([f"    sequence_length: {pack_size}"] if in_windows else []),
+        "In Python:",
+        "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",
+        f"  tokenizer = load_tokenizer({json.dumps(tokenizer, ensure_ascii=False)})",
+        f"  dataset = create_sft_dataset({json.dumps(path, ensure_ascii=False)}, tokenizer{length})",
+    ]
