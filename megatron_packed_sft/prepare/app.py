@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ EXAMPLES = """
       packing.pack_size=8192 split.validation_fraction=0.01
   packed-sft prepare --config-dir . --config-name my_prepare        # several sources, in a file of your own
   packed-sft prepare input=chats.jsonl output=my_dataset tokenizer.path=sp.model --dry-run
+  packed-sft prepare input='chats/*.jsonl' output=my_dataset tokenizer.path=sp.model executor=array \\
+      executor.index=$SLURM_ARRAY_TASK_ID executor.count=64       # one of 64 jobs; without executor.index: publish
   packed-sft prepare input=chats.jsonl 'output=packed_${packing.pack_size}' work_dir=work tokenizer.path=sp.model \\
       packing.pack_size=2048,4096 --multirun
 """
@@ -88,15 +91,22 @@ def _run(config: PrepareConfig, make_page: PageMaker | None) -> None:
     from megatron_packed_sft.prepare.summary import summary
     from megatron_packed_sft.support.terminal import show, show_json
 
-    pipeline = Pipeline(config)
     write_page = None
-    if config.report and not config.dry_run:
-        if make_page is None:
-            raise InvalidInputError(
-                "report=true is for `packed-sft prepare`; here, call `packed-sft report` afterwards"
-            )
-        write_page = make_page(pipeline)
-    report = pipeline.estimate() if config.dry_run else pipeline.run()
+    with closing(Pipeline(config)) as pipeline:
+        if pipeline.is_share and not config.dry_run:
+            share = pipeline.run_share()
+            if config.json:
+                show_json(share.to_json())
+            elif not config.quiet:
+                show(*share.lines())
+            return
+        if config.report and not config.dry_run:
+            if make_page is None:
+                raise InvalidInputError(
+                    "report=true is for `packed-sft prepare`; here, call `packed-sft report` afterwards"
+                )
+            write_page = make_page(pipeline)
+        report = pipeline.estimate() if config.dry_run else pipeline.run()
     if write_page is not None:
         report = replace(report, stages=[*report.stages, ("report", f"{write_page()} written")])
     if config.json:

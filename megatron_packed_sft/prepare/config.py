@@ -87,12 +87,22 @@ class ExecutorConfig:
     """Who does the work.
 
     Args:
-        kind: local, processes of this machine.
-        num_workers: how many; null takes one per core, fewer for little input.
+        kind: set by choosing executor=NAME: local (processes of this machine), array (one of many calls that share the
+            slices) or ray (tasks of a Ray cluster).
+        num_workers: how many processes, or Ray tasks at a time; null takes one per core, fewer for little input.
+        index: with executor=array, which share of the slices this call encodes, from 0; null plans and publishes what
+            the others encoded.
+        count: with executor=array, how many shares there are; the same in every call.
+        address: with executor=ray, the cluster to join, such as auto or host:6379; null starts one on this machine.
+        num_cpus: with executor=ray, the CPUs that each task asks the cluster for; null is 1.
     """
 
     kind: str = "local"
     num_workers: int | None = None
+    index: int | None = None
+    count: int | None = None
+    address: str | None = None
+    num_cpus: float | None = None
 
 
 @dataclass

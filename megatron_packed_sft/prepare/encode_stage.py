@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
 from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, total_of
 from megatron_packed_sft.prepare.encode_worker import (
@@ -22,7 +23,6 @@ from megatron_packed_sft.prepare.encode_worker import (
     hash_slice,
     start_encoder,
 )
-from megatron_packed_sft.prepare.executor import Executor, LocalExecutor
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource
 from megatron_packed_sft.prepare.work_directory import (
     WorkDirectory,
@@ -35,6 +35,7 @@ from megatron_packed_sft.prepare.work_directory import (
 )
 from megatron_packed_sft.records.files import InputFile
 from megatron_packed_sft.support.drop_reasons import Severity
+from megatron_packed_sft.support.executors import Executor, LocalExecutor
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 from megatron_packed_sft.tokens.writer import part_path
@@ -83,8 +84,18 @@ def encode_sources(
     work: WorkDirectory,
     executor: Executor,
     progress: Progress,
+    array: ArrayCall | None = None,
 ) -> EncodedSources:
-    """Bring the token stores of a work directory in line with the sources and settings."""
+    """Bring the token stores of a work directory in line with the sources and settings.
+
+    Args:
+        sources: what to encode.
+        settings: how.
+        work: where the token stores and receipts are.
+        executor: who encodes the slices that are not whole.
+        progress: called after every slice.
+        array: the last call of an array, which encodes nothing: slices that are not whole are an error.
+    """
     run = SliceRun(sources, settings, work, progress)
     fingerprint = run.fingerprint
     whole = work.receipt("encode", fingerprint)
@@ -94,7 +105,10 @@ def encode_sources(
         if total_of(counts.values()).num_errors <= settings.max_errors:
             names = list(chain.from_iterable(repeat(name, number) for name, number in whole["slices"]))
             return EncodedSources(stores, counts, names, num_reused=len(names))
-    run.run(executor)
+    if array is not None:
+        run.take_whole(executor, array.join(work, fingerprint))
+    else:
+        run.run(executor)
     stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(run.parts.items())}
     if not stores:
         raise nothing_left(run.counts)
@@ -109,6 +123,24 @@ def encode_sources(
     }
     work.write_receipt("encode", fingerprint, noted)
     return EncodedSources(stores, run.counts, names, run.num_reused)
+
+
+def encode_share(
+    sources: Sequence[ScannedSource],
+    settings: EncodeSettings,
+    work: WorkDirectory,
+    executor: Executor,
+    progress: Progress,
+    array: ArrayCall,
+) -> ShareReport:
+    """Encode the slices of one call of an array; nothing but those slices and their receipts is written."""
+    call = array.join(work, SliceRun(sources, settings, work, progress).fingerprint)
+    assert call.index is not None
+    assert call.count is not None
+    progress.expect(sum(one.num_bytes for one in sources) // call.count)
+    run = SliceRun(sources, settings, work, progress, every=call.count, first=call.index)
+    run.run(executor)
+    return ShareReport(call.index, call.count, len(run.slice_sources), run.num_reused, total_of(run.counts.values()))
 
 
 def estimate(
@@ -145,7 +177,8 @@ class SliceRun:
         settings: how.
         work: where receipts are; None for a dry run, which neither reads nor writes any.
         progress: called after every slice.
-        every: take every n-th slice only.
+        every: take every n-th slice only,
+        first: beginning with this one.
     """
 
     def __init__(
@@ -155,9 +188,10 @@ class SliceRun:
         work: WorkDirectory | None,
         progress: Progress,
         every: int = 1,
+        first: int = 0,
     ) -> None:
         self._sources, self._settings, self._work = sources, settings, work
-        self._progress, self._every = progress, every
+        self._progress, self._every, self._first = progress, every, first
         self._description = settings.to_json()
         self._records_left = self._limits()
         self._files: dict[int, InputFile] = {}  # of the slices that the executor has
@@ -183,7 +217,7 @@ class SliceRun:
         # With a limit a slice must know how many records the ones before it had; a trial need not be parallel.
         if self._settings.limit is not None:
             executor = LocalExecutor(1)
-        executor = executor.fitting(sum(one.num_bytes for one in self._sources))
+        executor = executor.fitting(sum(one.num_bytes for one in self._sources) // self._every)
         duplicates = self._duplicates(executor) if self._settings.deduplicate else {}
         for result in executor.run(encode_slice, self._tasks(duplicates), start_encoder, self._settings):
             file = self._files.pop(result.number)
@@ -199,10 +233,20 @@ class SliceRun:
                 self._work.write_receipt(slice_receipt(result.number), result.fingerprint, noted)
             self._take(result._replace(drops=()))
 
+    def take_whole(self, executor: Executor, array: ArrayCall) -> None:
+        """Take over every slice; those that no call of an array has encoded are an error."""
+        duplicates = self._duplicates(executor) if self._settings.deduplicate else {}
+        missing = [task.number for task in self._tasks(duplicates)]
+        if missing:
+            raise array.incomplete(missing, len(missing) + self.num_reused)
+
     def _duplicates(self, executor: Executor) -> dict[int, frozenset[int]]:
-        """Return slice -> positions of records that equal an earlier one, among those that this run looks at."""
+        """Return slice -> positions of records that equal an earlier one.
+
+        A dry run compares the records that it looks at; a call of an array all of them, as one run would.
+        """
         left = self._limits()
-        tasks = (task for task in slice_tasks(self._sources, left) if task.number % self._every == 0)
+        tasks = (task for task in slice_tasks(self._sources, left) if self._work is not None or self._looks_at(task))
         hashes = {}
         self._progress.begin("compare")
         for one in executor.run(hash_slice, tasks, _nothing):
@@ -215,7 +259,7 @@ class SliceRun:
     def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[SliceTask]:
         """Yield the slices that must be encoded; the whole ones are counted on the way."""
         for task in slice_tasks(self._sources, self._records_left):
-            if task.number % self._every:
+            if not self._looks_at(task):
                 continue
             described = task._replace(duplicates=duplicates.get(task.number, frozenset()))
             described = described._replace(fingerprint=self._slice_fingerprint(described))
@@ -226,6 +270,9 @@ class SliceRun:
             else:
                 self.num_reused += 1
                 self._take(reused)
+
+    def _looks_at(self, task: SliceTask) -> bool:
+        return task.number % self._every == self._first
 
     def _slice_fingerprint(self, task: SliceTask) -> str:
         return fingerprint_of(

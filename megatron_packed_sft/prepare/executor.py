@@ -1,99 +1,29 @@
-"""Who does the work: this process, or several on this machine. The results are the same."""
+"""The executor that a configuration names."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Protocol, TypeVar
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.config import ExecutorConfig
+from megatron_packed_sft.prepare.ray_executor import RayExecutor
+from megatron_packed_sft.support.executors import Executor, LocalExecutor
 
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.support.processes import process_pool
-
-# Starting a process, with its tokenizer, takes as long as encoding some megabytes.
-_BYTES_PER_WORKER = 8 << 20
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+# The keys that only one kind has.
+_KEYS: dict[str, tuple[str, ...]] = {"local": (), "array": ("index", "count"), "ray": ("address", "num_cpus")}
 
 
-class Executor(Protocol):
-    """Runs one function over many tasks, after a set-up in each process."""
-
-    num_workers: int
-
-    def fitting(self, num_bytes: int) -> Executor:
-        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
-
-    def run(
-        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
-    ) -> Iterator[Result]:
-        """Yield results as they come, in any order; take new tasks only as old ones are done."""
-
-
-class LocalExecutor:
-    """Processes of this machine; with one worker, this very process.
-
-    Args:
-        num_workers: how many; None for one per core, or fewer where there is little to do.
-
-    Example:
-        >>> sorted(LocalExecutor(1).run(abs, [-2, 1], int))
-        [1, 2]
-    """
-
-    def __init__(self, num_workers: int | None = None) -> None:
-        if num_workers is not None and num_workers < 1:
-            raise InvalidInputError(f"executor.num_workers is {num_workers}; it must be at least 1")
-        self.num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._is_free = num_workers is None
-
-    def fitting(self, num_bytes: int) -> LocalExecutor:
-        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
-        return LocalExecutor(max(1, min(self.num_workers, num_bytes // _BYTES_PER_WORKER))) if self._is_free else self
-
-    def run(
-        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
-    ) -> Iterator[Result]:
-        """Yield results as they come; at most two tasks per process are waiting, so memory stays bounded."""
-        if self.num_workers == 1:
-            setup(*arguments)
-            yield from map(function, tasks)
-            return
-        with process_pool(self.num_workers, setup, *arguments) as pool:
-            waiting: set[Future[Result]] = set()
-            try:
-                for task in tasks:
-                    waiting.add(pool.submit(function, task))
-                    if len(waiting) >= 2 * self.num_workers:
-                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                        yield from (future.result() for future in done)
-                while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            except BrokenProcessPool:
-                raise worker_died() from None
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-
-def worker_died() -> PackedSFTError:
-    """Return the error for a process that ended without a word."""
-    return PackedSFTError(
-        "a worker process died (killed, or out of memory); run the same command again to resume, with "
-        "fewer executor.num_workers if memory was short"
-    )
-
-
-def create_executor(kind: str, num_workers: int | None) -> Executor:
+def create_executor(config: ExecutorConfig) -> Executor:
     """Return the executor of a configuration.
 
     Example:
-        >>> create_executor("local", 2).num_workers
+        >>> create_executor(ExecutorConfig(num_workers=2)).num_workers
         2
     """
-    if kind != "local":
-        raise InvalidInputError(f"executor.kind is {kind!r}; choose local")
-    return LocalExecutor(num_workers)
+    if config.kind not in _KEYS:
+        raise InvalidInputError(f"executor.kind is {config.kind!r}; choose {', '.join(_KEYS)}")
+    for kind, keys in _KEYS.items():
+        for key in keys:
+            if kind != config.kind and getattr(config, key) is not None:
+                raise InvalidInputError(f"executor.{key} is for executor={kind}; add that, or leave the key out")
+    if config.kind == "ray":
+        return RayExecutor(config.address, config.num_workers, config.num_cpus)
+    return LocalExecutor(config.num_workers)  # a call of an array works on its share with processes, too

@@ -21,10 +21,17 @@ from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
 from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.config import PrepareConfig, configured_sources
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
-from megatron_packed_sft.prepare.encode_stage import EncodedSources, audit_sources, encode_sources, estimate
+from megatron_packed_sft.prepare.encode_stage import (
+    EncodedSources,
+    audit_sources,
+    encode_share,
+    encode_sources,
+    estimate,
+)
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings
 from megatron_packed_sft.prepare.executor import create_executor
 from megatron_packed_sft.prepare.places import places_of
@@ -69,16 +76,39 @@ class Pipeline:
         _check(config)
         self.config = config
         self.places = places_of(config.output, config.work_dir)
+        if config.executor.kind != "local":
+            self.places.refuse_unshared(config.work_dir, config.executor.kind)
         self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
         self.packed_storage = dataset_storage(config.packed_storage).name
         self._sources = configured_sources(config)
-        self._executor = create_executor(config.executor.kind, config.executor.num_workers)
+        self._executor = create_executor(config.executor)
+        self._array = ArrayCall.of(config)
         self._packing = config.packing.options()
         check_packing(self._packing)
         if not config.dry_run:
             refuse_other_files(self.places.target)
             if self.rejects is not None:
                 refuse_other_file(self.rejects)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether this is a call of an array that only encodes: `run_share` does it."""
+        return self._array is not None and self._array.index is not None
+
+    def run_share(self) -> ShareReport:
+        """Encode this call's share of the slices, while other calls may do theirs."""
+        assert self._array is not None
+        tokenizer = self._tokenizer()
+        sources = self._scan()
+        with WorkDirectory(self.places.work_dir, shared=True) as work:
+            settings = self._encode_settings(tokenizer, work.tokens)
+            refuse_replacing(self.places.target, self._made_from(sources, settings), overwrite=self.config.overwrite)
+            with self._progress("encode", None, "B") as progress:
+                return encode_share(sources, settings, work, self._executor, progress, self._array)
+
+    def close(self) -> None:
+        """Let go of the executor."""
+        self._executor.close()
 
     def run(self) -> PrepareReport:
         """Do what has to be done, and return what was."""
@@ -156,7 +186,7 @@ class Pipeline:
         self, sources: Sequence[ScannedSource], settings: EncodeSettings, work: WorkDirectory
     ) -> EncodedSources:
         with self._progress("encode", sum(one.num_bytes for one in sources), "B") as progress:
-            return encode_sources(sources, settings, work, self._executor, progress)
+            return encode_sources(sources, settings, work, self._executor, progress, self._array)
 
     def _audit(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Audit]:
         with self._progress("audit", sum(one.num_bytes for one in sources), "B") as progress:
@@ -249,7 +279,7 @@ class Pipeline:
             pad_id=next((one for one in (tokenizer.pad_id, tokenizer.eos_id) if one is not None), 0),
             provenance=provenance,
             card=card(report, provenance),
-            num_workers=self._executor.num_workers,
+            executor=self._executor,
             tokenizer_path=os.path.abspath(self.config.tokenizer.path),
         )
 

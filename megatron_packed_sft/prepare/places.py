@@ -38,6 +38,20 @@ class Places:
         """The target, for people."""
         return redacted(str(self.target))
 
+    def refuse_unshared(self, work_dir: str | None, executor: str) -> None:
+        """Refuse a work directory that other nodes cannot see.
+
+        Args:
+            work_dir: as the user gave it.
+            executor: the kind that needs it.
+        """
+        if self.work_url is not None or (self.url is not None and work_dir is None):
+            found = "work_dir is a URL" if self.work_url is not None else "output is a URL and no work_dir is given"
+            raise InvalidInputError(
+                f"executor={executor} works on several nodes at once, but {found}; set work_dir to a path on a disk "
+                "that all nodes share"
+            )
+
 
 def places_of(output: str, work_dir: str | None) -> Places:
     """Return the places of a run; a work directory that the user does not name is beside a local output.

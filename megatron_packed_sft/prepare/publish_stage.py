@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import PackedSFTError, StorageIOError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.prepare.executor import worker_died
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
 from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, list_objects, read_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DATASET, MAX_DATASET_BYTES, DatasetWriter, open_dataset
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.executors import Executor
 from megatron_packed_sft.tokens.materialize import materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 
@@ -36,7 +37,7 @@ class PublishRequest:
     pad_id: int
     provenance: Mapping[str, Any]
     card: str
-    num_workers: int
+    executor: Executor
     url: str | None = None  # where the output is uploaded to; it is removed here afterwards
     tokenizer_path: str = ""  # noted in the receipt, so that the dataset's text can be shown later
 
@@ -75,8 +76,6 @@ def publish(
     replace = published_provenance(request.output) is not None  # anything else was refused at the start
     try:
         _write(request, plans, stores, replace, on_bins)
-    except BrokenProcessPool:
-        raise worker_died() from None
     except TargetExistsError as error:
         raise TargetExistsError(
             f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
@@ -141,13 +140,28 @@ def _write(
                 stores[split],
                 paths,
                 storage=request.packed_storage,
-                num_workers=request.num_workers,
+                executor=request.executor,
                 pad_id=request.pad_id,
                 on_bins=on_bins,
             )
+            _tidy(paths)
             for path, figures in zip(paths, written, strict=True):
                 dataset.record(path, figures)
         dataset.finalize(provenance=request.provenance, card=request.card)
+
+
+def _tidy(paths: Sequence[Path]) -> None:
+    """Remove what workers that died left beside the shards; a shard that is not here was written to another disk."""
+    folder = paths[0].parent
+    with os_errors("list", folder):
+        found = {entry.name: entry for entry in os.scandir(folder)}
+    for path in paths:
+        if path.name not in found:
+            raise PackedSFTError(f"{path} was written, but is not here; output must be on a disk that all nodes share")
+    for name, entry in found.items():
+        if name.startswith("."):
+            with os_errors("remove", entry.path):
+                shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir() else os.unlink(entry.path)
 
 
 def _published(request: PublishRequest) -> str | None:

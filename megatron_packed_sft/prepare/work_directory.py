@@ -1,11 +1,12 @@
 """The directory that a preparation works in: one run at a time, and a receipt for each finished piece of work.
 
 OUTPUT.work/
-  lock                                    held while a preparation runs
+  lock                                    held while a preparation runs; the calls of an array hold it together
   tokens/train/part_000000 ...            the token store of a split, one part per slice of the input
   tokens/receipts/slice_000000.json       what became of each slice; its parts have the same number
   tokens/receipts/slice_000000.train.npy  line of each of its sequences in the input file
   encode.json                             the receipt of all slices
+  array.json, array.lock, calls/          how many calls of an array share the slices, and which are running
   plans/train.npz, train.json             the plan of a split, and its receipt
   published/OUTPUT-1a2b3c4d.json          the receipt of each output that was made from here
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +47,10 @@ def fingerprint_of(document: Mapping[str, Any]) -> str:
 class WorkDirectory:
     """An opened and locked work directory; a context manager.
 
+    Args:
+        path: created if it is not there.
+        shared: several may work here at once, each on slices of its own.
+
     Example:
         >>> import tempfile
         >>> with WorkDirectory(tempfile.mkdtemp() + "/data.work") as work:
@@ -54,25 +59,23 @@ class WorkDirectory:
         3
     """
 
-    def __init__(self, path: str | os.PathLike[str], url: str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], url: str | None = None, *, shared: bool = False) -> None:
         self.path = Path(os.path.abspath(path))
         self._url = url
+        self._held: list[int] = []
         with os_errors("create", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / "lock").exists() and any(self.path.iterdir()):
+            # Looked at in this order, because another call of an array may be creating it just now.
+            if any(self.path.iterdir()) and not (self.path / "lock").exists():
                 raise InvalidInputError(
                     f"work_dir {self.path} holds other files; choose a new or an empty directory as work_dir"
                 )
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
+        self._lock = self._open("lock")
+        if not _try_lock(self._lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            self.close()
             raise InvalidInputError(
                 f"another preparation is working in {self.path}; wait for it, or choose another output or work_dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks; publication is still whole or absent
+            )
         if url is not None:
             fetch_tree(url, self.path, _is_kept)
 
@@ -113,10 +116,42 @@ class WorkDirectory:
             file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json_document.render({"fingerprint": fingerprint, "result": dict(result)}))
 
+    def is_alone(self) -> bool:
+        """Whether no other call of an array works here; if so, none begins before this one ends or calls `share`."""
+        return _try_lock(self._lock, fcntl.LOCK_EX)
+
+    def share(self) -> None:
+        """Let other calls of an array in again."""
+        _try_lock(self._lock, fcntl.LOCK_SH)
+
+    def hold(self, name: str) -> bool:
+        """Take a lock of one's own until the directory is closed; False if another process has it."""
+        return _try_lock(self._open(f"{name}.lock"), fcntl.LOCK_EX)
+
+    @contextmanager
+    def one_at_a_time(self, name: str) -> Iterator[None]:
+        """Wait for every other process that is inside this block."""
+        lock = self._open(f"{name}.lock")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            self._held.remove(lock)
+            os.close(lock)
+
+    def _open(self, name: str) -> int:
+        path = self.path / name
+        with os_errors("create", path):
+            path.parent.mkdir(exist_ok=True)
+            self._held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        return self._held[-1]
+
     def forget(self) -> None:
         """Remove what earlier runs left, and nothing else: the user may keep other things here."""
         with os_errors("clear", self.path):
-            (self.path / "encode.json").unlink(missing_ok=True)
+            for name in ("encode.json", "array.json"):
+                (self.path / name).unlink(missing_ok=True)
             for name in ("tokens", "plans", "published"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
 
@@ -127,7 +162,22 @@ class WorkDirectory:
         try:
             self.keep()
         finally:
-            os.close(self._lock)
+            self.close()
+
+    def close(self) -> None:
+        """Release all locks."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks; publication is still whole or absent
+    return True
 
 
 def _is_kept(name: str) -> bool:
@@ -176,6 +226,11 @@ def publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
     """List the parts of this run in store.json, and remove those that other runs left."""
     wanted = {part_path(store, number).name for number in numbers}
     with os_errors("clear", store):
+        missing = sorted(wanted - {entry.name for entry in os.scandir(store)})
+        if missing:
+            raise PackedSFTError(
+                f"{store / missing[0]} was written, but is not here; work_dir must be on a disk that all nodes share"
+            )
         for entry in os.scandir(store):
             if entry.name.lstrip(".").startswith("part_") and entry.name not in wanted:  # with a dot: unfinished
                 shutil.rmtree(entry.path)

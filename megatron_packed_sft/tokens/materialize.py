@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, TargetExistsError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.support.executors import Executor, LocalExecutor
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.processes import process_pool
 from megatron_packed_sft.tokens.store import TokenStore
 
 _BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
@@ -116,6 +117,7 @@ def materialize_shards(
     *,
     storage: str = DEFAULT_STORAGE,
     num_workers: int = 1,
+    executor: Executor | None = None,
     pad_id: int = 0,
     on_bins: Callable[[int], object] | None = None,
 ) -> list[BinFigures]:
@@ -124,6 +126,16 @@ def materialize_shards(
     The bins are cut, in reading order, into as many even runs as there are paths. A shard that exists already is an
     error. If one shard fails, those published before it stay; to get all or none, publish them below one staged
     directory, as `DatasetWriter` does.
+
+    Args:
+        plan: from `pack`, over `store.lengths`.
+        store: the token store.
+        paths: of the shards.
+        storage: of the shards.
+        num_workers: processes of this machine.
+        executor: who writes the shards instead. It may write one again when a worker died.
+        pad_id: fills bins and padded sequences.
+        on_bins: called with the number of bins after each block or shard.
     """
     if not 1 <= len(paths) <= plan.num_bins:
         raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
@@ -136,14 +148,18 @@ def materialize_shards(
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
     job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id, storage_named(storage).name)
     on_bins = on_bins or _no_progress
-    if num_workers == 1 or len(paths) == 1:
+    executor = executor or LocalExecutor(num_workers)
+    if isinstance(executor, LocalExecutor) and (executor.num_workers == 1 or len(paths) == 1):
         return [job.write_shard(path, run, on_bins) for path, run in zip(places, runs, strict=True)]
-    with process_pool(min(num_workers, len(paths)), _receive, job) as pool:
-        futures = {pool.submit(_write_shard, path, run): run for path, run in zip(places, runs, strict=True)}
-        for future in as_completed(futures):
-            future.result()
-            on_bins(len(futures[future]))
-        return [future.result() for future in futures]
+    for path in places:
+        if os.path.lexists(path):
+            raise TargetExistsError(f"{path} exists already; remove it or choose another path")
+    tasks = [_ShardTask(*task) for task in zip(count(), places, runs, strict=False)]
+    written: dict[int, BinFigures] = {}
+    for number, figures in executor.run(_write_shard, tasks, _receive, job):
+        written[number] = figures
+        on_bins(len(runs[number]))
+    return [figures for _, figures in sorted(written.items())]
 
 
 def _no_progress(num_bins: int) -> None:
@@ -159,7 +175,9 @@ class _Job(NamedTuple):
     pad_id: int
     storage: str
 
-    def write_shard(self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object]) -> BinFigures:
+    def write_shard(
+        self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object], *, overwrite: bool = False
+    ) -> BinFigures:
         """Write and publish one shard; return its figures."""
         manifest, storage = self.store.manifest, storage_named(self.storage)
         with storage.create_writer(
@@ -174,10 +192,19 @@ class _Job(NamedTuple):
                 "plan_fingerprint": self.plan.order_fingerprint,
                 "pad_seq_to_mult": self.plan.pad_seq_to_mult,
             },
+            overwrite=overwrite,
         ) as writer:
             _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
             writer.finalize()
             return writer.figures or storage.figures(storage.open(path))
+
+
+class _ShardTask(NamedTuple):
+    """One shard to write."""
+
+    number: int
+    path: Path
+    bins: npt.NDArray[np.int64]
 
 
 _received: list[_Job] = []  # in a worker process: the job, sent once and not with every shard
@@ -187,8 +214,9 @@ def _receive(job: _Job) -> None:
     _received[:] = [job]
 
 
-def _write_shard(path: Path, bins: npt.NDArray[np.int64]) -> BinFigures:
-    return _received[0].write_shard(path, bins, _no_progress)
+def _write_shard(task: _ShardTask) -> tuple[int, BinFigures]:
+    # A worker may die after it published a shard and before it said so; then another one writes the same bytes again.
+    return task.number, _received[0].write_shard(task.path, task.bins, _no_progress, overwrite=True)
 
 
 def _write_bins(

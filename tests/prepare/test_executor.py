@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.prepare.executor import LocalExecutor, create_executor
+from megatron_packed_sft.prepare.config import ExecutorConfig
+from megatron_packed_sft.prepare.executor import create_executor
+from megatron_packed_sft.support.executors import LocalExecutor
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +62,7 @@ def test_a_worker_that_dies_is_one_sentence() -> None:
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"
-        "from megatron_packed_sft.prepare.executor import LocalExecutor\n"
+        "from megatron_packed_sft.support.executors import LocalExecutor\n"
         "if __name__ == '__main__':\n"
         "    for pid in LocalExecutor(2).run(eval, ['__import__(\"os\").getpid()'] * 4, int):\n"
         "        print(pid, flush=True)\n"
@@ -89,6 +91,8 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 def test_unknown_kinds_and_counts_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"executor.kind is 'cloud'"):
-        create_executor("cloud", 1)
+        create_executor(ExecutorConfig("cloud"))
     with pytest.raises(InvalidInputError, match=r"executor.num_workers is 0"):
-        create_executor("local", 0)
+        create_executor(ExecutorConfig("local", 0))
+    with pytest.raises(InvalidInputError, match=r"executor.index is for executor=array; add that, or leave"):
+        create_executor(ExecutorConfig("local", index=1))

@@ -1,0 +1,246 @@
+"""executor=ray on a real cluster: the bytes of a local run, also when workers and nodes are killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.ray_executor import RayExecutor
+from tests.packed_bins import files_of
+from tests.prepare.preparing import chat, prepare, write_records
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Cluster:
+    """A head node, and nodes that join it, with processes that are all ours."""
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        self.folder = folder  # short: Ray's sockets are in it, and their paths have at most 107 characters
+        self.environment = {**os.environ, **ENVIRONMENT, "HOME": str(folder), "TMPDIR": str(folder)}
+        head = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        self.head = self.start(*head, f"--temp-dir={folder}/head")
+        while "Ray runtime started" not in (folder / "log").read_text():
+            assert self.head.poll() is None, (folder / "log").read_text()
+            time.sleep(0.1)
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a node with two CPUs."""
+        more = ["--node-ip-address=127.0.0.1", "--num-cpus=2", f"--object-store-memory={80 << 20}"]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [*START, *arguments, *more],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @contextmanager
+    def run(self, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+        """Prepare with this cluster."""
+        with subprocess.Popen(
+            [*COMMAND, *arguments, "executor=ray", f"executor.address={self.address}"],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as run:
+            try:
+                yield run
+            finally:
+                run.kill()
+
+
+def end(node: subprocess.Popen[bytes]) -> None:
+    """Kill a node with all its workers, whatever session they are in."""
+    for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    node.wait()
+
+
+def stopped_in(task: str, node: subprocess.Popen[bytes], run: subprocess.Popen[str]) -> psutil.Process:
+    """Return a worker of a node that was stopped (SIGSTOP) while it did such a task."""
+    title = f"ray::{task}"
+    while run.poll() is None:
+        for process in psutil.Process(node.pid).children(recursive=True):
+            try:
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+                    process.suspend()
+                    if process.cmdline()[0].startswith(title):
+                        return process
+                    process.resume()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.002)
+    pytest.fail(f"the run ended before any {task}: {run.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    pytest.importorskip("ray")
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+    started = Cluster(folder)
+    yield started
+    end(started.head)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> list[str]:
+    folder = tmp_path_factory.mktemp("rows")
+    for number in range(6):
+        rows = [chat(f"{number} {row}? " + "Why? " * 50, "Because. " * 50) for row in range(1500)]
+        write_records(folder / f"{number}.jsonl", rows)
+    return [
+        f"input={folder}/*.jsonl", f"tokenizer.path={tokenizer_path}", "template=chatml", "packing.pack_size=1024",
+        "shard_megabytes=1", "split.validation_fraction=0.2",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def local(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    home = tmp_path_factory.mktemp("local")
+    for name, more in (("plain", []), ("deduplicated", ["deduplicate=true"])):
+        assert prepare(*settings, f"output={home}/{name}", *more).code == 0
+    assert len(list((home / "plain" / "train").iterdir())) > 3
+    return files_of(home)
+
+
+def part_of(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    return {path.removeprefix(f"{name}/"): data for path, data in files.items() if path.startswith(f"{name}/")}
+
+
+@pytest.mark.parametrize("task", ["hash_slice", "encode_slice", "_write_shard"])
+def test_a_worker_killed_in_the_middle_of_a_stage_changes_no_byte(
+    cluster: Cluster, settings: list[str], local: dict[str, bytes], tmp_path: Path, task: str
+) -> None:
+    deduplicated = task == "hash_slice"
+    more = ["deduplicate=true"] if deduplicated else []
+    with cluster.run([*settings, *more, f"output={tmp_path}/data"]) as run:
+        worker = stopped_in(task, cluster.head, run)
+        assert not (tmp_path / "data").exists()
+        worker.kill()
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    assert out.startswith("scan "), "what Ray says is not on stdout"
+    assert "slices: 0 reused, " in out
+    assert files_of(tmp_path / "data") == part_of(local, "deduplicated" if deduplicated else "plain")
+    assert sorted(os.listdir(tmp_path)) == ["data", "data.work"]
+
+
+def test_a_node_killed_in_the_middle_of_encode_changes_no_byte(
+    cluster: Cluster, settings: list[str], local: dict[str, bytes], tmp_path: Path
+) -> None:
+    node = cluster.start(f"--address={cluster.address}")
+    try:
+        with cluster.run([*settings, f"output={tmp_path}/data", "executor.num_workers=4"]) as run:
+            stopped_in("encode_slice", node, run)
+            end(node)
+            _, err = run.communicate(timeout=100)
+    finally:
+        if node.poll() is None:
+            end(node)
+    assert run.returncode == 0, err
+    assert files_of(tmp_path / "data") == part_of(local, "plain")
+
+
+def test_a_killed_driver_is_run_again_and_reuses_what_its_tasks_had_done(
+    cluster: Cluster, settings: list[str], local: dict[str, bytes], tmp_path: Path
+) -> None:
+    arguments = [*settings, f"output={tmp_path}/data"]
+    with cluster.run(arguments) as run:
+        while not (tmp_path / "data.work/tokens/receipts/slice_000000.json").exists() and run.poll() is None:
+            time.sleep(0.002)
+        run.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "data").exists()
+    with cluster.run(arguments) as run:
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    assert "slices: 0 reused" not in out
+    assert files_of(tmp_path / "data") == part_of(local, "plain")
+
+
+def test_a_bad_record_is_the_same_sentence_as_without_a_cluster(
+    cluster: Cluster, tokenizer_path: str, tmp_path: Path
+) -> None:
+    rows = write_records(tmp_path / "rows.jsonl", [chat("One?", "Yes."), {"messages": 3}])
+    arguments = [f"input={rows}", f"output={tmp_path}/data", f"tokenizer.path={tokenizer_path}", "template=chatml"]
+    with cluster.run(arguments) as run:
+        _, err = run.communicate(timeout=100)
+    alone = prepare(*arguments)
+    assert (run.returncode, err) == (alone.code, alone.err)
+
+
+def test_without_an_address_a_cluster_is_started_and_ended(
+    settings: list[str], local: dict[str, bytes], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    done = subprocess.run(
+        [*COMMAND, *settings, f"output={tmp_path}/data", "executor=ray", "executor.num_workers=2"],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Ray") == 0
+    assert files_of(tmp_path / "data") == part_of(local, "plain")
+
+
+def test_counts_and_packages_that_cannot_work_are_one_sentence(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"executor.num_cpus is 0; it must be more than 0"):
+        RayExecutor(num_cpus=0)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    failed = prepare(*settings, f"output={tmp_path}/data", "executor=ray")
+    assert failed.code != 0
+    assert "executor=ray needs the package ray; install it with pip install 'megatron-packed-sft[ray]'" in failed.err
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(settings: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    address = f"127.0.0.1:{free_port()}"
+    done = subprocess.run(
+        [*COMMAND, *settings, f"output={tmp_path}/data", "executor=ray", f"executor.address={address}"],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith(
+        f"packed-sft prepare: error: there is no Ray cluster at executor.address={address} ("
+    )
