@@ -44,15 +44,13 @@ class Cluster:
         self.environment = {**os.environ, **ENVIRONMENT, "HOME": str(folder), "TMPDIR": str(folder)}
         head = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         self.head = self.start(*head, f"--temp-dir={folder}/head")
-        while "Ray runtime started" not in (folder / "log").read_text():
-            assert self.head.poll() is None, (folder / "log").read_text()
-            time.sleep(0.1)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a node with two CPUs."""
+        """Start a node with two CPUs, and wait until it belongs to the cluster."""
+        num_started = self._num_started()
         more = ["--node-ip-address=127.0.0.1", "--num-cpus=2", f"--object-store-memory={80 << 20}"]
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
+            node = subprocess.Popen(
                 [*START, *arguments, *more],
                 cwd=ROOT,
                 env=self.environment,
@@ -60,6 +58,14 @@ class Cluster:
                 stderr=log,
                 start_new_session=True,
             )
+        while self._num_started() == num_started:
+            assert node.poll() is None, (self.folder / "log").read_text()
+            time.sleep(0.1)
+        return node
+
+    def _num_started(self) -> int:
+        log = self.folder / "log"
+        return log.read_text().count("Ray runtime started") if log.exists() else 0
 
     @contextmanager
     def run(self, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
