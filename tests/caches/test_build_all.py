@@ -371,7 +371,8 @@ def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
     assert packed_sft(["cache", "build-all"]) == 2
     assert packed_sft([*words, "--set", "seed"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "packed-sft: error: no command was given; write packed-sft cache build-all, or see packed-sft cache --help",
+        "packed-sft: error: no command was given; write packed-sft cache build-all or status or prefetch or clear, or "
+        "see packed-sft cache --help",
         "packed-sft: error: --config is missing; see packed-sft cache --help",
         "packed-sft: error: 'seed' sets nothing; write KEY=VALUE, such as seed=7",
     ]
