@@ -56,4 +56,4 @@ def test_flags_speak_of_flags(tokens: Path, capsys: pytest.CaptureFixture[str]) 
 def test_flags_of_token_streams_are_refused_for_packed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "shard", make_bins(3, 8), 8)
     assert main(["validate", str(tmp_path / "shard"), "--eos-id", "2"]) == 2
-    assert "is no token stream, so --eos-id says nothing about it; leave it out" in capsys.readouterr().err
+    assert "is not a token stream, so --eos-id says nothing about it; leave it out" in capsys.readouterr().err

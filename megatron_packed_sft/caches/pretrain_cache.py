@@ -82,7 +82,7 @@ def build_pretrain_cache(
         on_tokens: called with the number of tokens after each batch.
 
     Raises:
-        InvalidInputError: an argument is wrong, a text is no string, or it holds the text of a special token.
+        InvalidInputError: an argument is wrong, a text is not a string, or it holds the text of a special token.
         TargetExistsError: there is something at `out_dir`.
     """
     encoder = TextEncoder(tokenizer, special_tokens)

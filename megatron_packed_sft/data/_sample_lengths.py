@@ -175,7 +175,7 @@ def read_sample(dataset: Any, index: int) -> Any:
         raise
     except Exception as error:
         raise InvalidInputError(
-            f"sample {index} of {type(dataset).__name__} cannot be read ({type(error).__name__}: {error}); mend it, or "
+            f"sample {index} of {type(dataset).__name__} cannot be read ({type(error).__name__}: {error}); fix it, or "
             "leave it out of the dataset"
         ) from error
 

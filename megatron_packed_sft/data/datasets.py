@@ -21,10 +21,12 @@ import numpy.typing as npt
 
 from megatron_packed_sft.data._bridge_arguments import refuse_meaningless
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of
-from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, ShardBinReader, sample_of
 from megatron_packed_sft.data.made_with import Tolerance, refuse_other_tokenizer
 from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
+from megatron_packed_sft.data.readers.interface import BinReader, sample_of
+from megatron_packed_sft.data.readers.plans import PlanBinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
@@ -209,7 +211,7 @@ class PackedDataset:
             sample_of(self.source.bin(index), padding, weighted=self.source.figures.has_weights)
             for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
         ]
-        # transformers' Trainer removes what is no argument of the model from samples, but only from a plain dict.
+        # transformers' Trainer removes what is not an argument of the model from samples, but only from a plain dict.
         is_for_trainer = self._collate_arguments["contract"] == "hf"
         return [MappingProxyType(sample) for sample in samples] if is_for_trainer else [*samples]
 

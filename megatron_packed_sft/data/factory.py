@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
-from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, PlanBinReader, ShardBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -28,6 +27,10 @@ from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
+from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.plans import PlanBinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
@@ -418,8 +421,8 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
     for name, value in given.items():
         if value:
             raise InvalidInputError(
-                f"{options.spelled(name)} is {value!r}, but {sources[0].description} is no token stream; leave it out, "
-                "packed data knows its own sequences and dtype"
+                f"{options.spelled(name)} is {value!r}, but {sources[0].description} is not a token stream; leave it "
+                "out, packed data knows its own sequences and dtype"
             )
 
 

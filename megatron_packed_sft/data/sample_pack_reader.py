@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.data.batch.located_bins import LocatedBins, locate_in_samples
-from megatron_packed_sft.data.bin_readers import figures_of_plan, longest_input_of_plan
 from megatron_packed_sft.data.encoded_samples import (
     IS_PADDING,
     Sample,
@@ -24,6 +23,7 @@ from megatron_packed_sft.data.encoded_samples import (
     media_field,
 )
 from megatron_packed_sft.data.made_with import MadeWith
+from megatron_packed_sft.data.readers.plans import figures_of_plan, longest_input_of_plan
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin

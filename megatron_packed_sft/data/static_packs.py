@@ -17,9 +17,9 @@ import numpy as np
 
 from megatron_packed_sft.data._sample_lengths import SampleLength, refuse_changing
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of
-from megatron_packed_sft.data.bin_readers import PlanBinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.encoded_samples import IS_PADDING, carried_fields, encoded_length, joined
+from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.sample_pack_reader import SamplePackReader
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.data.static_plan import StaticPlan, plan_statically

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
-from megatron_packed_sft.data.bin_readers import ShardBinReader
 from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
@@ -147,7 +147,7 @@ class TokenStreamDataset(PackedDataset):
         if is_padding:
             item |= {"hidden_labels": item["labels"], "labels": torch.full_like(item["labels"], -100)}
             item["is_padding"] = True
-        # transformers' Trainer removes what is no argument of the model from items, but only from a plain dict.
+        # transformers' Trainer removes what is not an argument of the model from items, but only from a plain dict.
         return MappingProxyType(item) if self._collate_arguments["contract"] == "hf" else item
 
 

@@ -47,7 +47,7 @@ def files_of(sources: Sequence[Source], only: str | None = None) -> list[SourceF
     chosen = [one for one in found if one.file.path in wanted]
     if not chosen:
         names = ", ".join(one.name for one in sources)
-        raise InvalidInputError(f"{only} is no file of the sources {names}; name one of theirs, or leave sources out")
+        raise InvalidInputError(f"{only} is not a file of the sources {names}; name one of their files")
     return chosen
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.data.bin_readers import BinReader, ShardBinReader
 from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
 from megatron_packed_sft.prepare.origins import PreparedFrom
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset

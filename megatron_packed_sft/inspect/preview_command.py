@@ -68,7 +68,7 @@ def run_preview(request: PreviewRequest) -> int:
 
 
 def _preview_records(path: str | None, settings: Sequence[str], request: PreviewRequest) -> int:
-    _refuse(request, _OF_PACKED, f"{path or 'the input'} is no packed data")
+    _refuse(request, _OF_PACKED, f"{path or 'the input'} is not packed data")
     config = prepare_settings(settings, tokenizer=request.tokenizer)
     chosen, note = _chosen_records(path, config, request)
     from megatron_packed_sft.inspect.painting import Painter

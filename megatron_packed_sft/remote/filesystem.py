@@ -83,7 +83,7 @@ def child(url: str, *names: str) -> str:
     for name in names:
         parts = name.split("/")
         if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-            raise InvalidInputError(f"{name[:80]!r} is no name below {redacted(url)}; it would lead elsewhere")
+            raise InvalidInputError(f"{name[:80]!r} is not a name below {redacted(url)}; it would lead elsewhere")
     return "/".join((url.rstrip("/"), *names))
 
 

@@ -90,7 +90,7 @@ def local_copy(url: str, cache: NodeCache | None = None) -> Path:
     else:
         info = object_info(url)
         if info is None:
-            raise InvalidInputError(f"{redacted(url)} is no dataset, shard or file; check the URL")
+            raise InvalidInputError(f"{redacted(url)} is not a dataset, shard or file; check the URL")
         contents = Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM)
         item = CacheItem(url, f"{info.size} {info.tag}", lambda: contents, url)
     hold = _HELD[item.key] = cache.hold(item)

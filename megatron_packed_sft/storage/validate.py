@@ -111,7 +111,7 @@ def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], o
     defaults = StreamOptions()
     named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
     raise InvalidInputError(
-        f"{location} is no token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} says nothing about it; "
+        f"{location} is not a token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} says nothing about it; "
         "leave it out"
     )
 

@@ -24,7 +24,7 @@ def function_named(name: str, key: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module or not attribute:
-        raise InvalidInputError(f"{key} {name!r} is no dotted name, such as my_package.my_function; check it")
+        raise InvalidInputError(f"{key} {name!r} is not a dotted name, such as my_package.my_function; check it")
     try:
         function: Any = importlib.import_module(module)
         for part in attribute.split("."):
@@ -35,6 +35,6 @@ def function_named(name: str, key: str) -> Callable[..., Any]:
             "package, or add its folder to PYTHONPATH"
         ) from error
     if not callable(function):
-        raise InvalidInputError(f"{key} {name!r} is no function, but {function!r}; check the name")
+        raise InvalidInputError(f"{key} {name!r} is not a function, but {function!r}; check the name")
     named: Callable[..., Any] = function
     return named

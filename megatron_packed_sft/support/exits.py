@@ -37,7 +37,7 @@ def ended(
         if is_speaker():
             print(f"{name}: {interrupted}", file=sys.stderr)
         return 130
-    except Exception as error:  # ours to mend: whoever sees it needs one sentence, whoever mends it the traceback
+    except Exception as error:  # a bug: its user needs one sentence, and whoever fixes it the traceback
         _say_unexpected(name, error, debug=debug)
         return 1
 

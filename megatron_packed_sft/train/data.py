@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_packed_sft.data.batch.contracts import Batch
-from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import OpenedBins, shard_order
 from megatron_packed_sft.data.loading.loader import PackedLoader
@@ -16,6 +15,7 @@ from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_o
 from megatron_packed_sft.data.order.blend_order import BlendedSources
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.packing_modes import STATIC
+from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer

@@ -302,7 +302,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"padding": "shortest"}, "padding is 'shortest'; choose from longest, max_length, do_not_pad"),
     ({"padding": "max_length"}, "padding='max_length' needs to know the length; pass max_length"),
     ({"max_length": 0}, "max_length must be a positive integer, not 0"),
-    ({"max_length": 10, "pad_to_multiple_of": 8}, "max_length 10 is no multiple of pad_to_multiple_of 8"),
+    ({"max_length": 10, "pad_to_multiple_of": 8}, "max_length 10 is not a multiple of pad_to_multiple_of 8"),
     ({"attention_mask": "bool"}, "attention_mask is 'bool'; choose from None, '4d', 'flex'"),
     ({"attention_mask": "4d", "packed_sequences": False}, "attention_mask='4d' needs packed_sequences=True"),
     ({"mask_dtype": torch.int64}, "mask_dtype is torch.int64; choose a floating-point type or torch.bool"),

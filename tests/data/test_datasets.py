@@ -236,7 +236,7 @@ def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_f
         ({"packed_storage": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
         ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
         ({"path": "nothing"}, "does not exist and matches nothing"),
-        ({"path": "memory://bucket/data"}, "memory://bucket/data is no dataset, shard or file; check the URL"),
+        ({"path": "memory://bucket/data"}, "memory://bucket/data is not a dataset, shard or file; check the URL"),
         ({"path": "store"}, "is a token store; name a plan to read bins"),
         ({"path": "empty"}, "is an empty directory"),
         ({"tokenizer": object()}, "has no eos_id, eod or eos_token_id"),

@@ -357,7 +357,7 @@ def test_a_file_that_is_cut_while_training_ends_the_loop_with_one_sentence(
 def test_what_concerns_streams_is_refused_where_there_is_none(tmp_path: Path) -> None:
     write_shard(tmp_path / "chats", make_bins(4, 24, seed=3), 24)
     for arguments in ({"pack_sequences": True}, {"file_pattern": "*.npy"}, {"dtype": "uint16"}):
-        with pytest.raises(InvalidInputError, match=r"is no token stream; leave it out, packed data knows its own"):
+        with pytest.raises(InvalidInputError, match=r"is not a token stream; leave it out, packed data knows its own"):
             create_sft_dataset(tmp_path / "chats", EOS, **arguments)
 
 

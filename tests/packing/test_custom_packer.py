@@ -109,7 +109,7 @@ def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) 
             r"cannot be imported \(ModuleNotFoundError: .*; check the name, install its package",
         ),
         ("MODULE.nothing", r"cannot be imported \(AttributeError: .*has no attribute 'nothing'"),
-        ("MODULE.number", "is no function, but 3"),
+        ("MODULE.number", "is not a function, but 3"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_one_sentence(module: str, path: str, sentence: str) -> None:

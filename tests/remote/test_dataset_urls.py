@@ -109,7 +109,7 @@ def test_a_partial_upload_is_not_readable(published: FaultProxy, tmp_path: Path)
     published.trouble["PUT /bucket/sets/my_dataset/train/shard_000003"] = ["drop"] * 1000
     with pytest.raises(StorageIOError, match="cannot write s3://bucket/sets/my_dataset/train/shard_000003"):
         upload(other, URL, overwrite=True)
-    with pytest.raises(InvalidInputError, match="is no dataset, shard or file"):
+    with pytest.raises(InvalidInputError, match="is not a dataset, shard or file"):
         create_sft_dataset(URL, 0)
     published.trouble.clear()
     assert upload(other, URL).num_sent < len(files(other))

@@ -217,7 +217,7 @@ def test_file_pattern_chooses_files(tmp_path: Path) -> None:
     assert open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*.bin", dtype="u2")).num_tokens == 30
     with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check the pattern"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.arrow"))
-    with pytest.raises(InvalidInputError, match=r"notes.txt is no .npy or .bin file; let the pattern name those"):
+    with pytest.raises(InvalidInputError, match=r"notes.txt is not a .npy or .bin file; let the pattern name those"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.txt"))
     with pytest.raises(InvalidInputError, match=r"file_pattern is '\*\*/x'; it names files of the directory"):
         StreamOptions(file_pattern="**/x")

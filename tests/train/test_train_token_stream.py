@@ -106,7 +106,7 @@ def test_streams_may_be_validated_on_beside_packed_data(home: Path) -> None:
         ({"dtype": "uint32"}, "data.dtype is 'uint32', but the header of .* says uint16; leave it out"),
         ({"dtype": "float"}, "data.dtype is 'float', which is no integer dtype"),
         ({"sequence_length": 10**6}, "the longest has .*; lower data.sequence_length to at most"),
-        ({"path": "chats", "pack_sequences": True}, "data.pack_sequences is True, but .* is no token stream"),
+        ({"path": "chats", "pack_sequences": True}, "data.pack_sequences is True, but .* is not a token stream"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_in_the_words_of_the_recipe(

@@ -94,7 +94,7 @@ class DataCollatorForCausalLM:
             raise InvalidInputError("padding='max_length' needs to know the length; pass max_length")
         if max_length is not None and pad_to_multiple_of is not None and max_length % pad_to_multiple_of:
             raise InvalidInputError(
-                f"max_length {max_length} is no multiple of pad_to_multiple_of {pad_to_multiple_of}"
+                f"max_length {max_length} is not a multiple of pad_to_multiple_of {pad_to_multiple_of}"
             )
         if not (mask_dtype == torch.bool or mask_dtype.is_floating_point):
             raise InvalidInputError(f"mask_dtype is {mask_dtype}; choose a floating-point type or torch.bool")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.bin_readers import BinReader
+from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.inspect.report.lengths import BinLengths
 from megatron_packed_sft.inspect.report.reading import Int64, spread
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, trained_weights, visible

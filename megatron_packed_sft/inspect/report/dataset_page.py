@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.data.bin_readers import BinReader
+from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report import figures

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, ShardBinReader
+from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard

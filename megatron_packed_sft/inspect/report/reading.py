@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.bin_readers import BinReader
+from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.inspect.report.lengths import BinLengths
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
 

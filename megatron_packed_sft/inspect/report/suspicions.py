@@ -270,7 +270,7 @@ def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None, are_
     suspicion = Suspicion(
         "truncated",
         "Answers without an end",
-        "The last token is trained and is no end of turn, so the model learns to stop nowhere: a sequence that was "
+        "The last token is trained and is not an end of turn, so the model learns to stop nowhere: a sequence that was "
         "cut, or a chunk of one that was split.",
     )
     if are_windows:

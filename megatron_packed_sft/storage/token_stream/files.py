@@ -87,7 +87,7 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
     """Return the files of the stream, sorted by name; they have one suffix."""
     if not path.is_dir():
         if path.suffix not in SUFFIXES:
-            raise InvalidInputError(f"{path} is no .npy or .bin file, so it is no token stream; check the path")
+            raise InvalidInputError(f"{path} is not a .npy or .bin file, so it is not a token stream; check the path")
         return [path]
     with os_errors("list", path):
         names = sorted(name for name in os.listdir(path) if not name.startswith("."))
@@ -102,14 +102,14 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
     else:
         names = [name for name in names if name.endswith(SUFFIXES)]
         if not names:
-            raise InvalidInputError(f"{path} holds no .npy or .bin file, so it is no token stream; check the path")
+            raise InvalidInputError(f"{path} holds no .npy or .bin file, so it is not a token stream; check the path")
     if len(suffixes := {os.path.splitext(name)[1] for name in names}) > 1:
         raise InvalidInputError(
             f"{path} holds {' and '.join(sorted(suffixes))} files, and a stream is made of one kind; choose with "
             f"{options.spelled('file_pattern')}, such as *.npy"
         )
     if not suffixes <= set(SUFFIXES):
-        raise InvalidInputError(f"{path / names[0]} is no .npy or .bin file; let the pattern name those with tokens")
+        raise InvalidInputError(f"{path / names[0]} is not a .npy or .bin file; let the pattern name those with tokens")
     return [path / name for name in names]
 
 

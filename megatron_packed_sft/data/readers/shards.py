@@ -1,22 +1,16 @@
-"""Where bins come from, behind one interface: shards of any storage, or a token store with a plan.
-
-ShardBinReader    shards of one storage, one or thousands, opened when their bins are first needed
-PlanBinReader     token store + plan: bins are put together when they are asked for, no shards needed
-JoinedBinReader   several of these end to end
-"""
+"""Bins of shards of one storage, one or thousands, opened when their bins are first needed."""
 
 from __future__ import annotations
 
 import bisect
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_packed_sft.data.batch.located_bins import (
     LocatedBins,
@@ -26,73 +20,24 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_stream,
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
+from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of, sample_of
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.errors import ShardError
-from megatron_packed_sft.packing.items import sizes_of
-from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.strategies.packing_problem import Int32
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
 from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.wording import counted
-from megatron_packed_sft.tokens.materialize import plan_block, stored_width
-from megatron_packed_sft.tokens.store import TokenStore
 
 logger = logging.getLogger(__name__)
 
-Numbers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 _NO_TOLERANCE = Tolerance()
 _NUM_BATCHES_FETCHED_AHEAD = 32  # a download takes longer than a read
-
-
-class BinReader(Protocol):
-    """Packed bins by number. Everything that datasets can read offers this."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the content."""
-
-    @property
-    def figures(self) -> BinFigures:
-        """What is known of all bins without opening a shard."""
-
-    @property
-    def description(self) -> str:
-        """For logs and messages: what it is and where."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """All ids are below it, as far as anybody recorded."""
-
-    @property
-    def pad_id(self) -> int | None:
-        """What the data was padded with, as far as anybody recorded."""
-
-    def made_with(self) -> list[MadeWith]:
-        """Return what each of its parts was made with."""
-
-    def __len__(self) -> int:
-        """Return the number of bins."""
-
-    def bin(self, index: int) -> PackedBin:
-        """Return one bin, 0 <= index < len; its arrays must not be written to."""
-
-    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
-        """Return bins for the collate kernel, with their places in the batch."""
-
-    def longest_input(self) -> int:
-        """Return how many positions the bin that needs most takes in a batch. May read all indices."""
-
-    def advise(self, bins: Numbers) -> None:
-        """Announce bins that are needed soon."""
 
 
 @dataclass(eq=False)
@@ -128,7 +73,7 @@ class ShardBinReader:
         _pass_on(shards)
         figures = [storage.figures(shard) for shard in shards]
         parts = [
-            _made_with(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
+            made_with_of(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
             for path, one, shard in zip(paths, figures, shards, strict=True)
         ]
         recorded = next((part.tokenizer for part in parts if part.tokenizer), None)
@@ -193,7 +138,7 @@ class ShardBinReader:
 
     def made_with(self) -> list[MadeWith]:
         """Return what the shards were made with: they agree, as far as they say."""
-        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
+        return [made_with_of(self.description, self.figures, self._recorded_vocab_size, self.bin)]
 
     def _recorded_vocab_size(self) -> int | None:
         return self.vocab_size
@@ -279,13 +224,6 @@ class ShardBinReader:
         return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
 
 
-def _made_with(
-    where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
-) -> MadeWith:
-    template, multiple = figures.chat_template_fingerprint, figures.pad_seq_to_mult
-    return MadeWith(where, figures.tokenizer, template, vocab_size, figures.num_bins, bin_at, multiple)
-
-
 def _identity(storage: Storage, path: Path, shard: Any) -> str:
     """Return what identifies the content of a shard that no dataset.json lists."""
     return getattr(shard, "fingerprint", None) or storage.checksum(path)
@@ -314,162 +252,6 @@ def _longest_input(shard: Any) -> int:
     if isinstance(shard, TokenStream | IndexedDocuments):
         return shard.pack_size - 1
     return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
-
-
-def sample_of(packed: PackedBin, is_padding: bool, *, weighted: bool = False) -> dict[str, Any]:
-    """Return a bin as a sample, in arrays of its own: torch must not get read-only memory.
-
-    In a `weighted` dataset every loss mask is float32, also those of bins whose trained tokens all count 1.
-    """
-    mask = np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy()
-    sample = {
-        "input_ids": packed.input_ids.copy(),
-        "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
-        "loss_mask": mask.astype(np.float32) if weighted else mask,
-    }
-    if is_padding:
-        sample["is_padding"] = True  # without it, answer_only_loss=False would count the padding sample's loss
-    return sample
-
-
-class PlanBinReader:
-    """Bins of a plan, put together from the token store when they are asked for; any pack size, no shards."""
-
-    def __init__(self, store: TokenStore, plan: PackPlan, pad_id: int = 0, bins: Int32 | None = None) -> None:
-        """`bins` are those to read, in this order; by default all, in the plan's."""
-        chosen = plan.bin_order if bins is None else bins
-        self._store = store
-        self._plan = plan
-        self._bins = chosen.astype(np.int64)
-        self._width = stored_width(plan)
-        self.pad_id: int | None = pad_id
-        self.vocab_size = store.manifest.vocab_size
-        self.figures = figures_of_plan(
-            plan,
-            self._bins,
-            vocab_size=store.manifest.vocab_size,
-            pad_id=pad_id,
-            tokenizer=store.manifest.tokenizer,
-            chat_template_fingerprint=store.manifest.chat_template_fingerprint,
-            has_weights=store.has_weights,
-        )
-        self.description = f"token store {store.path} with {plan!r}"
-        self.fingerprint = checksum((store.fingerprint + plan.fingerprint_of_bins(chosen)).encode())
-
-    def made_with(self) -> list[MadeWith]:
-        """Return what the store was made with."""
-        return [_made_with(self.description, self.figures, self._recorded_vocab_size, self.bin)]
-
-    def _recorded_vocab_size(self) -> int | None:
-        return self.vocab_size
-
-    def __len__(self) -> int:
-        return len(self._bins)
-
-    def bin(self, index: int) -> PackedBin:
-        """Return one bin, in arrays of its own."""
-        return plan_block(self._plan, self._store, self._bins[[index]], self._width, self.pad_id or 0)[0]
-
-    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
-        """Put the bins together now."""
-        block = plan_block(self._plan, self._store, self._bins[bins], self._width, self.pad_id or 0)
-        located = locate_in_arrays(
-            block.input_ids.reshape(-1),
-            block.loss_mask.reshape(-1),
-            np.arange(len(bins) + 1) * self._width,
-            block.seq_starts,
-            block.seq_offsets.astype(np.int64),
-            np.arange(len(bins)),
-            positions,
-            is_padding,
-            self.description,
-            NO_WEIGHTS if block.loss_weights is None else block.loss_weights.reshape(-1),
-        )
-        located.lengths[:] = block.packed_len
-        return [located]
-
-    def longest_input(self) -> int:
-        """Return how many positions the bin that needs most takes in a batch."""
-        return longest_input_of_plan(self._plan)
-
-    def advise(self, bins: Numbers) -> None:
-        """Nothing is announced: sequences lie all over the store."""
-
-
-def figures_of_plan(plan: PackPlan, bins: Numbers, **recorded: Any) -> BinFigures:
-    """Return the figures of a plan's bins as they are read, with what else is recorded about the data."""
-    counts = np.diff(plan.bin_offsets)[bins]
-    tokens = plan.bin_tokens[bins]
-    return BinFigures(
-        num_bins=len(bins),
-        pack_size=stored_width(plan),
-        max_seqs_per_bin=int(counts.max()),
-        max_seq_len=int(plan.item_lengths[plan.indices].max()),
-        min_packed_len=int(tokens.min()),
-        pad_seq_to_mult=plan.pad_seq_to_mult,
-        num_tokens=int(tokens.sum()),
-        num_sequences=int(counts.sum()),
-        **recorded,
-    )
-
-
-def longest_input_of_plan(plan: PackPlan) -> int:
-    """Return how many positions the bin that needs most takes in a batch."""
-    inputs = sizes_of(plan.item_lengths, "tokens", plan.pad_seq_to_mult)[plan.indices].astype(np.int64) - 1
-    return int(np.add.reduceat(inputs, plan.bin_offsets[:-1]).max())
-
-
-class JoinedBinReader:
-    """Several sources end to end."""
-
-    def __init__(self, sources: Sequence[BinReader]) -> None:
-        self.sources = tuple(sources)
-        self._offsets = np.cumsum([0, *(len(source) for source in sources)])
-        self.fingerprint = checksum("".join(source.fingerprint for source in sources).encode())
-        self.description = "; ".join(source.description for source in sources)
-        self.figures = BinFigures.over([source.figures for source in sources])
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The largest vocabulary that a source recorded."""
-        return max((size for source in self.sources if (size := source.vocab_size) is not None), default=None)
-
-    @property
-    def pad_id(self) -> int | None:
-        """The padding id of the first source that records one."""
-        return next((pad_id for source in self.sources if (pad_id := source.pad_id) is not None), None)
-
-    def made_with(self) -> list[MadeWith]:
-        """Return what each source was made with."""
-        return [part for source in self.sources for part in source.made_with()]
-
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
-
-    def bin(self, index: int) -> PackedBin:
-        """Return one bin, from the source that holds it."""
-        number = int(np.searchsorted(self._offsets, index, side="right")) - 1
-        return self.sources[number].bin(index - int(self._offsets[number]))
-
-    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
-        """Return the bins of all sources that hold some of them."""
-        numbers = np.searchsorted(self._offsets, bins, side="right") - 1
-        found: list[LocatedBins] = []
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            inside = bins[chosen] - self._offsets[number]
-            found += self.sources[number].locate(inside, positions[chosen], is_padding[chosen])
-        return found
-
-    def longest_input(self) -> int:
-        """Return how many positions the bin that needs most takes in a batch."""
-        return max(source.longest_input() for source in self.sources)
-
-    def advise(self, bins: Numbers) -> None:
-        """Pass it on to the sources."""
-        numbers = np.searchsorted(self._offsets, bins, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            self.sources[number].advise(bins[numbers == number] - self._offsets[number])
 
 
 def _announce(storage: Storage, paths: Sequence[Path]) -> None:

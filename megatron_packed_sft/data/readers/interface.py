@@ -1,0 +1,84 @@
+"""What every reader of bins offers, and a bin as a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.data.batch.located_bins import (
+    LocatedBins,
+)
+from megatron_packed_sft.data.made_with import MadeWith
+from megatron_packed_sft.storage.bins import BinFigures, PackedBin
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class BinReader(Protocol):
+    """Packed bins by number. Everything that datasets can read offers this."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content."""
+
+    @property
+    def figures(self) -> BinFigures:
+        """What is known of all bins without opening a shard."""
+
+    @property
+    def description(self) -> str:
+        """For logs and messages: what it is and where."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """All ids are below it, as far as anybody recorded."""
+
+    @property
+    def pad_id(self) -> int | None:
+        """What the data was padded with, as far as anybody recorded."""
+
+    def made_with(self) -> list[MadeWith]:
+        """Return what each of its parts was made with."""
+
+    def __len__(self) -> int:
+        """Return the number of bins."""
+
+    def bin(self, index: int) -> PackedBin:
+        """Return one bin, 0 <= index < len; its arrays must not be written to."""
+
+    def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
+        """Return bins for the collate kernel, with their places in the batch."""
+
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch. May read all indices."""
+
+    def advise(self, bins: Numbers) -> None:
+        """Announce bins that are needed soon."""
+
+
+def made_with_of(
+    where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
+) -> MadeWith:
+    """Return what a source was made with, as far as its figures say."""
+    template, multiple = figures.chat_template_fingerprint, figures.pad_seq_to_mult
+    return MadeWith(where, figures.tokenizer, template, vocab_size, figures.num_bins, bin_at, multiple)
+
+
+def sample_of(packed: PackedBin, is_padding: bool, *, weighted: bool = False) -> dict[str, Any]:
+    """Return a bin as a sample, in arrays of its own: torch must not get read-only memory.
+
+    In a `weighted` dataset every loss mask is float32, also those of bins whose trained tokens all count 1.
+    """
+    mask = np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy()
+    sample = {
+        "input_ids": packed.input_ids.copy(),
+        "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
+        "loss_mask": mask.astype(np.float32) if weighted else mask,
+    }
+    if is_padding:
+        sample["is_padding"] = True  # without it, answer_only_loss=False would count the padding sample's loss
+    return sample
