@@ -1,17 +1,20 @@
-"""Worker processes that never outlive the process that started them, not even when it is killed."""
+"""Processes that never outlive the one that started them, not even when that is killed."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's own 700 are for programs that keep few
 
 
@@ -51,3 +54,48 @@ def _leave_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
+    """Ask the system to send this process a signal when the one that started it ends. Only Linux can.
+
+    Args:
+        number: the signal.
+        parent: the parent's process id; if that is not the parent any more, the signal comes at once.
+    """
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, int(number))
+        if os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def forks_die_with_this_process() -> Iterator[None]:
+    """Have processes that are forked inside the block killed when this one ends, whoever forks them.
+
+    Example:
+        >>> with forks_die_with_this_process():
+        ...     _forking.pid == os.getpid()
+        True
+    """
+    before, _forking.pid = _forking.pid, os.getpid()
+    try:
+        yield
+    finally:
+        _forking.pid = before
+
+
+class _Forking:
+    """Whose forks are to die with it."""
+
+    pid: int | None = None
+
+    def after_in_child(self) -> None:
+        parent, self.pid = self.pid, None  # its own forks are its own affair
+        if parent is not None:
+            signal_when_parent_dies(signal.SIGKILL, parent)
+
+
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, where little may be called
+_forking = _Forking()
+os.register_at_fork(after_in_child=_forking.after_in_child)

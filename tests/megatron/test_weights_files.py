@@ -200,7 +200,10 @@ def test_a_chunk_of_a_checkpoint_runs_nothing(checkpoint: Path) -> None:
     length = (checkpoint / place.relative_path).stat().st_size
     metadata.storage_data = {index: type(place)(place.relative_path, 0, length)}
     (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
-    with TorchDistCheckpoint(checkpoint) as opened, pytest.raises(PackedSFTError, match="weight is cut or damaged"):
+    with (
+        TorchDistCheckpoint(checkpoint) as opened,
+        pytest.raises(PackedSFTError, match=r"weight cannot be read: it names \w+\.system"),
+    ):
         opened.read("weight")
     assert not target.exists()
 

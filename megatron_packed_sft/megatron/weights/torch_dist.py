@@ -1,74 +1,48 @@
-"""Read the weights of a torch_dist checkpoint, of whatever parallel layout, one at a time and without Megatron-Core.
+"""Read a torch_dist checkpoint, of whatever parallel layout, one tensor at a time and without Megatron-Core.
 
     .metadata            a pickle: tensor -> sizes and chunks, chunk -> file, offset, length
-    __0_0.distcp, ...    the chunks, each as torch.save writes it
+    __0_0.distcp, ...    the chunks and other objects, each as torch.save writes it
+    common.pt            what all ranks share, as torch.save writes it
+    metadata.json        the format's name
 
-The pickle is read by an unpickler that knows the few classes a checkpoint needs and refuses all others by name, and
-the chunks by torch's own (`weights_only`), so that a checkpoint from elsewhere cannot run anything. `common.pt` is not
-read.
+All readers of checkpoints go through here, so that one from elsewhere cannot run anything: the pickle is read by
+`parse_metadata`, and what torch.save wrote by torch's own restricted reader (`weights_only`).
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.megatron.weights.checkpoint_metadata import Chunk, Place, StoredTensor, parse_metadata
+from megatron_packed_sft.megatron.weights.inert_pickle import refusal
 
 METADATA: Final = ".metadata"
 BACKEND: Final = "metadata.json"
+COMMON: Final = "common.pt"
 _MAX_METADATA_BYTES: Final = 1 << 30
-_CHECKPOINT: Final = "torch.distributed.checkpoint."
-_CLASSES: Final = {
-    f"{_CHECKPOINT}metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{_CHECKPOINT}filesystem": {"_StorageInfo"},
-    f"{_CHECKPOINT}planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Chunk(NamedTuple):
-    """A part of a tensor: where it begins, its sizes, and where it is stored."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    length: int
+_MAX_BACKEND_BYTES: Final = 1 << 16
+_BACKEND_FIELDS: Final = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
 
 
 class TorchDistCheckpoint:
-    """The tensors of a checkpoint. Its files stay open, so that it can be read even if a run removes it meanwhile.
+    """The content of a checkpoint. Its files stay open, so that it can be read even if a run removes it meanwhile.
 
     Args:
         path: the folder with .metadata.
@@ -76,23 +50,16 @@ class TorchDistCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _refuse_other_backend(path)
-        metadata = _read_metadata(path / METADATA)
-        self.tensors: dict[str, StoredTensor] = {}
-        self._chunks: dict[str, list[_Chunk]] = {}
-        try:
-            places = {(index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()}
-            for name, tensor in metadata.state_dict_metadata.items():
-                if hasattr(tensor, "chunks"):
-                    self.tensors[name] = StoredTensor(tuple(tensor.size), tensor.properties.dtype)
-                    self._chunks[name] = _chunks(name, tensor, places, path)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ShardFileError(f"{path / METADATA} is damaged ({error}); restore the checkpoint") from None
+        refuse_other_backend(path)
+        self.tensors, self._objects = parse_metadata(_read_whole(path / METADATA), str(path / METADATA))
         self._closing = ExitStack()
         self._files: dict[str, int] = {}
+        self._bounds: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        places = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
         try:
-            for file in sorted({chunk.file for chunks in self._chunks.values() for chunk in chunks}):
-                self._open(file)
+            for place in (*places, *self._objects.values()):
+                if place.file not in self._files:
+                    self._open(place.file)
         except BaseException:
             self._closing.close()
             raise
@@ -104,25 +71,55 @@ class TorchDistCheckpoint:
             name: of the tensor.
             index: which layer, when all layers are stacked in one tensor.
         """
-        sizes, dtype = self.tensors[name]
-        begin = [0] * len(sizes) if index is None else [index, *[0] * (len(sizes) - 1)]
-        wanted = list(sizes) if index is None else [1, *sizes[1:]]
-        result = torch.empty(wanted, dtype=dtype)  # no memory yet: the system gives it when it is written
+        sizes = self.tensors[name].sizes
+        if index is None:
+            return self.read_region(name, [0] * len(sizes), sizes)
+        return self.read_region(name, [index, *[0] * (len(sizes) - 1)], [1, *sizes[1:]])[0]
+
+    def read_region(self, name: str, begin: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+        """Return a part of a tensor.
+
+        Args:
+            name: of the tensor.
+            begin: where the part begins on each axis.
+            wanted: its sizes.
+        """
+        stored = self.tensors[name]
+        chunks = list(self._overlapping(name, begin, wanted))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(wanted):
+            raise ShardFileError(f"{self.path} holds only a part of {name}; restore the checkpoint")
+        result = torch.empty(tuple(wanted), dtype=stored.dtype)  # no memory yet: it comes when it is written
         num_copied = 0
-        for chunk in self._chunks[name]:
+        for chunk in chunks:
             first = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
             ends = zip(begin, wanted, chunk.offsets, chunk.sizes, strict=True)
             last = [min(start + size, offset + length) for start, size, offset, length in ends]
-            if any(a >= b for a, b in zip(first, last, strict=True)):
-                continue
-            stored = self._load(name, chunk)
-            if first == begin and stored.shape == result.shape:  # the usual case, without a copy
-                return stored if index is None else stored[0]
-            result[_region(first, last, begin)] = stored[_region(first, last, chunk.offsets)]
+            loaded = self._load_chunk(name, stored, chunk)
+            if first == list(begin) and loaded.shape == result.shape:  # the usual case, without a copy
+                return loaded
+            result[_region(first, last, begin)] = loaded[_region(first, last, chunk.offsets)]
             num_copied += math.prod(b - a for a, b in zip(first, last, strict=True))
         if num_copied != result.numel():
             raise ShardFileError(f"{self.path} holds only a part of {name}; restore the checkpoint")
-        return result if index is None else result[0]
+        return result
+
+    def _overlapping(self, name: str, begin: Sequence[int], wanted: Sequence[int]) -> Iterator[Chunk]:
+        """Yield the chunks that hold something of a region; there may be one per layer and rank."""
+        chunks = self.tensors[name].chunks
+        if name not in self._bounds:
+            offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), -1)
+            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), -1)
+            self._bounds[name] = offsets, offsets + sizes
+        starts, stops = self._bounds[name]
+        ends = [at + size for at, size in zip(begin, wanted, strict=True)]
+        for number in np.flatnonzero(((starts < ends) & (stops > begin)).all(axis=1)):
+            yield chunks[number]
+
+    def read_object(self, name: str) -> Any:
+        """Return an object that is not a tensor; one that would run something is refused."""
+        if name not in self._objects:
+            raise ShardFileError(f"{self.path} does not hold {name}; restore the checkpoint")
+        return self._load(name, self._objects[name])
 
     def close(self) -> None:
         """Close the files."""
@@ -144,18 +141,21 @@ class TorchDistCheckpoint:
             self._files[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._closing.callback(os.close, self._files[file])
 
-    def _load(self, name: str, chunk: _Chunk) -> torch.Tensor:
-        path = self.path / chunk.file
-        try:
-            with os_errors("read", path):
-                window = io.BufferedReader(_Window(self._files[chunk.file], chunk.at, chunk.length))
-                tensor = torch.load(window, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ShardFileError(f"{path}: {name} is cut or damaged ({reason}); restore the checkpoint") from None
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
+    def _load_chunk(self, name: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
+        tensor = self._load(name, chunk.place)
+        expected = (chunk.sizes, stored.dtype, "cpu", torch.strided)
+        if not isinstance(tensor, torch.Tensor) or expected != (
+            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.layout,
+        ):  # fmt: skip
+            path = self.path / chunk.place.file
             raise ShardFileError(f"{path}: {name} does not have the sizes that {METADATA} gives; restore it")
         return tensor.detach()
+
+    def _load(self, name: str, place: Place) -> Any:
+        path = self.path / place.file
+        with os_errors("read", path):
+            window = io.BufferedReader(_Window(self._files[place.file], place.at, place.length))
+            return load_saved(window, place.length, f"{path}: {name}")
 
 
 class _Window(io.RawIOBase):
@@ -186,59 +186,87 @@ class _Window(io.RawIOBase):
         return num_read
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads nothing but the classes that describe a checkpoint."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return getattr(importlib.import_module(module), name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | type(torch.strided)):
-            return found
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+def refuse_unreadable(path: Path) -> None:
+    """Refuse a checkpoint whose descriptions are damaged or would run something, before any tensor is read."""
+    TorchDistCheckpoint(path).close()
+    read_common(path)
 
 
-def _read_metadata(file: Path) -> Any:
+def read_common(path: Path) -> dict[str, Any]:
+    """Return what `common.pt` of a checkpoint holds: what all ranks share, such as the optimizer's settings."""
+    file = path / COMMON
+    data = _read_whole(file)
+    common = load_saved(io.BytesIO(data), len(data), str(file))
+    if not isinstance(common, dict):
+        raise ShardFileError(f"{file} holds a {type(common).__name__} instead of a dict; restore the checkpoint")
+    return common
+
+
+def load_saved(file: Any, num_bytes: int, where: str, *, is_archive: bool = True) -> Any:
+    """Return what torch.save wrote, if it can be had without running anything.
+
+    Args:
+        file: open for reading.
+        num_bytes: its size; a compressed archive could unfold to much more, and torch writes none.
+        where: the file, and what of it, for messages.
+        is_archive: whether it is a file of its own; a tensor inside another pickle is written in an older form.
+    """
+    try:
+        members = []
+        if is_archive:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+        if (
+            any(one.compress_type != zipfile.ZIP_STORED for one in members)
+            or sum(one.file_size for one in members) > num_bytes
+        ):
+            raise ShardFileError(f"{where} is compressed, which torch.save never does; restore the checkpoint")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except ShardFileError:
+        raise
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch says it in many sentences
+        name = named and (named[1] if named[1].isprintable() else ascii(named[1]))
+        raise refusal(where, f"it names {name}"[:300] if name else "it is not what torch.save writes") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise _damaged(error, where) from None
+    except Exception as error:  # damage can make torch raise anything
+        raise _damaged(error, where) from None
+
+
+def _damaged(error: Exception, where: str) -> ShardFileError:
+    reason = str(error).partition("\n")[0][:200] or type(error).__name__
+    return ShardFileError(f"{where} is cut or damaged ({reason}); restore the checkpoint")
+
+
+def _read_whole(file: Path) -> bytes:
     if not file.is_file():
         raise ShardFileError(f"{file} is missing; give the folder of a torch_dist checkpoint")
     with os_errors("read", file):
         if file.stat().st_size > _MAX_METADATA_BYTES:
             raise ShardFileError(f"{file} has more than {_MAX_METADATA_BYTES:,} bytes; restore the checkpoint")
-        data = file.read_bytes()
-    try:
-        return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # damage can make an unpickler raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ShardFileError(f"{file} cannot be read ({reason}); restore the checkpoint") from None
-
-
-def _chunks(name: str, tensor: Any, places: Mapping[tuple[str, tuple[int, ...]], Any], path: Path) -> list[_Chunk]:
-    """Return the chunks of a tensor with their places."""
-    chunks = []
-    for chunk in tensor.chunks:
-        place = places.get((name, tuple(chunk.offsets)))
-        if place is None:
-            raise ShardFileError(f"{path / METADATA} does not say where {name} is; restore the checkpoint")
-        if getattr(place, "transform_descriptors", None):
-            raise UnsupportedFormatError(f"{path}: {name} is stored compressed, which this release does not read")
-        if place.relative_path != os.path.basename(place.relative_path):
-            raise ShardFileError(f"{path / METADATA} puts {name} into {place.relative_path!r}, outside the checkpoint")
-        chunks.append(_Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
-    return chunks
+        return file.read_bytes()
 
 
 def _region(first: Sequence[int], last: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for a, b, o in zip(first, last, origin, strict=True))
 
 
-def _refuse_other_backend(path: Path) -> None:
+def refuse_other_backend(path: Path) -> None:
+    """Refuse a checkpoint of another format than torch_dist, or one whose description is damaged."""
     file = path / BACKEND
     if not file.is_file():
         return
     try:
-        backend = json.loads(file.read_bytes()).get("sharded_backend")
-    except (OSError, ValueError, AttributeError):
+        with open(file, "rb") as opened:
+            described = json.loads(opened.read(_MAX_BACKEND_BYTES))
+        if not described.keys() <= _BACKEND_FIELDS or described.get("common_backend", "torch") != "torch":
+            raise ValueError
+        backend = described.get("sharded_backend")
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise ShardFileError(f"{file} cannot be read; restore the checkpoint") from None
     if backend != "torch_dist":
         raise UnsupportedFormatError(
