@@ -10,13 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
+import multiprocessing
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+from megatron_packed_sft.support.own_directories import own_directory, private_temporary_directory, user_cache
+
+_logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -24,41 +30,138 @@ _CACHE_NAME = re.compile(rf"{_PACKAGE.name}-kernels-[0-9a-f]{{16}}")
 _KEPT_SECONDS = 30 * 24 * 3600
 _IMPORT = re.compile(rf"^ *from {_PACKAGE.name}\.([\w.]+) import \(?([\w, \n]+)", re.MULTILINE)
 
+_NOTHING_IS_KEPT = (
+    "no directory can keep compiled kernels, so every process compiles them again, which takes seconds; set "
+    "NUMBA_CACHE_DIR to one that you can write to"
+)
+
 
 def kernel(function: _Function) -> _Function:
     """Compile a function with numba: without the GIL, without fast-math, and cached on disk."""
+    return cast("_Function", _compiled(function))
+
+
+def inner_kernel(function: _Function) -> _Function:
+    """Compile a function that kernels call and Python does not.
+
+    It is a kernel without the code that lets Python call it, which takes longer to compile than a small function. From
+    Python it is a TypeError.
+    """
+    compiled = _compiled(function, no_cpython_wrapper=True)
+    if compiled is not function:
+        kind: Any = type(compiled)
+        compiled.__class__ = _closed_to_python(kind)
+    return cast("_Function", compiled)
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     import numba
 
     config: Any = numba.config
     directory = cache_directory()
     previous = config.CACHE_DIR
+    # Numba would also make each function callable from C.
+    decorator = cast("Any", numba.njit)(nogil=True, no_cfunc_wrapper=True, **options)
     try:
         config.CACHE_DIR = directory or ""
-        compiled: Any = numba.njit(cache=directory is not None, nogil=True)(function)
-        return cast("_Function", compiled)
+        compiled: Any = decorator(function)
+        if not config.DISABLE_JIT and (directory is None or not _is_kept(compiled, directory)):
+            _say_once(_NOTHING_IS_KEPT)
+            compiled = decorator(function)
+        return compiled
     finally:
         config.CACHE_DIR = previous
 
 
 @functools.cache
-def cache_directory() -> str | None:
-    """Return where compiled kernels are kept, or None when no such place is writable.
+def _closed_to_python(dispatcher: Any) -> type:
+    """Return a kind of dispatcher that Python cannot call, and that is not compiled again for every constant."""
+    from numba.core import types
 
-    Below NUMBA_CACHE_DIR if that is set, else beside the package, else in the user's cache directory.
+    plain: Any = types.unliteral
+
+    class InnerDispatcher(dispatcher):  # type: ignore[misc]
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise TypeError(f"{self.__name__} is called by kernels only; call it from a function with @kernel")
+
+        def get_call_template(self, arguments: Any, named: Any) -> Any:
+            kinds = {name: plain(one) for name, one in named.items()}
+            return super().get_call_template([plain(one) for one in arguments], kinds)
+
+    return InnerDispatcher
+
+
+def _is_kept(compiled: Any, directory: str) -> bool:
+    """Let numba cache a kernel in `directory`, where files that cannot be read or written end nothing; return whether
+    it does. Where it cannot write it looks for another place, which may be anybody's.
+    """
+    with contextlib.suppress(RuntimeError):  # no place at all
+        compiled.enable_caching()
+    if not str(compiled.stats.cache_path or "").startswith(directory):
+        return False
+    cache = compiled._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_if_sound(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except Exception:  # a pickle that a full disk or a crash has cut short fails in any way
+            with contextlib.suppress(OSError):
+                cache.flush()
+            return None
+
+    def save_if_possible(*arguments: Any) -> None:
+        try:
+            save(*arguments)
+        except OSError as error:
+            _say_once(f"{directory} cannot keep compiled kernels ({error.strerror}): they are compiled again next time")
+
+    cache.load_overload, cache.save_overload = load_if_sound, save_if_possible
+    return True
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    """Warn, in one process of those that work together."""
+    from megatron_packed_sft.support.exits import is_speaker
+
+    if is_speaker() and multiprocessing.parent_process() is None:
+        _logger.warning("%s", sentence)
+
+
+@functools.cache
+def cache_directory() -> str | None:
+    """Return where compiled kernels are kept, or None when there is no such place.
+
+    Below NUMBA_CACHE_DIR if that is set, else beside the package, else in the user's cache directory, else in a private
+    one below TMPDIR. Whoever can write there can make this process run anything, so it is a directory of this user's
+    that is closed to others.
     """
     name = f"{_PACKAGE.name}-kernels-{source_hash(_PACKAGE)}"
-    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    for base in [chosen] if chosen else [str(_PACKAGE / "__pycache__"), os.path.join(user_cache, _PACKAGE.name)]:
-        directory = os.path.join(base, name)
-        try:
-            os.makedirs(directory, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(directory, os.W_OK):
-            _remove_old(Path(base), Path(directory))
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        if directory := _cache_in(chosen, name, None):
             return directory
-    return None
+        _say_once(
+            f"NUMBA_CACHE_DIR is {chosen}, which is not used: {name} in it must be a directory of your own, closed to "
+            "others (mode 0700), and everybody must not be able to rename it"
+        )
+    # Whoever owns the package can change its code anyway.
+    trusted = {0, os.geteuid(), os.stat(__file__).st_uid}
+    places = [_PACKAGE / "__pycache__"]
+    if user := user_cache():
+        places.append(Path(user, _PACKAGE.name))
+    for place in places:
+        if directory := _cache_in(place, name, trusted):
+            return directory
+    temporary = private_temporary_directory()
+    return None if temporary is None else _cache_in(temporary, name, trusted)
+
+
+def _cache_in(base: str | os.PathLike[str], name: str, owners: Collection[int] | None) -> str | None:
+    directory = own_directory(base, name, owners=owners)
+    if directory is not None:
+        _remove_old(Path(directory).parent, Path(directory))
+    return directory
 
 
 def _remove_old(base: Path, current: Path) -> None:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.terminal import say_error
 
 
@@ -59,7 +60,7 @@ def is_speaker() -> bool:
 
 def _say_unexpected(name: str, error: Exception, *, debug: bool) -> None:
     """Say that something happened that should not have, on whichever rank; keep the traceback."""
-    what = " ".join(str(error).split())[:500]
+    what = redacted(" ".join(str(error).split()))[:500]
     kept = "see above" if debug else "run it again with --debug to see where"
     if debug:
         traceback.print_exception(error)
@@ -67,7 +68,7 @@ def _say_unexpected(name: str, error: Exception, *, debug: bool) -> None:
         with contextlib.suppress(OSError):
             file, path = tempfile.mkstemp(prefix="packed-sft-", suffix="-traceback.txt")
             with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
-                traceback.print_exception(error, file=stream)
+                stream.write(redacted("".join(traceback.format_exception(error))))
             kept = f"its traceback is in {path}, and --debug shows it"
     rank = "" if is_speaker() else f" on rank {os.environ['RANK']}"
     said = f"{type(error).__name__}: {what}" if what else type(error).__name__

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.redaction import without_url_secrets
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 # Also fsspec's chains (simplecache::s3://...) and s3:/..., which is what path joining makes of a URL.
 _URL = re.compile(f"(?:{_SCHEME}::)*{_SCHEME}:/(?:/|(?=[^/]))")
 
-_USER_INFO = re.compile(r"(?<=://)[^/\s@]*@")
-_QUERY = re.compile(r"\?[^\s'\"]*")
 _SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|SAS|CONNECTION_STRING|CREDENTIAL")
 
 
@@ -42,15 +42,40 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     return Path(os.path.abspath(path))
 
 
+def refuse_special_file(path: str | os.PathLike[str]) -> None:
+    """Refuse what can be opened but never ends or never begins: named pipes, devices, sockets.
+
+    A path that cannot be looked at is left to whoever opens it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return
+    kinds = {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    kind = kinds.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise InvalidInputError(
+            f"{os.fspath(path)} is {kind}, not a file; write its content to a file, and give that one"
+        )
+
+
 def redacted(text: str) -> str:
-    """Return a URL or a message without user names, passwords, queries and the secrets of the environment.
+    """Return a URL or a message without user names, passwords, queries of URLs and the secrets of the environment.
 
     Example:
         >>> redacted("cannot read s3://me:secret@bucket/key?token=abc")
         'cannot read s3://***@bucket/key?***'
     """
-    text = _QUERY.sub("?***", _USER_INFO.sub("***@", text))
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET_VARIABLES.search(name.upper()) and value in text:
-            text = text.replace(value, "***")
+    text = without_url_secrets(text)
+    secrets = [value for name, value in os.environ.items() if _SECRET_VARIABLES.search(name.upper())]
+    # Azure's connection string holds the key among other things: "AccountName=...;AccountKey=...".
+    secrets += [part.partition("=")[2] for value in secrets for part in value.split(";") if "Key=" in part]
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= 8:
+            text = text.replace(secret, "***")
     return text

@@ -130,7 +130,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
         step 1: loss 2.5
     """
     stream = stream or sys.stdout
-    for screen in _SCREENS.values():
+    for screen in list(_SCREENS.values()):  # a thread may speak while a bar ends
         if stream.isatty():  # the bars' terminal, as far as anyone can tell: it must not be written to beside them
             screen.bars.console.print(text, soft_wrap=True)
             return

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import itertools
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.packing.search.bitset_kernel import add, discard, empty_set, highest_at_most, lowest_at_least
+from megatron_packed_sft.packing.search import bitset_kernel
+from megatron_packed_sft.packing.search.bitset_kernel import Bits
+from megatron_packed_sft.packing.search.bounds import lower_bound, martello_toth_bound
 from megatron_packed_sft.packing.search.exact_kernel import exact_fill
 from megatron_packed_sft.packing.search.fit_kernel import shuffle_groups
-from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing, lower_bound, martello_toth_bound
+from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing
 from megatron_packed_sft.packing.search.linear_program_kernel import RESOLUTION, make_buckets, solve_program
 from megatron_packed_sft.packing.strategies.optimal import guided_fill, mixed_fill
 from megatron_packed_sft.packing.strategies.packing_problem import Int64, Patterns, histogram_of
 from tests.packing import lengths as made
 
 UNLIMITED = 1 << 40
+
+
+@numba.njit
+def add(words: Bits, summary: Bits, value: int) -> None:
+    bitset_kernel.add(words, summary, value)
+
+
+@numba.njit
+def discard(words: Bits, summary: Bits, value: int) -> None:
+    bitset_kernel.discard(words, summary, value)
+
+
+@numba.njit
+def neighbours(words: Bits, summary: Bits, value: int) -> tuple[int, int]:
+    at_most = bitset_kernel.highest_at_most(words, summary, value)
+    return at_most, bitset_kernel.lowest_at_least(words, summary, max(value, 0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -29,7 +48,7 @@ UNLIMITED = 1 << 40
     questions=st.lists(st.integers(0, 9000), min_size=1),
 )
 def test_a_bitset_answers_like_a_set(largest: int, members: set[int], gone: set[int], questions: list[int]) -> None:
-    words, summary = empty_set(largest)
+    words, summary = bitset_kernel.new_set(largest)
     members = {member for member in members if member <= largest}
     for member in members:
         add(words, summary, member)
@@ -39,9 +58,9 @@ def test_a_bitset_answers_like_a_set(largest: int, members: set[int], gone: set[
     left = members - gone
     for question in questions:
         question = min(question, largest)
-        assert lowest_at_least(words, summary, question) == min((m for m in left if m >= question), default=-1)
-        assert highest_at_most(words, summary, question) == max((m for m in left if m <= question), default=-1)
-    assert highest_at_most(words, summary, -1) == -1
+        lower = max((m for m in left if m <= question), default=-1)
+        assert neighbours(words, summary, question) == (lower, min((m for m in left if m >= question), default=-1))
+    assert neighbours(words, summary, -1)[0] == -1
 
 
 def assert_holds(patterns: Patterns, histogram: Int64, capacity: int, max_per_bin: int = UNLIMITED) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.search.histogram_kernel import lower_bound, martello_toth_bound
+from megatron_packed_sft.packing.search.bounds import lower_bound, martello_toth_bound
 
 STRATEGIES = ["best_fit", "first_fit", "first_fit_shuffle", "greedy", "optimal", "window"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 _BLOCK = 256  # values that stay in the first-level cache while all rounds go over them
 _NEVER = np.int64(2**63 - 1)  # later than any deadline: those are below 2^62 plus the steps of one run
@@ -79,7 +79,7 @@ def schedule(
         deadlines[chosen] = _deadline(weights, ends, chosen, stage, step, total - lags[chosen])
 
 
-@kernel
+@inner_kernel
 def _deadline(
     weights: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], source: int, stage: int, step: int, amount: int
 ) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel
 
 # A whole number: int outside, int64 (or unsigned, where it is an index) in compiled code. Only numba sees which.
 Scalar = Any
@@ -32,14 +32,16 @@ for _bit in range(64):
     _BIT_NUMBER[((0x03F79D71B4CB0A89 << _bit) & 0xFFFFFFFFFFFFFFFF) >> 58] = _bit
 
 
-@kernel
-def empty_set(largest: Scalar) -> tuple[Bits, Bits]:
-    """Make an empty set for values 0..largest."""
+def new_set(largest: Scalar) -> tuple[Bits, Bits]:
+    """Make an empty set for values 0..largest; inside kernels it is `empty_set`."""
     num_words = (largest >> 6) + 1
     return np.zeros(num_words, np.uint64), np.zeros((num_words >> 6) + 1, np.uint64)
 
 
-@kernel
+empty_set = inner_kernel(new_set)
+
+
+@inner_kernel
 def add(words: Bits, summary: Bits, value: Scalar) -> None:
     """Put `value` into the set."""
     bit = np.uint64(value)
@@ -48,7 +50,7 @@ def add(words: Bits, summary: Bits, value: Scalar) -> None:
     summary[word >> _SIX] |= _ONE << (word & _LOW_SIX)
 
 
-@kernel
+@inner_kernel
 def discard(words: Bits, summary: Bits, value: Scalar) -> None:
     """Take `value` out of the set."""
     bit = np.uint64(value)
@@ -58,12 +60,12 @@ def discard(words: Bits, summary: Bits, value: Scalar) -> None:
         summary[word >> _SIX] &= ~(_ONE << (word & _LOW_SIX))
 
 
-@kernel
+@inner_kernel
 def _lowest_bit(word: Scalar) -> Scalar:
     return _BIT_NUMBER[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
 
 
-@kernel
+@inner_kernel
 def _highest_bit(word: Scalar) -> Scalar:
     word |= word >> np.uint64(1)
     word |= word >> np.uint64(2)
@@ -74,7 +76,7 @@ def _highest_bit(word: Scalar) -> Scalar:
     return _BIT_NUMBER[((word ^ (word >> np.uint64(1))) * _DE_BRUIJN) >> np.uint64(58)]
 
 
-@kernel
+@inner_kernel
 def lowest_at_least(words: Bits, summary: Bits, start: Scalar) -> Scalar:
     """Return the smallest member >= start, or -1. `start` is at most the set's largest possible value."""
     bit = np.uint64(start)
@@ -97,7 +99,7 @@ def lowest_at_least(words: Bits, summary: Bits, start: Scalar) -> Scalar:
     return np.int64((word << _SIX) + _lowest_bit(words[word]))
 
 
-@kernel
+@inner_kernel
 def highest_at_most(words: Bits, summary: Bits, start: Scalar) -> Scalar:
     """Return the largest member <= start, or -1. A negative `start` is allowed."""
     if start < 0:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_packed_sft.packing.search.bitset_kernel import Scalar
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 _PASSES = 3
 # Candidates of the same size, and of each other size, that are looked at for one item.
@@ -39,7 +39,7 @@ def count_together(
     return together
 
 
-@kernel
+@inner_kernel
 def _is_free(
     item: Scalar,
     number: Scalar,
@@ -59,7 +59,7 @@ def _is_free(
     return True
 
 
-@kernel
+@inner_kernel
 def _partner(
     item: Scalar,
     size: Scalar,
@@ -99,7 +99,7 @@ def _partner(
     return -1
 
 
-@kernel
+@inner_kernel
 def _any_partner(
     item: Scalar,
     bin_of: Int32,
@@ -172,7 +172,7 @@ def _any_partner(
     return found
 
 
-@kernel
+@inner_kernel
 def _bin_with_room(
     size: Scalar, mark: Scalar, max_per_bin: Scalar, room: Int64, num_items: Int64, has_copy: Int64
 ) -> Scalar:
@@ -183,7 +183,7 @@ def _bin_with_room(
     return -1
 
 
-@kernel
+@inner_kernel
 def _partner_for_two(
     item: Scalar,
     bin_of: Int32,
@@ -221,7 +221,7 @@ def _partner_for_two(
     return np.int64(-1), np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def _two_partners(
     item: Scalar,
     bin_of: Int32,
@@ -260,7 +260,7 @@ def _two_partners(
     return np.int64(-1), np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def _move(item: Scalar, target: Scalar, bin_of: Int32, sizes: Int32, room: Int64, num_items: Int64) -> None:
     number = bin_of[item]
     bin_of[item] = target

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.packing.search.bitset_kernel import Scalar
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 # Everything that is used as an index here is unsigned: for signed ones numba looks at every access whether the index
 # is negative, which doubled the time of these loops.
@@ -26,12 +26,12 @@ _NEXT = 1  # the pattern to open next, in the list of patterns that hold this si
 _END = 2
 _START = 3
 _OPENED = 4  # how often that pattern was opened in this turn
-_NUM_COLUMNS = 8  # half a cache line
+NUM_COLUMNS = 8  # half a cache line
 
 _ZERO = np.uint32(0)
 _ONE = np.uint32(1)
 # A pattern that stands for many bins is opened more often in its turn than one for few.
-_TURNS = 64
+TURNS = 64
 
 
 @kernel
@@ -65,11 +65,15 @@ def check_and_count(
     return shortest, longest, total, -1
 
 
-@kernel
-def _patterns_by_size(pattern_offsets: Int64, pattern_sizes: Uint32, capacity: Scalar) -> tuple[Uint32, Uint32]:
-    """List, for each size, the patterns that hold it: pattern numbers, and where each size's list starts."""
+@inner_kernel
+def _patterns_by_size(
+    pattern_offsets: Int64, pattern_sizes: Uint32, starts: Uint32, state: Uint32, patterns: Uint32
+) -> None:
+    """List, for each size, the patterns that hold it, and note in `state` where each size's list starts and ends.
+
+    `starts` is scratch, [capacity + 2] zeros.
+    """
     num_patterns = pattern_offsets.size - 1
-    starts = np.zeros(capacity + 2, np.uint32)
     for pattern in range(num_patterns):
         previous = _ZERO
         for k in range(pattern_offsets[pattern], pattern_offsets[pattern + 1]):
@@ -77,28 +81,31 @@ def _patterns_by_size(pattern_offsets: Int64, pattern_sizes: Uint32, capacity: S
             if size != previous:
                 starts[size + _ONE] += _ONE
             previous = size
-    for size in range(1, capacity + 2):
-        starts[size] += starts[size - 1]
-    fill = starts.copy()
-    patterns = np.empty(starts[capacity + 1], np.uint32)
+    for size in range(state.shape[0]):
+        starts[size + 1] += starts[size]
+        state[size, _NEXT] = starts[size]
+        state[size, _START] = starts[size]
+        state[size, _END] = starts[size + 1]
     for pattern in range(num_patterns):
         previous = _ZERO
         for k in range(pattern_offsets[pattern], pattern_offsets[pattern + 1]):
             size = pattern_sizes[k]
             if size != previous:
-                patterns[fill[size]] = pattern
-                fill[size] += _ONE
+                patterns[starts[size]] = pattern
+                starts[size] += _ONE
             previous = size
-    return patterns, starts
 
 
 @kernel
 def deal(
     sizes: Uint32,
-    capacity: Scalar,
     pattern_offsets: Int64,
     pattern_sizes: Uint32,
-    pattern_counts: Int64,
+    left: Uint32,
+    per_turn: Uint32,
+    starts: Uint32,
+    state: Uint32,
+    patterns: Uint32,
     places: Uint32,
     bin_offsets: Int64,
     indices: Uint32,
@@ -108,18 +115,11 @@ def deal(
     `places` is scratch, [num_sequences + 1, 2]: open places, as (last position of the bin, next open place for the
     same size); place 0 stands for none. While a bin is open, its last position holds where its next member goes.
     Which pattern is opened rotates among those that hold the size, so that all sizes are waited for in proportion.
+    `left` and `per_turn` say how many bins a pattern still stands for, and how many of them it opens in its turn; the
+    other scratch is `starts` [capacity + 2] and `state` [capacity + 1, NUM_COLUMNS], both zeros, and `patterns`, as
+    long as pattern_sizes.
     """
-    patterns, starts = _patterns_by_size(pattern_offsets, pattern_sizes, capacity)
-    left = np.empty(pattern_counts.size, np.uint32)
-    per_turn = np.empty(pattern_counts.size, np.uint32)
-    for pattern in range(pattern_counts.size):
-        left[pattern] = pattern_counts[pattern]
-        per_turn[pattern] = (pattern_counts[pattern] + _TURNS - 1) // _TURNS
-    state = np.zeros((capacity + 1, _NUM_COLUMNS), np.uint32)
-    for size in range(capacity + 1):
-        state[size, _NEXT] = starts[size]
-        state[size, _START] = starts[size]
-        state[size, _END] = starts[size + 1]
+    _patterns_by_size(pattern_offsets, pattern_sizes, starts, state, patterns)
     free = _ZERO
     num_places = _ONE
     position = _ZERO
@@ -161,7 +161,7 @@ def deal(
         indices[here] = i
 
 
-@kernel
+@inner_kernel
 def _next_pattern(state: Uint32, size: Scalar, patterns: Uint32, left: Uint32, per_turn: Uint32) -> Scalar:
     """Take a bin of a pattern that holds `size`; there is one, because the patterns hold every sequence."""
     chosen = state[size, _NEXT]

@@ -18,7 +18,7 @@ from megatron_packed_sft.packing.search.bitset_kernel import (
     lowest_at_least,
 )
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64, Patterns
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 # How many candidates for the first of two, and for the first of three closing sizes are looked at. Beyond these the
 # bins got no fuller in any of the distributions measured (docs/packing.md), only the search slower.
@@ -26,7 +26,7 @@ _PAIRS_TRIED = 64
 _TRIPLES_TRIED = 16
 
 
-@kernel
+@inner_kernel
 def _larger_of_pair(words: Bits, summary: Bits, left: Int64, room: Scalar, smallest: Scalar) -> Scalar:
     """Return the larger of two sizes that fill `room` exactly, as large as possible; -1 if none was found."""
     size = highest_at_most(words, summary, room - smallest)
@@ -40,7 +40,7 @@ def _larger_of_pair(words: Bits, summary: Bits, left: Int64, room: Scalar, small
     return -1
 
 
-@kernel
+@inner_kernel
 def _largest_of_triple(
     words: Bits, summary: Bits, left: Int64, room: Scalar, smallest: Scalar, largest: Scalar
 ) -> Scalar:
@@ -105,7 +105,7 @@ def exact_fill(histogram: Int64, capacity: Scalar, max_per_bin: Scalar) -> Patte
     return offsets[: num_patterns + 1].copy(), sizes[:position].copy(), counts[:num_patterns].copy()
 
 
-@kernel
+@inner_kernel
 def _fill_one(
     left: Int64, words: Bits, summary: Bits, capacity: Scalar, max_per_bin: Scalar, sizes: Int32, start: Scalar
 ) -> Scalar:

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_packed_sft.packing.search.bitset_kernel import Scalar
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 
 @kernel
@@ -55,7 +55,7 @@ def first_fit(sizes: Int32, order: Int32, capacity: Scalar, max_per_bin: Scalar,
     return num_bins
 
 
-@kernel
+@inner_kernel
 def _first_fit_some(
     sizes: Int32,
     order: Int32,
@@ -110,7 +110,7 @@ def sort_decreasing(sizes: Int32, histogram: Int64, order: Int32) -> None:
         start[sizes[i]] += 1
 
 
-@kernel
+@inner_kernel
 def _mix(value: Scalar) -> Scalar:
     """The finaliser of SplitMix64: every bit of the input reaches every bit of the output."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -143,7 +143,7 @@ def sort_by_value(values: Int32, starts: Int64, positions: Int32) -> None:
             starts[value] += 1
 
 
-@kernel
+@inner_kernel
 def _longest(room: Scalar, is_inputs: Scalar, multiple: Scalar) -> Scalar:
     """Return the most tokens that an item may have to fit into `room`; 0 if there is none."""
     if room < 1:

@@ -11,18 +11,18 @@ import numpy as np
 from megatron_packed_sft.packing.search.bitset_kernel import Scalar
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64, Patterns
 from megatron_packed_sft.packing.search.linear_program_kernel import RESOLUTION
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 # The columns are taken in turns, an eighth of each at a time, for the same reason.
 _ROUNDS = 8
 
 
-@kernel
+@inner_kernel
 def _share_left(left: Int64, histogram: Int64, size: Scalar) -> Scalar:
     return int((left[size] << 16) // histogram[size])
 
 
-@kernel
+@inner_kernel
 def _lagging_size(left: Int64, histogram: Int64, low: Scalar, high: Scalar) -> Scalar:
     """Return the size in low..high of which the largest share is left; -1 if all are used up."""
     best = -1
@@ -36,7 +36,7 @@ def _lagging_size(left: Int64, histogram: Int64, low: Scalar, high: Scalar) -> S
     return best
 
 
-@kernel
+@inner_kernel
 def _closing_pair(
     left: Int64,
     histogram: Int64,
@@ -84,7 +84,7 @@ def _closing_pair(
     return first, second
 
 
-@kernel
+@inner_kernel
 def _choose_sizes(
     left: Int64,
     histogram: Int64,

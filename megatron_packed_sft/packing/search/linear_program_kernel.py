@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_packed_sft.packing.search.bitset_kernel import Scalar
 from megatron_packed_sft.packing.search.histogram_kernel import Int32, Int64
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 POINT = 24
 ONE = 1 << POINT
@@ -65,7 +65,7 @@ def make_buckets(histogram: Int64, capacity: Scalar, target: Scalar) -> tuple[In
     return low[:count].copy(), high[:count].copy(), demand[:count].copy(), tokens[:count].copy()
 
 
-@kernel
+@inner_kernel
 def _fill_knapsack(value: Int64, widths: Int64, prices: Int64) -> None:
     """value[c] = the most that buckets of these widths and prices bring in capacity c, each as often as wanted."""
     capacity = value.size - 1
@@ -84,7 +84,7 @@ def _fill_knapsack(value: Int64, widths: Int64, prices: Int64) -> None:
             start = stop
 
 
-@kernel
+@inner_kernel
 def _read_knapsack(value: Int64, widths: Int64, prices: Int64, capacity: Scalar, column: Int32, most: Scalar) -> Scalar:
     """Write one best filling of `capacity` into `column`; return its length, or -1 if it is longer than `most`."""
     length = 0
@@ -104,7 +104,7 @@ def _read_knapsack(value: Int64, widths: Int64, prices: Int64, capacity: Scalar,
     return length
 
 
-@kernel
+@inner_kernel
 def _add_column(columns: Int32, lengths: Int32, num_columns: Scalar, first_new: Scalar) -> Scalar:
     """Keep the column just written behind the others, unless it is a repetition; return the new number."""
     length = lengths[num_columns]
@@ -126,7 +126,7 @@ def _add_column(columns: Int32, lengths: Int32, num_columns: Scalar, first_new: 
     return num_columns + 1
 
 
-@kernel
+@inner_kernel
 def _generate(
     value: Int64, widths: Int64, prices: Int64, columns: Int32, lengths: Int32, num_columns: Scalar
 ) -> Scalar:
@@ -158,7 +158,7 @@ def _generate(
     return num_columns
 
 
-@kernel
+@inner_kernel
 def _pivot(inverse: Int64, solution: Int64, entering: Int64) -> Scalar:
     """Bring the column whose image is `entering` into the basis; return the row it takes, or -1 if that is unsafe."""
     num_rows = solution.size

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_packed_sft.packing.search.bitset_kernel import Bits, Scalar, add, discard, empty_set, highest_at_most
 from megatron_packed_sft.packing.search.deal_kernel import Uint32
 from megatron_packed_sft.packing.search.histogram_kernel import Int64
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 _NONE = np.uint32(0xFFFFFFFF)
 
@@ -39,7 +39,7 @@ _MOST_PUT_BACK = 3
 _TRIPLES_TRIED = 8
 
 
-@kernel
+@inner_kernel
 def _load(lot: Scalar, size: Scalar, lots: Uint32, by_size: Uint32, words: Bits, summary: Bits) -> None:
     """Let a new lot wait behind all others."""
     end = np.uint32(lots.shape[0] - 1)
@@ -58,7 +58,7 @@ def _load(lot: Scalar, size: Scalar, lots: Uint32, by_size: Uint32, words: Bits,
     by_size[size, _YOUNGEST] = lot
 
 
-@kernel
+@inner_kernel
 def _take(lot: Scalar, lots: Uint32, by_size: Uint32) -> None:
     """Remove the oldest waiting lot of its size from the lists."""
     after = lots[lot, _NEXT]
@@ -68,7 +68,7 @@ def _take(lot: Scalar, lots: Uint32, by_size: Uint32) -> None:
     by_size[lots[lot, _SIZE], _OLDEST] = lots[lot, _SAME]
 
 
-@kernel
+@inner_kernel
 def _put_back(lot: Scalar, lots: Uint32, by_size: Uint32) -> None:
     """Undo `_take`. Lots must come back in the reverse order of their going."""
     lots[lots[lot, _NEXT], _PREVIOUS] = lot
@@ -76,7 +76,7 @@ def _put_back(lot: Scalar, lots: Uint32, by_size: Uint32) -> None:
     by_size[lots[lot, _SIZE], _OLDEST] = lot
 
 
-@kernel
+@inner_kernel
 def _find_pair(room: Scalar, tries: Scalar, lots: Uint32, by_size: Uint32) -> Scalar:
     """Return a waiting lot, the oldest first, that fills `room` together with another one; _NONE if there is none."""
     end = np.uint32(lots.shape[0] - 1)
@@ -94,7 +94,7 @@ def _find_pair(room: Scalar, tries: Scalar, lots: Uint32, by_size: Uint32) -> Sc
     return _NONE
 
 
-@kernel
+@inner_kernel
 def _take_pair(first: Scalar, room: Scalar, taken: Uint32, position: Scalar, lots: Uint32, by_size: Uint32) -> Scalar:
     """Take the pair that `_find_pair` found; return where the next lot goes."""
     _take(first, lots, by_size)
@@ -105,7 +105,7 @@ def _take_pair(first: Scalar, room: Scalar, taken: Uint32, position: Scalar, lot
     return position + 2
 
 
-@kernel
+@inner_kernel
 def _take_closing(
     room: Scalar, most: Scalar, tries: Scalar, taken: Uint32, position: Scalar, lots: Uint32, by_size: Uint32
 ) -> Scalar:
@@ -138,7 +138,7 @@ def _take_closing(
     return position
 
 
-@kernel
+@inner_kernel
 def _repair_end(
     taken: Uint32,
     num_taken: Scalar,
@@ -168,7 +168,7 @@ def _repair_end(
     return -1
 
 
-@kernel
+@inner_kernel
 def _best_fit(
     taken: Uint32,
     num_taken: Scalar,
@@ -195,7 +195,7 @@ def _best_fit(
     return num_taken
 
 
-@kernel
+@inner_kernel
 def _use(
     taken: Uint32, num_taken: Scalar, counts: Int64, lots: Uint32, by_size: Uint32, words: Bits, summary: Bits
 ) -> Scalar:

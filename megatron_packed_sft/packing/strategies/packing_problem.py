@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.packing.search.bounds import lower_bound
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 # pattern_offsets, pattern_sizes, pattern_counts: see histogram_kernel.py
@@ -34,9 +36,7 @@ class PackingProblem:
     @cached_property
     def lower_bound(self) -> int:
         """No packing has fewer bins."""
-        from megatron_packed_sft.packing.search.histogram_kernel import lower_bound
-
-        return int(lower_bound(self.histogram, self.capacity, self.max_per_bin))
+        return lower_bound(self.histogram, self.capacity, self.max_per_bin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def joined(parts: list[Patterns]) -> Patterns:
 
 def bins_from_patterns(problem: PackingProblem, patterns: Patterns, method: str = "") -> Bins:
     """Deal the sequences out to the patterns."""
-    from megatron_packed_sft.packing.search.deal_kernel import deal
+    from megatron_packed_sft.packing.search.deal_kernel import NUM_COLUMNS, TURNS, deal
 
     num_sequences = problem.sizes.size
     # NumPy, not numba, allocates what is large: it asks for huge pages, which random access is much faster in.
@@ -93,10 +93,13 @@ def bins_from_patterns(problem: PackingProblem, patterns: Patterns, method: str 
     offsets, sizes, counts = patterns
     deal(
         problem.sizes.view(np.uint32),
-        problem.capacity,
         offsets,
         sizes.view(np.uint32),
-        counts,
+        counts.astype(np.uint32),
+        ((counts + TURNS - 1) // TURNS).astype(np.uint32),
+        np.zeros(problem.capacity + 2, np.uint32),
+        np.zeros((problem.capacity + 1, NUM_COLUMNS), np.uint32),
+        np.empty(sizes.size, np.uint32),
         places,
         bin_offsets,
         indices.view(np.uint32),

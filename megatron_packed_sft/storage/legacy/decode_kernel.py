@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
-from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import little_endian, payload_span, read_rare_int
+from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import payload_span, read_rare_int
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 # What can be wrong with a bin; `status` then holds the code, the bin, the field, the position and the value.
 OK = 0
@@ -41,7 +41,7 @@ _VALUE_MASKS[tables.BININT2] = 0xFFFF
 _VALUE_MASKS[tables.BININT] = 0xFFFFFFFF
 
 
-@kernel
+@inner_kernel
 def value_of(entry: int, value_places: LongArray, value_infos: LongArray) -> tuple[int, int, int]:
     """Return form, place and count of what a bin holds under a key."""
     kind = entry & tables.KIND_MASK
@@ -93,7 +93,7 @@ def measure_bins(
     return num_tokens, num_sequences
 
 
-@kernel
+@inner_kernel
 def decode_pickled(data: ByteArray, place: int, values: LongArray) -> int:
     """Decode as many pickled integers as `values` has room for; return the place behind them, or -1.
 
@@ -123,7 +123,7 @@ def decode_pickled(data: ByteArray, place: int, values: LongArray) -> int:
     return place
 
 
-@kernel
+@inner_kernel
 def decode_latin1(data: ByteArray, place: int, num_bytes: int) -> tuple[int, int]:
     """Read an integer whose bytes are characters up to U+00FF in UTF-8; return it and the place behind it, or -1."""
     value = np.int64(0)
@@ -142,7 +142,7 @@ def decode_latin1(data: ByteArray, place: int, num_bytes: int) -> tuple[int, int
     return value, place
 
 
-@kernel
+@inner_kernel
 def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> int:
     """Decode as many array items as `values` has room for; return the place behind them, or -1."""
     num_bytes = 1 << (form & 3)
@@ -160,13 +160,19 @@ def decode_array(data: ByteArray, place: int, form: int, values: LongArray) -> i
                 values[k] = data[place + k]
         elif num_bytes == 2:
             for k in range(values.size):
-                values[k] = little_endian(data, place + 2 * k, 2)
+                values[k] = np.int64(data[place + 2 * k]) | np.int64(data[place + 2 * k + 1]) << 8
         elif num_bytes == 4:
             for k in range(values.size):
-                values[k] = little_endian(data, place + 4 * k, 4)
+                value = np.int64(0)
+                for j in range(4):
+                    value |= np.int64(data[place + 4 * k + j]) << (8 * j)
+                values[k] = value
         else:
             for k in range(values.size):
-                values[k] = little_endian(data, place + 8 * k, 8)
+                value = np.int64(0)
+                for j in range(8):
+                    value |= np.int64(data[place + 8 * k + j]) << (8 * j)
+                values[k] = value
         place += values.size * num_bytes
     form &= ~np.int64(tables.LATIN1_FORM)
     if form < tables.UNSIGNED_ARRAY:

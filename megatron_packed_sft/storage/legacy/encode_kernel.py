@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 
-@kernel
+@inner_kernel
 def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
     """Copy `source` to `place`; return the place behind it."""
     for j in range(source.size):
@@ -21,7 +21,7 @@ def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
     return place + source.size
 
 
-@kernel
+@inner_kernel
 def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int:
     """Write a list of integers in 0..2**31-1; return the place behind it. Four bytes behind it are overwritten."""
     out[place] = tables.EMPTY_LIST

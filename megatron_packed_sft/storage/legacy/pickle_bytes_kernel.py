@@ -12,22 +12,22 @@ import numpy as np
 
 from megatron_packed_sft.storage.legacy import pickle_tables as tables
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 
-@kernel
+@inner_kernel
 def kind_of(entry: int) -> int:
     """Return what an entry is."""
     return entry & tables.KIND_MASK
 
 
-@kernel
+@inner_kernel
 def payload_of(entry: int) -> int:
     """Return what an entry refers to."""
     return entry >> tables.KIND_BITS
 
 
-@kernel
+@inner_kernel
 def little_endian(data: ByteArray, start: int, num_bytes: int) -> int:
     """Read an unsigned integer of up to eight bytes; one of 2**63 or more comes out negative."""
     value = np.int64(0)
@@ -52,7 +52,7 @@ def payload_span(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     return start, length
 
 
-@kernel
+@inner_kernel
 def read_rare_int(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     """Read a LONG1 or INT; return its value (cut to +-2**62) and the place behind it, or -1 when there is none."""
     value = np.int64(0)
@@ -84,7 +84,7 @@ def read_rare_int(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     return value, np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def read_int(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     """Read the integer or boolean at `place`; return its value and the place behind it, or -1 when there is none."""
     if place >= end:
@@ -103,7 +103,7 @@ def read_int(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     return value, place + size
 
 
-@kernel
+@inner_kernel
 def skip_frame(data: ByteArray, place: int, end: int) -> int:
     """Return the place behind a FRAME opcode, or -1 when its frame reaches beyond the file."""
     if end - place < 9:
@@ -112,7 +112,7 @@ def skip_frame(data: ByteArray, place: int, end: int) -> int:
     return place + 9 if 0 <= length <= end - place - 9 else np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def skip_ints(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     """Return the place behind a run of integers and how many they are. Frames may begin anywhere between them."""
     count = np.int64(0)
@@ -135,7 +135,7 @@ def skip_ints(data: ByteArray, place: int, end: int) -> tuple[int, int]:
     return place, count
 
 
-@kernel
+@inner_kernel
 def find_text(data: ByteArray, start: int, length: int, text: ByteArray, ends: LongArray, first: int) -> int:
     """Return the first entry of a text table, from `first` on, that equals these bytes; -1 when none does."""
     for entry in range(first, ends.size - 1):
@@ -149,7 +149,7 @@ def find_text(data: ByteArray, start: int, length: int, text: ByteArray, ends: L
     return np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def find_callable(data: ByteArray, module: int, module_length: int, name: int, name_length: int) -> int:
     """Return the number of an accepted callable, or -1."""
     entry = find_text(data, module, module_length, tables.MODULE_TEXT, tables.MODULE_ENDS, 0)
@@ -160,7 +160,7 @@ def find_callable(data: ByteArray, module: int, module_length: int, name: int, n
     return -1
 
 
-@kernel
+@inner_kernel
 def find_newline(data: ByteArray, place: int, end: int) -> int:
     """Return the place of the next newline, or -1."""
     while place < end:
@@ -170,7 +170,7 @@ def find_newline(data: ByteArray, place: int, end: int) -> int:
     return -1
 
 
-@kernel
+@inner_kernel
 def dtype_form(data: ByteArray, place: int) -> int:
     """Return the form of an array whose dtype has this name ("i8", "b1", "O8"), or -1 when it is not accepted."""
     start, length = payload_span(data, place, data.size)
@@ -178,7 +178,7 @@ def dtype_form(data: ByteArray, place: int) -> int:
     return tables.DTYPE_FORMS[entry] if entry >= 0 else np.int64(-1)
 
 
-@kernel
+@inner_kernel
 def is_letter(data: ByteArray, entry: int, letter: int) -> bool:
     """Return whether a string or bytes entry is this one ASCII character."""
     kind = kind_of(entry)
@@ -188,7 +188,7 @@ def is_letter(data: ByteArray, entry: int, letter: int) -> bool:
     return length == 1 and data[start] == letter
 
 
-@kernel
+@inner_kernel
 def is_number(data: ByteArray, entry: int, number: int) -> bool:
     """Return whether an entry is this integer (or boolean)."""
     if kind_of(entry) != tables.KIND_INT:

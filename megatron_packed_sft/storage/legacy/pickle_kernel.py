@@ -43,10 +43,10 @@ from megatron_packed_sft.storage.legacy.pickle_steps_kernel import (
     use_memo,
 )
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 
-@kernel
+@inner_kernel
 def grown(table: LongArray) -> LongArray:
     """Return a copy with room for twice as many entries."""
     larger = np.empty(2 * table.size, np.int64)

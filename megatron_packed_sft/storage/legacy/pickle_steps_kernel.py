@@ -23,7 +23,7 @@ from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import (
 )
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 from megatron_packed_sft.storage.legacy.pickle_tuple_kernel import make_tuple
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel
 
 # The machine's registers.
 DEPTH = 0  # of the stack
@@ -38,7 +38,7 @@ OPEN_PLACE = 8
 NUM_REGISTERS = 9
 
 
-@kernel
+@inner_kernel
 def find_end(data: ByteArray, place: int) -> tuple[int, int]:
     """Return the place behind an opcode and its arguments, and a code."""
     end = data.size
@@ -66,7 +66,7 @@ def find_end(data: ByteArray, place: int) -> tuple[int, int]:
     return after, tables.OK
 
 
-@kernel
+@inner_kernel
 def push(stack: LongArray, registers: LongArray, payload: int, kind: int) -> int:
     """Put an entry on the stack; return a code."""
     depth = registers[DEPTH]
@@ -77,7 +77,7 @@ def push(stack: LongArray, registers: LongArray, payload: int, kind: int) -> int
     return tables.OK
 
 
-@kernel
+@inner_kernel
 def pop_to(stack: LongArray, registers: LongArray, depth: int, with_mark: bool) -> None:
     """Cut the stack down to `depth`; with the mark that stands there, if there is one."""
     if with_mark:
@@ -85,7 +85,7 @@ def pop_to(stack: LongArray, registers: LongArray, depth: int, with_mark: bool) 
     registers[DEPTH] = depth
 
 
-@kernel
+@inner_kernel
 def extend_list(
     value_places: LongArray, value_infos: LongArray, registers: LongArray, value: int, place: int, count: int
 ) -> bool:
@@ -99,7 +99,7 @@ def extend_list(
     return True
 
 
-@kernel
+@inner_kernel
 def begin_batch(
     data: ByteArray,
     place: int,
@@ -136,7 +136,7 @@ def begin_batch(
     return place + 1, code
 
 
-@kernel
+@inner_kernel
 def append_items(
     op: int,
     after: int,
@@ -183,7 +183,7 @@ def append_items(
     return tables.OK
 
 
-@kernel
+@inner_kernel
 def set_items(
     data: ByteArray, op: int, stack: LongArray, fields: LongArray, registers: LongArray, status: LongArray
 ) -> int:
@@ -216,7 +216,7 @@ def set_items(
     return tables.OK
 
 
-@kernel
+@inner_kernel
 def find_global(
     data: ByteArray, place: int, after: int, stack: LongArray, registers: LongArray, status: LongArray
 ) -> int:
@@ -242,7 +242,7 @@ def find_global(
     return push(stack, registers, number, tables.KIND_GLOBAL) if number >= 0 else tables.FOREIGN_GLOBAL
 
 
-@kernel
+@inner_kernel
 def call(stack: LongArray, value_infos: LongArray, registers: LongArray, status: LongArray) -> int:
     """Run a REDUCE: not a call, but the entry that stands for its result. Return a code."""
     depth = registers[DEPTH]
@@ -262,7 +262,7 @@ def call(stack: LongArray, value_infos: LongArray, registers: LongArray, status:
     return push(stack, registers, payload, tables.CALLABLE_RESULTS[number])
 
 
-@kernel
+@inner_kernel
 def build(stack: LongArray, value_places: LongArray, value_infos: LongArray, registers: LongArray) -> int:
     """Run a BUILD: give an array its content, or check a dtype's state. Return a code."""
     depth = registers[DEPTH]
@@ -282,7 +282,7 @@ def build(stack: LongArray, value_places: LongArray, value_infos: LongArray, reg
     return tables.MALFORMED
 
 
-@kernel
+@inner_kernel
 def use_memo(
     data: ByteArray, place: int, stack: LongArray, memo: LongArray, registers: LongArray, status: LongArray
 ) -> int:
@@ -307,7 +307,7 @@ def use_memo(
     return tables.OK
 
 
-@kernel
+@inner_kernel
 def close_tuple(
     data: ByteArray,
     place: int,
@@ -337,7 +337,7 @@ def close_tuple(
     return push(stack, registers, payload, kind)
 
 
-@kernel
+@inner_kernel
 def stop(after: int, end: int, num_bins: int, stack: LongArray, value_infos: LongArray, registers: LongArray) -> int:
     """Check what a STOP leaves: one array of all bins, and no byte behind it. Return a code."""
     if registers[DEPTH] != 1 or kind_of(stack[0]) != tables.KIND_ARRAY:

@@ -28,14 +28,14 @@ from megatron_packed_sft.storage.legacy.pickle_bytes_kernel import (
     read_int,
 )
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.support.compiled import inner_kernel
 
 # What each function here returns: the tuple's kind, its payload, its info and a code. With an info other than 0 the
 # tuple needs a value, and the payload is the value's place. With a code other than OK the payload is the error's place.
 Recognised = tuple[int, int, int, int]
 
 
-@kernel
+@inner_kernel
 def integers(data: ByteArray, stack: LongArray, low: int, count: int, place: int) -> Recognised:
     """Recognise a short tuple of integers. They must lie together in the file, as those of a list."""
     first = payload_of(stack[low])
@@ -51,7 +51,7 @@ def integers(data: ByteArray, stack: LongArray, low: int, count: int, place: int
     return tables.KIND_INT_TUPLE, first, count << tables.FORM_BITS | tables.INTS, tables.OK
 
 
-@kernel
+@inner_kernel
 def encode_arguments(data: ByteArray, stack: LongArray, low: int, place: int) -> Recognised:
     """Recognise (string, "latin1")."""
     if kind_of(stack[low]) == tables.KIND_STRING and kind_of(stack[low + 1]) == tables.KIND_STRING:
@@ -61,7 +61,7 @@ def encode_arguments(data: ByteArray, stack: LongArray, low: int, place: int) ->
     return 0, place, 0, tables.MALFORMED
 
 
-@kernel
+@inner_kernel
 def call_arguments(data: ByteArray, stack: LongArray, low: int, place: int) -> Recognised:
     """Recognise (ndarray, (0,), b"b") and ("i8", False, True)."""
     first, second, third = stack[low], stack[low + 1], stack[low + 2]
@@ -78,7 +78,7 @@ def call_arguments(data: ByteArray, stack: LongArray, low: int, place: int) -> R
     return 0, place, 0, tables.MALFORMED
 
 
-@kernel
+@inner_kernel
 def array_of(data: ByteArray, kind: int, shape: int, dtype: int, content: int, place: int) -> Recognised:
     """Join shape, dtype and bytes of an array of integers to a tuple of this kind."""
     form = payload_of(dtype)
@@ -103,7 +103,7 @@ def array_of(data: ByteArray, kind: int, shape: int, dtype: int, content: int, p
     return 0, place, 0, tables.ARRAY_SIZE
 
 
-@kernel
+@inner_kernel
 def array_state(data: ByteArray, stack: LongArray, low: int, value_infos: LongArray, place: int) -> Recognised:
     """Recognise (1, (n,), dtype, False, bytes) and, for the array of all bins, (1, (n,), dtype, False, list)."""
     shape, dtype, content = stack[low + 1], stack[low + 2], stack[low + 4]
@@ -126,7 +126,7 @@ def array_state(data: ByteArray, stack: LongArray, low: int, value_infos: LongAr
     return tables.KIND_ARRAY_STATE, place, info, tables.OK
 
 
-@kernel
+@inner_kernel
 def dtype_state(data: ByteArray, stack: LongArray, low: int, place: int) -> Recognised:
     """Recognise (3, byte order, None, None, None, -1, -1, flags): a dtype without fields, shape or metadata."""
     is_plain = is_number(data, stack[low], 3)
@@ -145,7 +145,7 @@ def dtype_state(data: ByteArray, stack: LongArray, low: int, place: int) -> Reco
     return 0, place, 0, tables.MALFORMED
 
 
-@kernel
+@inner_kernel
 def make_tuple(
     data: ByteArray, stack: LongArray, low: int, count: int, value_infos: LongArray, place: int
 ) -> Recognised:

@@ -1,0 +1,92 @@
+"""Directories that nobody else can write to, for what is trusted when it is read again, such as compiled code.
+
+$XDG_CACHE_HOME or ~/.cache          the user's cache: there may be no home, or one that cannot be written to
+$TMPDIR/megatron_packed_sft-1000     shared by all users: ours by its owner and its mode, or not used at all
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+_NAME = "megatron_packed_sft"
+
+
+def user_cache() -> str | None:
+    """Return the user's cache directory, which may not exist yet; None when there is no home.
+
+    Example:
+        >>> user_cache() is None or os.path.isabs(user_cache())
+        True
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(chosen):
+        return chosen
+    home = os.path.expanduser("~")  # stays "~" for a user that the machine does not know
+    return os.path.join(home, ".cache") if os.path.isabs(home) else None
+
+
+def private_temporary_directory() -> str | None:
+    """Return a directory below TMPDIR that only this user can look into, the same for every process; None if there
+    cannot be one, for instance because somebody else has made it.
+    """
+    base = os.environ.get("TMPDIR") or "/tmp"
+    return own_directory(base, f"{_NAME}-{os.geteuid()}", owners={0, os.geteuid()})
+
+
+def own_directory(base: str | os.PathLike[str], name: str, *, owners: Collection[int] | None = None) -> str | None:
+    """Return the directory `name` of `base`, made with mode 0700 if it is not there; None when it is not safe to use.
+
+    It must be this user's, no link, closed to everybody else, and writable. `base` must belong to one of `owners`, and
+    neither it nor a directory above it may let everybody rename what is inside.
+
+    Args:
+        base: made if it is not there.
+        name: of the directory.
+        owners: user ids; None for any.
+
+    Example:
+        >>> import tempfile; home = tempfile.mkdtemp()
+        >>> oct(os.stat(own_directory(home, "mine")).st_mode & 0o777)
+        '0o700'
+        >>> os.chmod(f"{home}/mine", 0o777); print(own_directory(home, "mine"))
+        None
+    """
+    try:
+        _make(Path(base))
+        place = os.path.realpath(base)  # so that what is looked at is what is used
+        if (owners is not None and os.stat(place).st_uid not in owners) or _lets_everybody_rename(Path(place)):
+            return None
+        directory = os.path.join(place, name)
+        try:
+            os.mkdir(directory, 0o700)
+            os.chmod(directory, 0o700)  # where a default ACL had widened it
+        except FileExistsError:
+            pass
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return None
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError:
+        return None
+
+
+def _make(path: Path) -> None:
+    """Make a directory and those above it; whatever the umask is, others cannot write to them."""
+    if not path.is_dir():
+        _make(path.parent)
+        try:
+            os.mkdir(path, 0o755)
+        except FileExistsError:  # another process was faster
+            if not path.is_dir():
+                raise
+
+
+def _lets_everybody_rename(path: Path) -> bool:
+    """Return whether everybody may write to a directory or to one above it, and no sticky bit keeps what is inside."""
+    modes = (os.stat(place).st_mode for place in (path, *path.parents))
+    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
