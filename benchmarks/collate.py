@@ -23,7 +23,8 @@ from benchmarks.storage import POOL, memmap_blocks, rows
 from megatron_packed_sft import BinBlock, MemmapShard, open_shard
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
-from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shard
+from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
+from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 
 EOS = 2
@@ -31,6 +32,7 @@ NUM_SHARDS = 8
 ROUNDS = 7
 SECONDS_PER_ROUND = 0.25
 SLOW_SECONDS_PER_ROUND = 1.0
+PAIRED_BATCHES = 1000
 
 Picked = npt.NDArray[np.int64]
 Case = Callable[[Picked], Any]
@@ -122,15 +124,8 @@ def ours(shards: Sequence[MemmapShard], width: int, **arguments: Any) -> Case:
     )
 
     def make(picked: Picked) -> dict[str, Any]:
-        if len(shards) == 1:
-            located = [locate_in_shard(shards[0], picked)]
-        else:
-            local = picked % len(shards[0])
-            located = [
-                locate_in_shard(shards[place % len(shards)], local[place : place + 1], (place,))
-                for place in range(len(picked))
-            ]
-        return collate(located, len(picked), options)
+        owners = np.arange(len(picked)) % len(shards)
+        return collate([locate_in_shards(shards, owners, picked % len(shards[0]))], len(picked), options)
 
     return make
 
@@ -148,6 +143,51 @@ def ours_from_samples(shard: MemmapShard, width: int) -> Case:
         return collate([locate_in_samples(samples)], len(picked), options)
 
     return make
+
+
+def reread(path: Path, **how: str) -> MemmapShard:
+    """Open a shard once more, to be read in another way."""
+    shard = open_shard(path)
+    assert isinstance(shard, MemmapShard)
+    shard.read_with(ReadOptions(**how))
+    return shard
+
+
+def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None:
+    """Print what verifying, many shards and `pread` cost: batches in turns, so that noise meets all cases alike."""
+    whole, parts = directory / "whole", [directory / f"shard_{number}" for number in range(NUM_SHARDS)]
+    cases = {
+        "bins of one shard, never verified": ours([reread(whole, verify="never")], pack_size),
+        "bins of one shard, verified now (first read)": ours([reread(whole, verify="always")], pack_size),
+        "bins of one shard, verified before": ours([reread(whole)], pack_size),
+        f"bins of {NUM_SHARDS} shards, never verified": ours([reread(one, verify="never") for one in parts], pack_size),
+        f"bins of {NUM_SHARDS} shards, verified now": ours([reread(one, verify="always") for one in parts], pack_size),
+        "bins of one shard, pread, never verified": ours([reread(whole, verify="never", access="pread")], pack_size),
+        f"bins of {NUM_SHARDS} shards, pread, never verified": ours(
+            [reread(one, verify="never", access="pread") for one in parts], pack_size
+        ),
+    }
+    names = list(cases)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for picked in batches:  # maps every page
+        for case in cases.values():
+            case(picked)
+    for number in range(PAIRED_BATCHES):
+        for place, name in enumerate(names):
+            # Other bins than the case before, which left its own in the processor's cache.
+            picked = batches[(number + place * (len(batches) // len(names))) % len(batches)]
+            start = time.perf_counter()
+            cases[name](picked)
+            seconds[name].append(time.perf_counter() - start)
+    base = np.array(seconds[names[0]])
+    print_table(
+        f"Batches of {len(batches[0])} in turns, bins of {pack_size:,}: medians over {len(base):,}",
+        ["", "us/batch", "of the first"],
+        [
+            [name, f"{np.median(took) * 1e6:,.0f}", f"{np.median(took) / np.median(base):.2f}"]
+            for name, took in seconds.items()
+        ],
+    )
 
 
 def _named(batch: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
@@ -222,6 +262,7 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
             if "mcore" not in name and "hf" not in name and "compact" not in name:
                 check(name, made, expected["0_3" if "0_3" in name or "0.3.1" in name else "0_6"])
         seconds = measure(cases, slow, batches)
+        print_ratios(directory, pack_size, batches)
 
     tokens = batch_size * int(pool.packed_len[0])
     copies, theirs = seconds["np.take copies"], seconds["Bridge 0.6.2, .npy"]

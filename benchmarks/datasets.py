@@ -54,7 +54,7 @@ def source_case(path: str, num_bins: int) -> dict[str, float]:
 
     def read() -> None:
         for index in order:
-            packed = source.row(index)
+            packed = source.bin(index)
             packed.input_ids.copy()
             packed.loss_mask.copy()
 
@@ -87,6 +87,33 @@ def indexed_case(path: str, num_bins: int, pack_size: int) -> dict[str, float]:
 
     read()
     return {"rate": NUM_READS / min(timed(read) for _ in range(3))}
+
+
+def paired_case(path: str, indexed: str, num_bins: int) -> dict[str, float]:
+    """dataset[i] and IndexedDataset on the same bins in turns; both give arrays of the caller's own."""
+    try:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+    except ImportError:
+        return {"first_read": float("nan"), "always": float("nan")}
+    ids, mask = IndexedDataset(f"{indexed}_ids"), IndexedDataset(f"{indexed}_mask")
+    order = shuffled(num_bins, 4_000)
+
+    def theirs() -> None:
+        for index in order:
+            ids.get(index).copy()
+            mask.get(index).copy()
+
+    ratios = {}
+    for verify in ("first_read", "always"):
+        dataset = create_sft_dataset(path, 2, seq_length=1 << 20, verify=verify)
+
+        def ours(dataset: Any = dataset) -> None:
+            for index in order:
+                dataset[index]
+
+        ours(), theirs()
+        ratios[verify] = float(np.median([timed(theirs) / timed(ours) for _ in range(15)]))
+    return ratios
 
 
 def arrow_case(path: str, num_bins: int, pack_size: int) -> dict[str, float]:
@@ -252,6 +279,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "" if np.isnan(rate) else f"{rate / base:.2f}",
                 )
                 for name, rate in rates.items()
+            ],
+        )
+        paired = in_own_process(paired_case, shard, f"{home}/indexed", bins)
+        print_table(
+            "dataset[i] beside megatron-core's IndexedDataset x2, in turns: how many times its rate",
+            ("", ""),
+            [
+                ("bins that were verified before", f"{paired['first_read']:.2f}"),
+                ("bins verified at every read", f"{paired['always']:.2f}"),
             ],
         )
         cold = {way: in_own_process(cold_case, shard, bins, way)["rate"] for way in ("default", "ours")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from megatron_packed_sft.storage.interface import PackedShard
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
+from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import not_a_shard, storage_named
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
@@ -67,6 +69,10 @@ class PackedDataset:
             `per_conversation`, give batches whose loss mask is float32; see `CollateOptions`.
         allow_tokenizer_mismatch: accept a tokenizer with another fingerprint than the data's, or too small a
             vocabulary.
+        verify: when a bin of a memmap_v1 shard is compared with its checksum: at its `first_read` by this process,
+            `always` or `never`.
+        access: `mmap` maps files; `pread` reads each bin into memory, which is slower, but makes an error of a file
+            that is cut while it is in use, where a map ends the process.
         bridge_arguments: further arguments of Megatron-Bridge's dataset classes; those that mean nothing for packed
             data are refused unless they have Bridge's default.
     """
@@ -93,9 +99,12 @@ class PackedDataset:
         return_doc_ids: bool = False,
         loss: str = "per_token",
         allow_tokenizer_mismatch: bool = False,
+        verify: str = FIRST_READ,
+        access: str = MMAP,
         **bridge_arguments: Any,
     ) -> None:
         refuse_meaningless(bridge_arguments)
+        source.read_with(ReadOptions(verify, access))
         if max_num_samples is not None and max_num_samples < 1:
             raise InvalidInputError(
                 f"max_num_samples is {max_num_samples}; give at least 1, or None for every bin once"
@@ -135,6 +144,8 @@ class PackedDataset:
             "loss": loss,
             **({} if metadata is None else metadata.collate_arguments()),
         }
+        self._is_for_trainer = contract == "hf"
+        self._has_weights = source.figures.has_weights
         self._options: CollateOptions | None = None
         if source.figures.has_weights or loss != "per_token":
             _ = self.options  # not every contract takes these, and that should not wait for the first batch
@@ -202,18 +213,28 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return one packed bin: input_ids, seq_boundaries (starts and length) and loss_mask."""
-        return self.__getitems__([index])[0]
+        # In Python's integers, without `_locate`: arrays of one number would take half of the time.
+        position = operator.index(index)
+        is_padding = position < 0
+        if is_padding:
+            position += self._num_samples
+        if not 0 <= position < self._num_samples:
+            raise self._outside(index)
+        if self._order is not None:
+            position = int(self._order.at(np.array([position]))[0])
+        return self._sample(position, is_padding)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Return many packed bins."""
+        if self._order is None:
+            return [self[index] for index in indices]
         bins, is_padding = self._locate(indices)
-        samples = [
-            sample_of(self.source.bin(index), padding, weighted=self.source.figures.has_weights)
-            for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
-        ]
+        return [self._sample(*one) for one in zip(bins.tolist(), is_padding.tolist(), strict=True)]
+
+    def _sample(self, position: int, is_padding: bool) -> Mapping[str, Any]:
+        sample = sample_of(self.source.bin(position), is_padding, weighted=self._has_weights)
         # transformers' Trainer removes what is not an argument of the model from samples, but only from a plain dict.
-        is_for_trainer = self._collate_arguments["contract"] == "hf"
-        return [MappingProxyType(sample) for sample in samples] if is_for_trainer else [*samples]
+        return MappingProxyType(sample) if self._is_for_trainer else sample
 
     def collate_fn(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of samples that `__getitem__` returned."""
@@ -252,8 +273,11 @@ class PackedDataset:
         positions = np.where(is_padding, wanted + len(self), wanted)
         outside = (positions < 0) | (positions >= len(self))
         if outside.any():
-            raise IndexError(f"sample {int(wanted[np.argmax(outside)])} of {len(self)} ({self.source.description})")
+            raise self._outside(int(wanted[np.argmax(outside)]))
         return (positions if self._order is None else self._order.at(positions)), is_padding
+
+    def _outside(self, index: int) -> IndexError:
+        return IndexError(f"sample {index} of {len(self)} ({self.source.description})")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self):,} samples; {self.source.description})"

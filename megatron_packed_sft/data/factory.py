@@ -27,6 +27,7 @@ from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
+from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.plans import PlanBinReader
@@ -129,8 +130,8 @@ def create_sft_dataset(
             has every bin once unless `max_num_samples` says otherwise.
         packing_mode: `prepared` opens bins that were packed before; `static` packs raw samples now, into packs of
             `seq_length`.
-        arguments: further ones of `PackedDataset`, such as `contract` and `loss`; for static packs also those of
-            `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
+        arguments: further ones of `PackedDataset`, such as `contract`, `loss`, `verify` and `access`; for static packs
+            also those of `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
     if packing_mode != PREPARED or not _is_path(path):
         given = {"plan": plan, "weights": weights, "blend": blend, "eos_id": eos_id, "file_pattern": file_pattern}
@@ -171,6 +172,8 @@ def create_sft_dataset(
         order = shard_order(source, shard_window, seed)
     if order is not None and max_num_samples is None:
         max_num_samples = len(source)
+    if max_num_samples is not None and (problem := shortage(source, shard_window)) is not None:
+        logger.warning("%s", problem)
     length = checked_length(source, seq_length, _DEFAULT_SEQ_LENGTH, "seq_length")
     dataset = dataset_over(
         _class_over(source),

@@ -27,6 +27,7 @@ from megatron_packed_sft.data.readers.plans import figures_of_plan, longest_inpu
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.read_options import ReadOptions
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +126,6 @@ class SamplePackReader:
 
     def advise(self, bins: Numbers) -> None:
         """Nothing is announced: where samples lie is the dataset's own business."""
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Nothing is chosen: how samples are read is the dataset's own business."""

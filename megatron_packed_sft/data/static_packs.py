@@ -28,7 +28,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 
@@ -243,7 +243,9 @@ def create_static_dataset(
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path holds bins that were packed before."""
+    """Return whether a path, or a URL, holds bins that were packed before."""
+    if is_url(path):
+        return not is_token_store(path)  # whoever opens it says what else it is
     location = local_path(path)
     if is_token_store(location):
         return False
@@ -251,6 +253,8 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
 
 
 def _open_store(path: str | os.PathLike[str]) -> TokenStore:
+    if is_url(path):
+        return open_token_store(path)
     location = local_path(path)
     if is_token_store(location):
         return open_token_store(location)

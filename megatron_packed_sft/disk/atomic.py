@@ -34,6 +34,7 @@ from megatron_packed_sft.errors import (
 from megatron_packed_sft.support.paths import local_path
 
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:32] or "host"
+_STAGING = f".staging-{_HOST}-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -161,7 +162,7 @@ class Staging:
         with os_errors("create a directory for", self.target):
             if not self.target.parent.is_dir():
                 self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            remove_leftovers(self.target.parent, self.target.name)
             self.path = self._create()
 
     def publish(self) -> None:
@@ -209,7 +210,7 @@ class Staging:
         self.discard()
 
     def _prefix(self) -> str:
-        return f".{self.target.name}.staging-{_HOST}-"
+        return f".{self.target.name}{_STAGING}"
 
     def _create(self) -> Path:
         while True:
@@ -222,17 +223,6 @@ class Staging:
             if path.exists():
                 return path
             self._release()
-
-    def _remove_leftovers(self) -> None:
-        for entry in os.listdir(self.target.parent):
-            if entry.startswith(self._prefix()):
-                path = self.target.parent / entry
-                try:
-                    fd = _open_locked(path, must_lock=True)
-                except OSError:
-                    continue  # its writer lives, or this file system has no locks to tell
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(fd)
 
     def _replace(self) -> None:
         """Swap with what is published, in one step where the system can; then remove the old one."""
@@ -265,6 +255,28 @@ class Staging:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def remove_leftovers(directory: Path, target: str | None = None) -> list[str]:
+    """Remove what writers of this host that died have left, and return the names.
+
+    Args:
+        directory: where their targets are.
+        target: only what should have become this name; by default all.
+    """
+    removed = []
+    for entry in os.listdir(directory):
+        is_staging = entry.startswith(".") and _STAGING in entry
+        if is_staging and (target is None or entry.startswith(f".{target}{_STAGING}")):
+            path = directory / entry
+            try:
+                fd = _open_locked(path, must_lock=True)
+            except OSError:
+                continue  # its writer lives, or this file system has no locks to tell
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+            removed.append(entry)
+    return removed
 
 
 def _open_locked(path: Path, *, must_lock: bool = False) -> int:

@@ -93,6 +93,7 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
     """
 
     recently_used: bool = False
+    num_places: int = 1  # of the pool
     holder: Holder | None = None  # of files in a cache, which may be fetched and removed; None for files of the user's
     _arrays: Arrays | None = None
 
@@ -142,34 +143,37 @@ class MapPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        self._mapped: deque[weakref.ref[LazyMaps[Any]]] = deque()
+        self._mapped: deque[tuple[weakref.ref[LazyMaps[Any]], int]] = deque()  # with the places that each takes
+        self._num_taken = 0
 
     def add(self, shard: LazyMaps[Any]) -> None:
-        """Note that a shard has just been mapped; unmap another one if there are too many. Call under `lock`."""
-        while len(self._mapped) >= self.limit:
-            oldest = self._mapped.popleft()
+        """Note that a shard has just been mapped; unmap others if there are too many. Call under `lock`."""
+        while self._mapped and self._num_taken + shard.num_places > self.limit:
+            oldest, num_places = self._mapped.popleft()
             other = oldest()
-            if other is None:
-                continue
-            if other.recently_used:
+            if other is not None and other.recently_used:
                 other.recently_used = False
-                self._mapped.append(oldest)
-            else:
+                self._mapped.append((oldest, num_places))
+                continue
+            self._num_taken -= num_places
+            if other is not None:
                 other.unmap()
-        self._mapped.append(weakref.ref(shard))
+        self._mapped.append((weakref.ref(shard), shard.num_places))
+        self._num_taken += shard.num_places
 
     def unmap_all(self, condition: Callable[[LazyMaps[Any]], bool]) -> None:
         """Unmap the shards that satisfy a condition; they are mapped again when they are used."""
         with self.lock:
-            mapped, self._mapped = self._mapped, deque()
-            for one in mapped:
+            mapped, self._mapped, self._num_taken = self._mapped, deque(), 0
+            for one, num_places in mapped:
                 shard = one()
                 if shard is None:
                     continue
                 if condition(shard):
                     shard.unmap()
                 else:
-                    self._mapped.append(one)
+                    self._mapped.append((one, num_places))
+                    self._num_taken += num_places
 
 
 POOL = MapPool(MAX_MAPPED_SHARDS)

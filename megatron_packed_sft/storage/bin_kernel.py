@@ -47,10 +47,11 @@ def check_bins(
 ) -> int:
     """Check every invariant of every bin; return how many bins break one.
 
-    `codes[b]` and `positions[b]` tell the first violation of bin b. `seq_offsets` point into `seq_starts` after its
-    own first value is subtracted, so a slice of a larger shard can be checked as it is. Signed ids must be passed as
-    their unsigned view: a negative id is then a huge one, and one comparison covers both ends. `pad_id` < 0 means
-    that the padding's value is not known and not checked.
+    `codes[b]` tells the first violation of bin b, and `positions[b]` where it is, or a value that is wrong; of masks,
+    ids and paddings the caller finds the place itself, except of MASK_AT_SEQUENCE_END. `seq_offsets` point into
+    `seq_starts` after its own first value is subtracted, so a slice of a larger shard can be checked as it is. Signed
+    ids must be passed as their unsigned view: a negative id is then a huge one, and one comparison covers both ends.
+    `pad_id` < 0 means that the padding's value is not known and not checked.
     """
     num_bins, width = input_ids.shape
     base = np.int64(seq_offsets[0])
@@ -96,9 +97,6 @@ def check_bins(
                 trained += bin_mask[j]
             if union > 1:
                 code = MASK_NOT_BINARY
-                for j in range(length - 1, -1, -1):
-                    if bin_mask[j] > 1:
-                        position = j
         if code == OK:
             for k in range(last - 1, first - 1, -1):
                 end = length if k == last - 1 else np.int64(seq_starts[k + 1])
@@ -109,22 +107,21 @@ def check_bins(
             bin_ids = input_ids[index]
             highest = bin_ids[0]
             for j in range(length):
-                highest = max(highest, bin_ids[j])
+                if bin_ids[j] > highest:
+                    highest = bin_ids[j]
             if np.uint64(highest) >= vocab_size:
                 code = ID_OUT_OF_RANGE
-                for j in range(length - 1, -1, -1):
-                    if np.uint64(bin_ids[j]) >= vocab_size:
-                        position = j
         if code == OK:
-            for j in range(width - 1, length - 1, -1):
-                if bin_mask[j] != 0:
-                    code = DIRTY_MASK_PADDING
-                    position = j
-            if code == OK and pad_id >= 0:
-                for j in range(width - 1, length - 1, -1):
-                    if np.int64(bin_ids[j]) != pad_id:
-                        code = DIRTY_ID_PADDING
-                        position = j
+            num_dirty = 0
+            for j in range(length, width):
+                num_dirty += bin_mask[j] != 0
+            if num_dirty > 0:
+                code = DIRTY_MASK_PADDING
+            elif pad_id >= 0:
+                for j in range(length, width):
+                    num_dirty += np.int64(bin_ids[j]) != pad_id
+                if num_dirty > 0:
+                    code = DIRTY_ID_PADDING
         codes[index] = code
         positions[index] = position
         if code != OK:
@@ -132,9 +129,12 @@ def check_bins(
             continue
         totals[TOTAL_TOKENS] += length
         totals[TOTAL_LOSS_TOKENS] += trained
-        totals[MAX_SEQUENCES] = max(totals[MAX_SEQUENCES], last - first)
-        totals[MAX_SEQUENCE_LENGTH] = max(totals[MAX_SEQUENCE_LENGTH], longest)
-        totals[MIN_PACKED_LENGTH] = min(totals[MIN_PACKED_LENGTH], length)
+        if last - first > totals[MAX_SEQUENCES]:
+            totals[MAX_SEQUENCES] = last - first
+        if longest > totals[MAX_SEQUENCE_LENGTH]:
+            totals[MAX_SEQUENCE_LENGTH] = longest
+        if length < totals[MIN_PACKED_LENGTH]:
+            totals[MIN_PACKED_LENGTH] = length
     return num_bad
 
 

@@ -238,11 +238,11 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
     totals = np.zeros(bin_kernel.NUM_TOTALS, np.int64)
     totals[bin_kernel.MIN_PACKED_LENGTH] = width
     num_bad = bin_kernel.check_bins(
-        block.input_ids.view(f"<u{block.input_ids.dtype.itemsize}"),
-        block.loss_mask,
-        block.packed_len,
-        block.seq_offsets,
-        block.seq_starts,
+        _read_only(block.input_ids.view(f"<u{block.input_ids.dtype.itemsize}")),
+        _read_only(block.loss_mask),
+        _read_only(block.packed_len),
+        _read_only(block.seq_offsets),
+        _read_only(block.seq_starts),
         np.uint64(vocab_size),
         np.int64(-1 if pad_id is None else pad_id),
         codes,
@@ -258,11 +258,28 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
     return violations, BlockTotals(*totals.tolist())
 
 
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view as maps are: for numba a writable array is a type of its own, to be compiled again."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def _describe(
     block: BinBlock, index: int, code: int, position: int, width: int, vocab_size: int, pad_id: int | None
 ) -> Violation:
     from megatron_packed_sft.storage import bin_kernel
 
+    length = int(block.packed_len[index])
+    ids, mask = block.input_ids[index], block.loss_mask[index]
+    if code == bin_kernel.MASK_NOT_BINARY:
+        position = _first(mask > 1)
+    elif code == bin_kernel.ID_OUT_OF_RANGE:
+        position = _first((ids < 0) | (ids >= vocab_size))
+    elif code == bin_kernel.DIRTY_MASK_PADDING:
+        position = length + _first(mask[length:] != 0)
+    elif code == bin_kernel.DIRTY_ID_PADDING:
+        position = length + _first(ids[length:] != pad_id)
     if code == bin_kernel.BAD_LENGTH:
         return Violation(index, "packed_len", f"is {position}, not in 1..{width}")
     if code == bin_kernel.BAD_OFFSETS:
@@ -272,9 +289,7 @@ def _describe(
     if code == bin_kernel.STARTS_NOT_INCREASING:
         return Violation(index, "seq_starts", f"do not increase at entry {position}")
     if code == bin_kernel.START_BEYOND_LENGTH:
-        return Violation(
-            index, "seq_starts", f"entry {position} is not below its length {int(block.packed_len[index])}"
-        )
+        return Violation(index, "seq_starts", f"entry {position} is not below its length {length}")
     if code == bin_kernel.MASK_NOT_BINARY:
         return Violation(
             index, "loss_mask", f"is {int(block.loss_mask[index, position])} at position {position}, not 0 or 1"
@@ -293,6 +308,10 @@ def _describe(
         return Violation(index, "loss_mask", f"is not 0 in the padding, at position {position}")
     value = int(block.input_ids[index, position])
     return Violation(index, "input_ids", f"is {value} in the padding, at position {position}, not pad_id {pad_id}")
+
+
+def _first(is_wrong: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(is_wrong))
 
 
 def as_int_array(values: Any, name: str, ndim: int = 1) -> IntArray:

@@ -130,7 +130,7 @@ def convert(
         raise InvalidInputError(f"pack_size is {pack_size}; it must be at least 1")
     found = _find(sources, split)
     for source in found:
-        if source.storage.name == storage.name:
+        if source.storage.name == storage.name and (storage.in_memory or not storage.is_outdated(source.open())):
             raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
     if drop_masks and storage.keeps_masks:
         raise InvalidInputError(f"{storage.name} keeps loss masks, so there are none to drop; leave --drop-masks out")

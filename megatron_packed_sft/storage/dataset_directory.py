@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,15 @@ from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_fi
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, stored_size
 from megatron_packed_sft.disk.file_maps import LazyMaps
+from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
-from megatron_packed_sft.remote.filesystem import child, object_info
+from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
+from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage, storage_named
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
@@ -72,6 +75,8 @@ class DatasetDirectory:
     fingerprint: str
     url: str | None = None
     cache: NodeCache | None = None
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # README.md and what lies beside shards, by path
+    reading: ReadOptions = field(default_factory=ReadOptions)
 
     @property
     def location(self) -> str:
@@ -90,7 +95,10 @@ class DatasetDirectory:
     def open_shard(self, split: str, entry: ShardEntry) -> PackedShard:
         """Open one shard and make sure that it is the one dataset.json means."""
         remote = self.remote_shard(split, entry)
-        return open_listed_shard(self.storage, self.shard_path(split, entry), entry, remote)
+        shard = open_listed_shard(self.storage, self.shard_path(split, entry), entry, remote)
+        if (read_with := getattr(shard, "read_with", None)) is not None:
+            read_with(self.reading)
+        return shard
 
     def entries(self, split: str) -> tuple[ShardEntry, ...]:
         """Return the shards of a split, in order; an unknown split is an error that lists the known ones."""
@@ -162,22 +170,29 @@ def _not_listed(path: Path, problem: str) -> ShardError:
     )
 
 
-def open_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> DatasetDirectory:
+def open_dataset(
+    path: str | os.PathLike[str], cache: NodeCache | None = None, *, verify: str = FIRST_READ, access: str = MMAP
+) -> DatasetDirectory:
     """Open a dataset directory: dataset.json is read and checked, shards are not touched yet.
 
     Args:
         path: of the directory, or its URL.
         cache: where the shards of a URL are fetched to; by default the user's cache.
+        verify, access: how bins of its shards are read; see `ReadOptions`.
     """
+    reading = ReadOptions(verify, access)
     if is_url(path):
         from megatron_packed_sft.remote.node_cache import node_cache
 
         url, cache = os.fspath(path), cache or node_cache()
-        return _parsed(cache.document(child(url, DATASET), MAX_DATASET_BYTES), cache.directory, url, cache)
+        return replace(
+            _parsed(cache.document(child(url, DATASET), MAX_DATASET_BYTES), cache.directory, url, cache),
+            reading=reading,
+        )
     location = local_path(path)
     with CheckedDirectory.open(location) as directory:
         data = directory.read(DATASET, MAX_DATASET_BYTES)
-    return _parsed(data, location, None, None)
+    return replace(_parsed(data, location, None, None), reading=reading)
 
 
 def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> bool:
@@ -192,10 +207,10 @@ def _parsed(data: bytes, location: Path, url: str | None, cache: NodeCache | Non
     file = str(location / DATASET) if url is None else redacted(child(url, DATASET))
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
-    if values.text("format") != FORMAT or values.text("version") != VERSION:
+    kind, version = values.text("format"), values.text("version")
+    if (kind, version) != (FORMAT, VERSION):
         raise UnsupportedFormatError(
-            f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
-            "update megatron_packed_sft"
+            f"{file}: format {kind!r} version {version!r} is not {FORMAT} {VERSION}; update megatron_packed_sft"
         )
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
@@ -210,24 +225,39 @@ def _parsed(data: bytes, location: Path, url: str | None, cache: NodeCache | Non
         if known is not None:
             figures[split] = known
     provenance = values.optional_object("provenance") or {}
-    dataset = DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache)
+    files = _parse_files(values, splits)
+    dataset = DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache, files)
     for split in splits.keys() - figures.keys():  # a dataset.json of the first release: only the shards know
         figures[split] = BinFigures.over([BinFigures.of(shard) for shard in dataset.open_shards(split)])
     return dataset
 
 
+def _parse_files(values: json_document.Fields, splits: Collection[str]) -> Mapping[str, FileRecord]:
+    """Return the records of README.md and of the files beside shards; datasets of earlier releases have none."""
+    listed = values.optional_object("files")
+    if listed is None:
+        return {}
+    for name in listed:
+        if name != CARD and not _is_beside_shards(name, splits):
+            raise values.error("files", f"lists {name[:80]!r}, which is neither {CARD} nor a file beside shards")
+    return json_document.parse_file_records(values, list(listed))[1] or {}
+
+
+def _is_beside_shards(path: str, splits: Collection[str]) -> bool:
+    split, _, name = path.partition("/")
+    return split in splits and _NAME.fullmatch(name) is not None
+
+
 def _parse_split(
     storage: Storage, split: str, description: Any, file: str
 ) -> tuple[tuple[ShardEntry, ...], BinFigures | None]:
-    where = f"{file}: splits.{split[:80]}"
     if not _NAME.fullmatch(split):
-        raise ManifestError(f"{where} is not a plain name; restore the file from the original")
-    if not isinstance(description, dict) or not isinstance(description.get("shards"), list):
+        raise ManifestError(f"{file}: the split {split[:80]!r} is not a plain name; restore the file from the original")
+    where = f"{file}: splits.{split[:80]}"
+    shards = description.get("shards") if isinstance(description, dict) else None
+    if not isinstance(shards, list) or not shards:
         raise ManifestError(f"{where} has no list of shards; restore the file from the original")
-    entries = tuple(
-        _parse_entry(storage, listed, f"{where}.shards[{number}]")
-        for number, listed in enumerate(description["shards"])
-    )
+    entries = tuple(_parse_entry(storage, listed, f"{where}.shards[{number}]") for number, listed in enumerate(shards))
     if len({entry.name for entry in entries}) != len(entries):
         raise ManifestError(f"{where} lists a shard twice; restore the file from the original")
     fields = json_document.Fields(description, where)
@@ -282,7 +312,9 @@ class DatasetWriter(StagedWriter):
     ) -> None:
         self.storage = dataset_storage(storage)
         self._figures: dict[Path, BinFigures] = {}
+        self._elsewhere: dict[Path, ShardEntry] = {}
         self._writers: list[tuple[Path, PackedShardWriter]] = []
+        self._files: dict[str, FileRecord] = {}
         super().__init__(target, overwrite=overwrite)
 
     @property
@@ -308,9 +340,19 @@ class DatasetWriter(StagedWriter):
         self._writers.append((path, writer))
         return writer
 
-    def record(self, path: Path, figures: BinFigures) -> None:
-        """Note the figures of a shard that another process wrote, so that it need not be read again."""
+    def record(self, path: Path, figures: BinFigures, entry: ShardEntry | None = None) -> None:
+        """Note the figures of a shard that another process wrote, so that it need not be read again.
+
+        Args:
+            path: where it is staged.
+            figures: of its bins.
+            entry: of a shard that was sent to an object store and is not here.
+        """
         self._figures[path] = figures
+        if entry is not None:
+            self._elsewhere[path] = entry
+            with os_errors("create", path.parent):
+                path.parent.mkdir(exist_ok=True)
 
     def finalize(self, *, provenance: Mapping[str, Any] | None = None, card: str | None = None) -> DatasetDirectory:
         """List every staged shard in dataset.json and publish.
@@ -337,7 +379,9 @@ class DatasetWriter(StagedWriter):
         if self.storage.name != DEFAULT_STORAGE:
             document["storage"] = self.storage.name
         if card is not None:
-            write_file(self.path / CARD, card.encode())
+            self._write_recorded(CARD, card.encode())
+        if self._files:
+            document["files"] = {name: record._asdict() for name, record in self._files.items()}
         write_file(self.path / DATASET, json_document.render(document))
         with self._closing():
             self._staging.publish()
@@ -347,26 +391,37 @@ class DatasetWriter(StagedWriter):
         """Return what dataset.json says of a split, and write the files that belong beside its shards."""
         storage, folder = self.storage, self.path / split
         with os_errors("list", folder):
-            paths = sorted(path for path in folder.iterdir() if storage.recognises(path))
+            paths = [path for path in folder.iterdir() if storage.recognises(path)]
+        paths = sorted([*paths, *(path for path in self._elsewhere if path.parent == folder)])
         figures = [self._figures.get(path) or storage.figures(storage.open(path)) for path in paths]
         together = BinFigures.over(figures)
         description: dict[str, Any] = {
-            "shards": [_describe_shard(storage, *one) for one in zip(paths, figures, strict=True)],
+            "shards": [
+                _describe_shard(storage, *one, self._elsewhere.get(one[0])) for one in zip(paths, figures, strict=True)
+            ],
             **together.numbers(),
             **{name: _agreed(paths, figures, name) for name in _COMMON},
         }
         if not storage.has_manifest:
             description |= {"vocab_size": together.vocab_size, "pad_id": together.pad_id}
         for name, content in storage.sidecars(together).items():
-            write_file(folder / name, content)
+            self._write_recorded(f"{split}/{name}", content)
         with os_errors("publish", folder):
             fsync_directory(folder)
         return description
 
+    def _write_recorded(self, name: str, content: bytes) -> None:
+        """Write a file that dataset.json vouches for."""
+        write_file(self.path / name, content)
+        self._files[name] = FileRecord(len(content), checksum(content))
 
-def _describe_shard(storage: Storage, path: Path, figures: BinFigures) -> dict[str, Any]:
-    entry = {"name": path.name, "num_bins": figures.num_bins, _checksum_key(storage): storage.checksum(path)}
-    return entry if storage.has_manifest else {**entry, "bytes": stored_size(path)}
+
+def _describe_shard(storage: Storage, path: Path, figures: BinFigures, elsewhere: ShardEntry | None) -> dict[str, Any]:
+    if elsewhere is None:
+        num_bytes = None if storage.has_manifest else stored_size(path)
+        elsewhere = ShardEntry(path.name, figures.num_bins, storage.checksum(path), num_bytes)
+    entry = {"name": path.name, "num_bins": figures.num_bins, _checksum_key(storage): elsewhere.checksum}
+    return entry if storage.has_manifest else {**entry, "bytes": elsewhere.num_bytes}
 
 
 def _checksum_key(storage: Storage) -> str:

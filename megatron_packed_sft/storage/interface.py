@@ -130,6 +130,10 @@ class Storage(abc.ABC):
         """Return about how many bytes bins take on disk."""
         return num_tokens * 5
 
+    def is_outdated(self, shard: PackedShard) -> bool:
+        """Return whether an open shard lacks something that its writer would write now."""
+        return False
+
     def figures(self, shard: PackedShard) -> BinFigures:
         """Return what is known of all bins of an open shard."""
         return BinFigures.of(shard)

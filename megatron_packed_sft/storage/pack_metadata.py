@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.support.paths import local_path
 
 FILE_NAME = "metadata.json"
 _NEEDED = ("dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen")
@@ -49,6 +50,7 @@ class PackMetadata:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackMetadata:
         """Read Bridge's JSON file: a list of such objects (the last one counts), or one."""
+        local_path(path, "pack_metadata_file_path")  # refuses a URL
         with os_errors("read", path), open(path, encoding="utf-8") as file:
             try:
                 document = json.load(file)

@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
+from megatron_packed_sft.disk.checksum import checksum
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
+from megatron_packed_sft.remote.copies import copy_of, kept_copy
 from megatron_packed_sft.remote.downloads import Contents
-from megatron_packed_sft.remote.filesystem import child, object_info, read_object
+from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
+from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.registry import storage_named
@@ -72,9 +74,6 @@ class RemoteShard:
         return {name: value for name, value in self.__dict__.items() if name != "item"}
 
 
-_HELD: dict[str, Hold] = {}  # copies whose paths were handed out: they stay until this process ends
-
-
 def local_copy(url: str, cache: NodeCache | None = None) -> Path:
     """Return the local path of a single shard or file of an object store: fetched, checked and kept from now on.
 
@@ -86,15 +85,12 @@ def local_copy(url: str, cache: NodeCache | None = None) -> Path:
         shard = RemoteShard(
             storage_named("memmap_v1"), url, checksum(data), None, url, cache.directory, cache.asked_size
         )
-        item = shard.item
-    else:
-        info = object_info(url)
-        if info is None:
-            raise InvalidInputError(f"{redacted(url)} is not a dataset, shard or file; check the URL")
-        contents = Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM)
-        item = CacheItem(url, f"{info.size} {info.tag}", lambda: contents, url)
-    hold = _HELD[item.key] = cache.hold(item)
-    return hold.path
+        return kept_copy(shard.item, cache)
+    if object_info(url) is None:
+        if any(letter in url for letter in "*?["):
+            raise InvalidInputError(f"{redacted(url)} is a pattern, and those work with local paths; name each URL")
+        raise InvalidInputError(f"{redacted(url)} is not a dataset, shard or file; check the URL")
+    return copy_of(url, cache)
 
 
 def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: Callable[[], object]) -> tuple[int, int]:

@@ -16,10 +16,15 @@ from typing import get_args
 import numpy as np
 
 from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import stored_size
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, stored_size
+from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.remote.downloads import Contents, download
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline
+from megatron_packed_sft.remote.uploads import scratch_directory
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
@@ -60,38 +65,41 @@ def validate(
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
     if is_url(path):
-        return _validate_url(os.fspath(path), ValidationReport("", level, max_findings=max_findings), progress)
+        report = ValidationReport("", level, max_findings=max_findings)
+        return _validate_url(os.fspath(path), report, progress, stream)
     location = indexed_path(local_path(path))
     report = ValidationReport(str(location), level, max_findings=max_findings)
     with Progress("validate", None, "B", quiet=not progress) as bar:
         if os.path.lexists(location / DATASET):
-            _refuse_stream_options(location, [], stream)
+            _configured([], str(location), stream)
             _validate_dataset(location, report, bar)
         else:
-            shards = _shards_at(location)
-            _refuse_stream_options(location, shards, stream)
-            for shard, storage in shards:
-                configured = type(storage)(stream) if isinstance(storage, _STREAMED) else storage
-                _validate_shard(configured, shard, report, bar)
+            for shard, storage in _configured(_shards_at(location), str(location), stream):
+                _validate_shard(storage, shard, report, bar)
     return report
 
 
-def _validate_url(url: str, report: ValidationReport, progress: bool) -> ValidationReport:
+def _validate_url(url: str, report: ValidationReport, progress: bool, stream: StreamOptions | None) -> ValidationReport:
     """Check data in a store by its outline, and whole shards where their bytes count."""
+    info = object_info(url)
+    if info is not None:
+        with scratch_directory() as scratch, Progress("validate", None, "B", quiet=not progress) as bar:
+            path = scratch / base_name(url)
+            download(url, Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM), path)
+            for shard, storage in _configured(_shards_at(path, redacted(url)), redacted(url), stream):
+                _validate_shard(storage, shard, report, bar)
+            report.rename(redacted(url), lambda text: text.replace(str(path), redacted(url)))
+        return report
     with Outline.of(url) as outline, Progress("validate", None, "B", quiet=not progress) as bar:
         report.path = str(outline.path)
         if (outline.path / DATASET).exists():
+            _configured([], redacted(url), stream)
             _validate_dataset(outline.path, report, bar, outline)
         else:
-            for shard, storage in _shards_at(outline.path):
+            for shard, storage in _configured(_shards_at(outline.path), redacted(url), stream):
                 with _bytes_of(outline, storage, shard, report):
                     _validate_shard(storage, shard, report, bar)
-        report.path = redacted(url)
-        report.findings = [
-            replace(one, file=outline.at_home(one.file), message=outline.at_home(one.message))
-            for one in report.findings
-        ]
-        report.notes = [outline.at_home(note) for note in report.notes]
+        report.rename(redacted(url), outline.at_home)
     return report
 
 
@@ -99,15 +107,19 @@ def _bytes_of(
     outline: Outline | None, storage: Storage, path: Path, report: ValidationReport
 ) -> contextlib.AbstractContextManager[object]:
     """Return a context in which a shard has all the bytes that its check reads."""
-    if outline is None or path == outline.path or (report.level == "structure" and storage.has_manifest):
+    if outline is None or (report.level == "structure" and storage.has_manifest):
         return contextlib.nullcontext()
-    return outline.whole(path.relative_to(outline.path).as_posix())
+    return outline.whole("" if path == outline.path else path.relative_to(outline.path).as_posix())
 
 
-def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], options: StreamOptions | None) -> None:
-    """Refuse what is said about a token stream where there is none: it would be ignored in silence."""
+def _configured(
+    shards: list[tuple[Path, Storage]], location: str, options: StreamOptions | None
+) -> list[tuple[Path, Storage]]:
+    """Tell token streams how to be read; options where there is none are refused: they would be ignored in silence."""
     if options is None or any(isinstance(storage, _STREAMED) for _, storage in shards):
-        return
+        return [
+            (path, type(storage)(options) if isinstance(storage, _STREAMED) else storage) for path, storage in shards
+        ]
     defaults = StreamOptions()
     named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
     raise InvalidInputError(
@@ -116,7 +128,7 @@ def _refuse_stream_options(location: Path, shards: list[tuple[Path, Storage]], o
     )
 
 
-def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
+def _shards_at(location: Path, shown: str = "") -> list[tuple[Path, Storage]]:
     if not os.path.lexists(location):
         raise InvalidInputError(f"{location} does not exist; check the path")
     storage = storage_of(location)
@@ -126,7 +138,7 @@ def _shards_at(location: Path) -> list[tuple[Path, Storage]]:
         found = shards_inside(location)
     if not found:
         raise InvalidInputError(
-            f"{location} is not packed data: it holds no {DATASET} and no shard of a known storage "
+            f"{shown or location} is not packed data: it holds no {DATASET} and no shard of a known storage "
             f"({', '.join(STORAGES.names())}); check the path"
         )
     return found
@@ -139,12 +151,15 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, o
         report.add(Finding(DATASET, str(error)))
         return
     report.add_strangers(location, {DATASET, CARD, *dataset.splits})
+    _validate_files(dataset, report, outline)
     for split, entries in dataset.splits.items():
+        _name_link(location / split, report)
         expected = {entry.name for entry in entries} | set(dataset.storage.sidecars(dataset.figures[split]))
         report.add_strangers(location / split, expected)
         figures = []
         for entry in entries:
             path = dataset.shard_path(split, entry)
+            _name_link(path, report)
             with _bytes_of(outline, dataset.storage, path, report):
                 try:
                     shard = dataset.open_shard(split, entry)
@@ -156,6 +171,30 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, o
                 figures.append(found)
         if len(figures) == len(entries):
             _compare_split_totals(dataset, split, BinFigures.over(figures), report)
+
+
+def _validate_files(dataset: DatasetDirectory, report: ValidationReport, outline: Outline | None) -> None:
+    """Compare README.md and what lies beside shards with what dataset.json says of them."""
+    for name, record in dataset.files.items():
+        path = dataset.path / name
+        if _name_link(path, report):
+            continue
+        if not path.is_file():
+            report.add(Finding(str(path), "is missing or not a file; copy the dataset again"))
+            continue
+        is_read = report.level == "full" and stored_size(path) == record.bytes
+        with outline.whole(name) if is_read and outline is not None else contextlib.nullcontext():
+            if stored_size(path) != record.bytes or (is_read and file_checksum(path) != record.checksum):
+                report.add(Finding(str(path), f"was changed: it is not the file that {DATASET} lists; restore it"))
+
+
+def _name_link(path: Path, report: ValidationReport) -> bool:
+    """Add a finding for a part of a dataset that lies elsewhere: it is not copied with it, and changes without it."""
+    if not path.is_symlink():
+        return False
+    message = f"is a symbolic link to {os.readlink(path)}; what is in a dataset must be its own, so copy it there"
+    report.add(Finding(str(path), message))
+    return True
 
 
 def _validate_shard(

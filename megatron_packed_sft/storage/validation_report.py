@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,12 @@ class ValidationReport:
         for name in names:
             if name not in expected:
                 self.add(Finding(str(directory / name), "is not part of the dataset"))
+
+    def rename(self, path: str, at_home: Callable[[str], str]) -> None:
+        """Speak of the place that the data came from, and not of a copy that was looked at."""
+        self.path = path
+        self.findings = [replace(one, file=at_home(one.file), message=at_home(one.message)) for one in self.findings]
+        self.notes = [at_home(note) for note in self.notes]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, as `packed-sft validate --json` prints it."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_packed_sft import MemmapShard, PackedBin, open_shard
 from megatron_packed_sft.data.batch.collate import collate, widen
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
-from megatron_packed_sft.data.batch.located_bins import LocatedBins, locate_in_samples, locate_in_shard
+from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shard, locate_in_shards
 from tests.packed_bins import bins, make_bins, write_shard
 
 EOS = 3
@@ -158,9 +158,8 @@ def test_every_way_into_a_batch_gives_the_same_batch(tmp_path: Path, contract: s
     assert_equal(collate([locate_in_shard(large, np.array(order))], 4, chosen), expected)
     mixed = [locate_in_shard(large, [0, 3], [1, 3]), locate_in_shard(small, [11, 7], [2, 0])]
     assert_equal(collate(mixed, 4, chosen), expected)
-    one = locate_in_shard(large, order)
-    writable = LocatedBins(*(array.copy() for array in one[:4]), one.origin)  # type: ignore[misc]
-    assert_equal(collate([writable], 4, chosen), expected)
+    together = locate_in_shards([large, small], [1, 0, 1, 0], order)
+    assert_equal(collate([together], 4, chosen), expected)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)

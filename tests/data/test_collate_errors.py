@@ -14,8 +14,8 @@ from megatron_packed_sft import MemmapShard, open_shard
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
-    NUM_FIELDS,
-    LocatedBins,
+    BinsInArrays,
+    locate,
     locate_in_arrays,
     locate_in_samples,
     locate_in_shard,
@@ -118,9 +118,7 @@ def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    table=st.lists(
-        st.one_of(st.integers(-2, 12), st.integers(-(2**63), 2**63 - 1)), min_size=NUM_FIELDS, max_size=NUM_FIELDS
-    ),
+    table=st.lists(st.one_of(st.integers(-2, 12), st.integers(-(2**63), 2**63 - 1)), min_size=7, max_size=7),
     starts=st.lists(st.one_of(st.integers(0, 10), st.integers(0, 2**32 - 1)), min_size=1, max_size=4),
     contract=st.sampled_from(sorted(CONTRACTS)),
 )
@@ -131,13 +129,14 @@ def overwrite(shard: MemmapShard, name: str, index: int, value: int) -> None:
 def test_no_table_of_bins_reads_outside_its_arrays(table: list[int], starts: list[int], contract: str) -> None:
     # Only our errors, never a crash: the kernel must check each number before it uses it.
     ids, mask = np.arange(10, dtype=np.int32), np.ones(10, np.uint8)
-    located = LocatedBins(ids, mask, np.array(starts, np.uint32), np.array(table, np.int64)[:, None], "hostile")
+    found = BinsInArrays(*np.array(table, np.int64)[:, None])
     try:
+        located = locate(found, ids, mask, np.array(starts, np.uint32), "hostile")
         batch = collate([located], 1, options(contract))
     except PackedSFTError:
         return
-    found = batch["input_ids" if contract == "hf" else "tokens"].flatten().tolist()
-    assert all(0 <= token < 10 for token in found)
+    tokens = batch["input_ids" if contract == "hf" else "tokens"].flatten().tolist()
+    assert all(0 <= token < 10 for token in tokens)
 
 
 def test_options_that_make_no_sense_are_refused() -> None:

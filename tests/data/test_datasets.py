@@ -16,12 +16,18 @@ import torch
 from megatron_packed_sft import (
     DatasetWriter,
     LegacyPickleWriter,
+    LegacyShard,
     MemmapShardWriter,
     PackedBin,
     PackedLoader,
+    ParquetShard,
+    TokenStreamDataset,
     convert,
     create_shard_writer,
     open_shard,
+    open_token_stream,
+    train_sentencepiece,
+    write_sample_data,
 )
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -33,9 +39,9 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.tokens.materialize import materialize_shards
+from megatron_packed_sft.storage.pack_metadata import PackMetadata
+from megatron_packed_sft.tokens.shards import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
-from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import make_bins, write_shard
 from tests.tokens.test_store import make_sequences, write_store
@@ -363,16 +369,20 @@ URL = "s3://bucket/x"
         lambda: GPTSFTPackedMemmapDataset(URL, EOS),
         lambda: GPTSFTPackedMultiShardDataset([URL], EOS),
         lambda: GPTSFTPackedDataset(URL, EOS),
-        lambda: GPTSFTPlannedDataset(URL, "plan.npz", EOS),
         lambda: MemmapShardWriter(URL, 1, 8),
         lambda: LegacyPickleWriter(URL),
         lambda: create_shard_writer("parquet", URL, num_bins=1, pack_size=8),
         lambda: DatasetWriter(URL),
         lambda: open_shard(URL),
-        lambda: open_token_store(URL),
         lambda: publish_store(URL),
         lambda: TokenPartWriter(part_path(URL, 0), vocab_size=10),
-        lambda: validate_token_store(URL),
+        lambda: LegacyShard(URL),
+        lambda: ParquetShard(URL),
+        lambda: open_token_stream(URL),
+        lambda: TokenStreamDataset(URL),
+        lambda: PackMetadata.load(URL),
+        lambda: train_sentencepiece(["a"], URL),
+        lambda: write_sample_data(URL),
         lambda: materialize_shards(pack([3, 4], pack_size=8), open_token_store("store"), [URL]),
     ],
 )

@@ -22,8 +22,8 @@ from megatron_packed_sft import (
     create_sft_dataset,
     doc_ids_from_boundaries,
 )
+from megatron_packed_sft.disk import file_sizes
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StateMismatchError
-from megatron_packed_sft.storage.token_stream import flat_file
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
 from tests.storage.test_token_stream import write_stream
@@ -345,12 +345,12 @@ def test_a_file_that_is_cut_while_training_ends_the_loop_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_stream(tmp_path, [50_000], vocab=VOCAB)
-    monkeypatch.setattr(flat_file, "_SECONDS_BETWEEN_LOOKS", -1.0)
+    monkeypatch.setattr(file_sizes, "_SECONDS_BETWEEN_LOOKS", -1.0)
     dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
     batches = iter(PackedLoader(dataset, shuffle=True, global_batch_size=4, num_epochs=None, prefetch=0))
     next(batches)
     os.truncate(tmp_path / "shard_00000.npy", 4096)
-    with pytest.raises(ShardChangedError, match=r"shard_00000.npy has 4,096 bytes and had 100,128 when its stream was"):
+    with pytest.raises(ShardChangedError, match=r"shard_00000.npy has 4,096 bytes and had 100,128 when it was opened"):
         next(batches)
 
 

@@ -68,12 +68,28 @@ def weights() -> np.ndarray:
     return result
 
 
-def full(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
+def bin_checksums(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """The array of version 1.1: bin by bin, one column for each large array and one for the index."""
+    result = []
+    for row, length in enumerate(parts["packed_len.npy"].tolist()):
+        first, last = parts["seq_offsets.npy"][row : row + 2].tolist()
+        index = np.array([length, first, last, *parts["seq_starts.npy"][first:last]], "<u4")
+        covered = [parts["input_ids.npy"][row, :length], parts["loss_mask.npy"][row, :length], index]
+        if "loss_weights.npy" in parts:
+            covered.append(parts["loss_weights.npy"][row, :length])
+        result.append([xxhash.xxh3_64_intdigest(one.tobytes()) for one in covered])
+    return np.array(result, "<u8")
+
+
+def full(path: Path, id_dtype: str, *, weighted: bool = False, checksummed: bool = False) -> None:
     """As docs/format.md describes it: padded headers, checksums, all keys."""
     path.mkdir()
     files = {}
-    for name, array in {**arrays(id_dtype, PAD_ID), **({"loss_weights.npy": weights()} if weighted else {})}.items():
-        size = 4096 if array.ndim == 2 else 128
+    parts = {**arrays(id_dtype, PAD_ID), **({"loss_weights.npy": weights()} if weighted else {})}
+    if checksummed:
+        parts["bin_checksums.npy"] = bin_checksums(parts)
+    for name, array in parts.items():
+        size = 4096 if array.ndim == 2 and name != "bin_checksums.npy" else 128
         shape = str(array.shape)
         text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
         header = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little") + text.ljust(size - 11).encode() + b"\n"
@@ -107,6 +123,8 @@ def full(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
     }
     if weighted:
         manifest |= {"version": "1.1", "loss_weights_dtype": "<f4", "sum_loss_weights": 6.0}
+    if checksummed:
+        manifest |= {"version": "1.1", "bin_checksum_algorithm": "xxh3_64"}
 
     def rendered() -> bytes:
         lines = [f"{json.dumps(key)}: {json.dumps(manifest[key], sort_keys=True)}" for key in sorted(manifest)]
@@ -122,6 +140,8 @@ if __name__ == "__main__":
         "memmap_1_0_u2": partial(full, id_dtype="<u2"),
         "memmap_1_0_i4": partial(full, id_dtype="<i4"),
         "memmap_1_1_weighted": partial(full, id_dtype="<u2", weighted=True),
+        "memmap_1_1_checksums": partial(full, id_dtype="<i4", checksummed=True),
+        "memmap_1_1_weighted_checksums": partial(full, id_dtype="<u2", weighted=True, checksummed=True),
     }.items():
         if not (HERE / name).exists():
             make(HERE / name)

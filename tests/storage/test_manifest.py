@@ -36,7 +36,7 @@ def test_the_manifest_holds_every_key_of_the_format(tmp_path: Path) -> None:
         *("version", "format", "num_bins", "pack_size", "dtype", "loss_mask_dtype", "index_dtype", "bins_written"),
         *("files", "checksum_algorithm", "num_sequences", "num_tokens", "num_loss_tokens", "max_seqs_per_bin"),
         *("max_seq_len", "min_packed_len", "pad_id", "vocab_size", "tokenizer", "chat_template_fingerprint"),
-        *("plan_fingerprint", "pad_seq_to_mult", "created_by", "self_checksum"),
+        *("plan_fingerprint", "pad_seq_to_mult", "created_by", "self_checksum", "bin_checksum_algorithm"),
     }
 
 

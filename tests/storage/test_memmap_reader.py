@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import pickle
 import threading
 import warnings
@@ -18,7 +17,8 @@ import torch
 from megatron_packed_sft import MemmapShard, open_shard
 from megatron_packed_sft.disk import file_maps as mapping
 from megatron_packed_sft.errors import ShardError, ShardFileError
-from tests.packed_bins import assert_same_bins, make_bins, write_shard
+from tests.open_files import mapped_files, open_files
+from tests.packed_bins import assert_same_bins, make_bins, write_seed_shard, write_shard
 
 ROWS = make_bins(12, 64, seed=5)
 
@@ -31,17 +31,12 @@ def shard(tmp_path: Path) -> MemmapShard:
     return opened
 
 
-def maps_of(path: Path) -> int:
-    return Path("/proc/self/maps").read_text().count(str(path))
-
-
 def test_nothing_is_mapped_before_the_first_read_and_no_descriptor_stays_open(shard: MemmapShard) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     assert len(shard) == 12
-    assert maps_of(shard.path) == 0
+    assert len(mapped_files(shard.path)) == 0
     row = shard[3]
-    assert maps_of(shard.path) == 5
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(mapped_files(shard.path)) == 6
+    assert open_files(shard.path) == []
     shard.unmap()
     np.testing.assert_array_equal(row.input_ids, ROWS[3].input_ids)
 
@@ -50,10 +45,10 @@ def test_maps_vanish_with_the_last_array(shard: MemmapShard) -> None:
     row = shard[0]
     shard.unmap()
     gc.collect()
-    assert maps_of(shard.path) == 3  # input_ids, loss_mask and seq_starts are held by the row
+    assert len(mapped_files(shard.path)) == 3  # input_ids, loss_mask and seq_starts are held by the row
     del row
     gc.collect()
-    assert maps_of(shard.path) == 0
+    assert len(mapped_files(shard.path)) == 0
 
 
 def test_arrays_are_read_only_and_cannot_be_made_writable(shard: MemmapShard) -> None:
@@ -154,7 +149,7 @@ def test_the_pool_keeps_the_number_of_maps_bounded(tmp_path: Path, monkeypatch: 
     for _ in range(2):
         for number, one in enumerate(shards):
             assert_same_bins(one, make_bins(2, 8, seed=number))
-            assert maps_of(tmp_path) <= 3 * 5
+            assert len(mapped_files(tmp_path)) <= 3 * 6
 
 
 def test_the_pool_prefers_to_keep_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +189,16 @@ def test_a_damaged_index_is_an_error_and_not_a_wrong_row(tmp_path: Path) -> None
         array.flush()
         with pytest.raises(ShardFileError, match=f"{name}.npy is damaged at bin 0|seq_.*damaged at bin 0"):
             open_shard(path)[0]
+
+
+def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
+    write_seed_shard(tmp_path / "shard", ROWS, 64)
+    for name in ("input_ids.npy", "packed_len.npy", "seq_offsets.npy", "seq_starts.npy"):
+        data = (tmp_path / "shard" / name).read_bytes()
+        size = int.from_bytes(data[8:10], "little")
+        header = data[10 : 10 + size].rstrip(b"\n") + b" \n"  # a valid .npy file whose numbers lie at odd addresses
+        (tmp_path / "shard" / name).write_bytes(
+            data[:8] + len(header).to_bytes(2, "little") + header + data[10 + size :]
+        )
+    shard = open_shard(tmp_path / "shard")
+    assert_same_bins(shard, ROWS)

@@ -29,6 +29,7 @@ from megatron_packed_sft import (
     storage_names,
     validate,
 )
+from megatron_packed_sft.disk import file_sizes
 from megatron_packed_sft.errors import (
     InvalidInputError,
     ManifestError,
@@ -40,8 +41,8 @@ from megatron_packed_sft.errors import (
 from megatron_packed_sft.storage.bins import find_violations
 from megatron_packed_sft.storage.blocks import block_of
 from megatron_packed_sft.storage.registry import storage_of
-from megatron_packed_sft.storage.token_stream import flat_file
 from megatron_packed_sft.storage.token_stream.metadata import parse_dtype
+from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
 from tests.tokens.test_store import make_sequences, write_store
 
@@ -340,14 +341,14 @@ def test_an_id_that_32_bits_cannot_hold_is_an_error_without_a_vocabulary(tmp_pat
 def test_a_file_that_is_cut_or_removed_while_it_is_read_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(file_sizes, "_SECONDS_BETWEEN_LOOKS", -1.0)
     write_stream(tmp_path, [40_000, 40_000])
     stream = open_token_stream(tmp_path, StreamOptions(seq_length=8))
     assert stream.window(0).size == 9  # the first file is mapped now
-    monkeypatch.setattr(flat_file, "_SECONDS_BETWEEN_LOOKS", -1.0)
     assert stream.window(4000).size == 9
     os.truncate(tmp_path / "shard_00000.npy", 5000)
     for index in (0, 4000):
-        with pytest.raises(ShardChangedError, match=r"has 5,000 bytes and had 80,128 when its stream was opened; put"):
+        with pytest.raises(ShardChangedError, match=r"has 5,000 bytes and had 80,128 when it was opened; put"):
             stream.window(index)
     os.remove(tmp_path / "shard_00001.npy")
     with pytest.raises(ShardFileError, match=r"shard_00001.npy is missing, although it was there when its stream"):
@@ -355,10 +356,10 @@ def test_a_file_that_is_cut_or_removed_while_it_is_read_is_one_sentence(
 
 
 def test_a_mapped_file_that_is_removed_or_replaced_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sizes, "_SECONDS_BETWEEN_LOOKS", -1.0)
     [tokens] = write_stream(tmp_path, [400])
     stream = open_token_stream(tmp_path, StreamOptions(seq_length=8))
     stream.window(0)
-    monkeypatch.setattr(flat_file, "_SECONDS_BETWEEN_LOOKS", -1.0)
     path = tmp_path / "shard_00000.npy"
     np.save(tmp_path / "other.npy", np.zeros(10, np.uint16))
     os.replace(tmp_path / "other.npy", path)
@@ -395,12 +396,11 @@ def test_thousands_of_files_are_opened_without_mapping_one_and_without_holding_d
     write_stream(tmp_path, [100])
     for number in range(1, 3000):
         os.link(tmp_path / "shard_00000.npy", tmp_path / f"shard_{number:05d}.npy")
-    before = len(os.listdir("/proc/self/fd"))
     stream = open_token_stream(tmp_path, StreamOptions(seq_length=8))
     assert len(stream) == 3000 * 12
     assert all(file._arrays is None for file in stream.files)
     stream.gather(list(range(0, 36_000, 12)))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path) == []
     assert sum(file._arrays is not None for file in stream.files) <= 1024
 
 

@@ -184,3 +184,65 @@ def test_a_file_that_is_read_whole_is_opened_once(
     monkeypatch.setattr(kind, "open", lambda self, path: opened.append(path) or real(self, path))
     assert validate(tmp_path / "dataset").ok
     assert len(opened) == 1
+
+
+def edit_dataset(path: Path, **changes: object) -> None:
+    """Change keys of a dataset.json, with a checksum that fits; None removes one."""
+    document = json.loads((path / "dataset.json").read_text()) | changes
+    document = {key: value for key, value in document.items() if value is not None}
+    (path / "dataset.json").write_bytes(json_document.render(document))
+
+
+@pytest.mark.parametrize("storage", ["memmap_v1", "legacy"])
+def test_every_bit_of_the_card_and_of_files_beside_shards_is_covered(storage: str, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "dataset", storage=storage) as dataset:
+        with dataset.shard_writer("train", 0, num_bins=1, pack_size=16) as writer:
+            writer.write_bin(0, *ROWS[0])
+            writer.finalize()
+        dataset.finalize(card="# Card\n")
+    assert validate(tmp_path / "dataset").ok
+    names = ["README.md"] if storage == "memmap_v1" else ["README.md", "train/metadata.json"]
+    for name in names:
+        path = tmp_path / "dataset" / name
+        content = path.read_bytes()
+        for place in range(len(content)):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            [finding] = validate(tmp_path / "dataset").findings
+            assert finding.file == str(path)
+            assert "was changed: it is not the file that dataset.json lists" in finding.message
+        path.write_bytes(content + b" ")
+        assert len(validate(tmp_path / "dataset", level="structure").findings) == 1
+        path.unlink()
+        [finding] = validate(tmp_path / "dataset", level="structure").findings
+        assert (finding.file, finding.message[:10]) == (str(path), "is missing")
+        path.write_bytes(content)
+
+
+def test_a_dataset_of_an_earlier_release_has_no_checksum_of_its_card(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "dataset")
+    edit_dataset(tmp_path / "dataset", files=None)
+    (tmp_path / "dataset" / "README.md").write_text("edited")
+    assert validate(tmp_path / "dataset").ok
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "train/../../secret", "train/", "other/x", "x.html"])
+def test_a_dataset_that_lists_files_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "dataset")
+    edit_dataset(tmp_path / "dataset", files={name: {"bytes": 0, "checksum": 32 * "0"}})
+    [finding] = validate(tmp_path / "dataset").findings
+    assert f"files lists {name!r}, which is neither README.md nor a file beside shards" in finding.message
+
+
+@pytest.mark.parametrize("name", ["train/shard_000001", "validation", "README.md"])
+def test_a_part_of_a_dataset_that_lies_elsewhere_is_named_and_a_linked_dataset_is_fine(
+    name: str, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "dataset")
+    (tmp_path / "link").symlink_to("dataset")
+    assert validate(tmp_path / "link").ok
+    (tmp_path / "dataset" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "dataset" / name).symlink_to(tmp_path / "elsewhere")
+    for level in ("structure", "full"):
+        [finding] = validate(tmp_path / "dataset", level=level).findings  # type: ignore[arg-type]
+        assert finding.file == str(tmp_path / "dataset" / name)
+        assert f"is a symbolic link to {tmp_path}/elsewhere; what is in a dataset must be its own" in finding.message

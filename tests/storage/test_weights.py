@@ -74,7 +74,7 @@ def test_the_manifest_says_what_a_reader_must_know(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "shard" / "manifest.json").read_text())
     assert (document["version"], document["loss_weights_dtype"]) == ("1.1", "<f4")
     assert document["sum_loss_weights"] == sum(float(one.loss_mask.sum(dtype=np.float64)) for one in MIXED)
-    assert sorted(document["files"]) == sorted([*layout.ARRAY_FILES, "loss_weights.npy"])
+    assert sorted(document["files"]) == sorted([*layout.ARRAY_FILES, "loss_weights.npy", "bin_checksums.npy"])
     assert manifest.num_loss_tokens == sum(int((one.loss_mask > 0).sum()) for one in MIXED)
     assert manifest.figures.has_weights
 
@@ -92,9 +92,11 @@ def edit_manifest(path: Path, **changes: object) -> None:
             UnsupportedFormatError,
             "version is '1.2'; this release reads '1.0' and '1.1', so",
         ),
-        ({"version": "1.0"}, UnsupportedFormatError, "version is '1.0', but loss_weights_dtype is '<f4' and not None"),
-        ({"loss_weights_dtype": "<f8"}, UnsupportedFormatError, "loss_weights_dtype is '<f8' and not '<f4'"),
-        ({"loss_weights_dtype": None, "version": "1.0"}, PackedSFTError, "files must list exactly"),
+        ({"version": "1.0"}, UnsupportedFormatError, "version is '1.0', but loss_weights_dtype, which came with"),
+        ({"loss_weights_dtype": "<f8"}, UnsupportedFormatError, "loss_weights_dtype is '<f8', not '<f4'"),
+        ({"bin_checksum_algorithm": "crc32"}, UnsupportedFormatError, "algorithm is 'crc32', not 'xxh3_64'"),
+        ({"bin_checksum_algorithm": None}, PackedSFTError, "files must list exactly.*'bin_checksums.npy' is wrong"),
+        ({"loss_weights_dtype": None}, PackedSFTError, "files must list exactly.*'loss_weights.npy' is wrong"),
         ({"sum_loss_weights": -1.0}, PackedSFTError, "sum_loss_weights is -1.0, not a decimal number"),
         ({"sum_loss_weights": "many"}, PackedSFTError, "sum_loss_weights is 'many'"),
     ],
@@ -113,7 +115,7 @@ def test_a_reader_of_version_1_0_refuses_the_shard_instead_of_training_it_unweig
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shard(tmp_path / "shard", MIXED, 16)
-    monkeypatch.setattr(layout, "WEIGHTED_VERSION", layout.VERSION)  # all that such a reader knows
+    monkeypatch.setattr(layout, "VERSION", layout.FIRST_VERSION)  # all that such a reader knows
     with pytest.raises(UnsupportedFormatError, match=r"version is '1.1'.*update megatron_packed_sft"):
         open_shard(tmp_path / "shard")
 

@@ -1,4 +1,4 @@
-"""Bins become a batch: measure first, then one call of the compiled kernel per shard, then the consumer's names.
+"""Bins become a batch: measure first, then one call of the compiled kernel, then the consumer's names.
 
     located bins ─ measure ─▶ B, L, K ─ allocate ─▶ arrays ─ fill (kernel) ─▶ arrays ─ contract ─▶ dict
 
@@ -20,17 +20,16 @@ from megatron_packed_sft.data.batch import collate_kernel
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, LOSSES, Batch, CollatedBins, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
     BAD_BATCH_INDEX,
-    BAD_LENGTH,
-    BAD_OFFSETS,
     BATCH_INDEX,
     BIN,
-    FIRST_SEQUENCE,
     LENGTH,
+    NUM_SEQUENCES,
     OK,
-    SEQUENCES_END,
+    WEIGHTS,
     LocatedBins,
     damaged_bin,
 )
+from megatron_packed_sft.disk.span_checksums import hash_function
 from megatron_packed_sft.errors import InvalidInputError
 
 _NO_OFFSETS = np.empty((2, 0), np.int64)
@@ -105,18 +104,12 @@ def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], l
     # Lists: for the few numbers of a batch they are quicker than arrays, and their integers do not overflow.
     token_count, num_sequences = [0] * batch_size, [0] * batch_size
     for located in bins:
-        num_ids, num_starts = min(located.flat_ids.size, located.flat_mask.size), located.seq_starts.size
-        if located.flat_weights.size:
-            num_ids = min(num_ids, located.flat_weights.size)
-        for column, (start, length, first, end, index, _, _) in enumerate(located.table.T.tolist()):
+        lengths, counts, indices = located.table[LENGTH : BATCH_INDEX + 1].tolist()  # with what lies in between
+        for column, index in enumerate(indices):
             if not 0 <= index < batch_size or num_sequences[index]:
                 raise damaged_bin(located, column, BAD_BATCH_INDEX)
-            if not 0 <= start < start + length <= num_ids:
-                raise damaged_bin(located, column, BAD_LENGTH)
-            if not 0 <= first < end <= num_starts or end - first > length:
-                raise damaged_bin(located, column, BAD_OFFSETS)
-            token_count[index] = length - end + first
-            num_sequences[index] = end - first
+            token_count[index] = lengths[column] - counts[column]
+            num_sequences[index] = counts[column]
     if batch_size < 1 or 0 in num_sequences:
         num_bins = sum(located.table.shape[1] for located in bins)
         raise InvalidInputError(f"a batch of {batch_size} got {num_bins} bins; give one for each batch index")
@@ -125,10 +118,11 @@ def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], l
 
 def _refuse_weights(bins: Sequence[LocatedBins]) -> None:
     for located in bins:
-        if located.flat_weights.size:
+        if located.table[WEIGHTS].any():
+            column = int(located.table[WEIGHTS].argmax())
             raise InvalidInputError(
-                f"{located.origin} has weights of the loss, which this batch would lose; set weighted=True, or open "
-                "the data with create_sft_dataset"
+                f"{located.origin(column)} has weights of the loss, which this batch would lose; set weighted=True, or "
+                "open the data with create_sft_dataset"
             )
 
 
@@ -190,32 +184,37 @@ def _fill(bins: Sequence[LocatedBins], shape: _Shape, token_count: list[int], op
     if options.return_doc_ids or (contract.masks_sequences and not options.return_cu_seqlen):
         doc_ids = np.empty((num_rows, length), np.int32)
     keeps_eos_loss = contract.keeps_eos_loss if options.answer_only_loss else contract.keeps_all_eos_loss
-    for located in bins:
-        code, column = collate_kernel.fill(
-            located.flat_ids,
-            located.flat_mask,
-            located.flat_weights,
-            located.seq_starts,
-            located.table,
-            shape.offsets,
-            ids,
-            loss_mask,
-            denominators,
-            boundaries,
-            longest,
-            padding_mask,
-            doc_ids,
-            options.eos_id,
-            keeps_eos_loss,
-            not options.answer_only_loss,
-            options.pad_seq_to_mult > 1,
-            options.loss != LOSSES[0],
-        )
-        if code != OK:
-            raise damaged_bin(located, column, code)
+    code, column = collate_kernel.fill(
+        hash_function(),
+        bins[0].table if len(bins) == 1 else np.concatenate([located.table for located in bins], axis=1),
+        shape.offsets,
+        ids,
+        loss_mask,
+        denominators,
+        boundaries,
+        longest,
+        padding_mask,
+        doc_ids,
+        options.eos_id,
+        keeps_eos_loss,
+        not options.answer_only_loss,
+        options.pad_seq_to_mult > 1,
+        options.loss != LOSSES[0],
+    )
+    if code != OK:
+        raise damaged_bin(*_located_at(bins, column), code)
     return CollatedBins(
         ids, loss_mask, boundaries, longest, padding_mask, doc_ids, token_count, shape.num_boundaries, denominators
     )
+
+
+def _located_at(bins: Sequence[LocatedBins], column: int) -> tuple[LocatedBins, int]:
+    """Return the bins that hold a column of all tables side by side, and its place there."""
+    for located in bins:
+        if column < located.table.shape[1]:
+            return located, column
+        column -= located.table.shape[1]
+    raise IndexError(column)
 
 
 def _overlong(
@@ -228,9 +227,9 @@ def _overlong(
         if index == batch_index
     )
     fields = located.table[:, column].tolist()
-    num_sequences = fields[SEQUENCES_END] - fields[FIRST_SEQUENCE]
+    num_sequences = fields[NUM_SEQUENCES]
     return InvalidInputError(
-        f"{located.origin}: bin {fields[BIN]} ({fields[LENGTH]} ids in {num_sequences} sequences) needs "
+        f"{located.origin(column)}: bin {fields[BIN]} ({fields[LENGTH]} ids in {num_sequences} sequences) needs "
         f"{num_positions} positions, more than max_seq_length {options.max_seq_length}; set max_seq_length to at least "
         f"{num_positions}, or pack the data again with a smaller pack size"
     )

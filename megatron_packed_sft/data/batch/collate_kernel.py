@@ -15,62 +15,113 @@ import numpy.typing as npt
 
 from megatron_packed_sft.data.batch.located_bins import (
     BAD_BIN_NUMBER,
+    BAD_CHECKSUM,
     BAD_LENGTH,
     BAD_OFFSETS,
     BAD_STARTS,
     BATCH_INDEX,
     BIN,
-    FIRST_SEQUENCE,
+    CHECKSUMS,
+    ID_BYTES,
+    IDS,
     IS_PADDING,
     LENGTH,
+    MASK,
+    NUM_SEQUENCES,
+    OFFSET,
     OK,
-    SEQUENCES_END,
-    START,
+    ORIGIN,
+    STARTS,
+    VERIFIED,
+    WEIGHTS,
 )
-from megatron_packed_sft.support.compiled import kernel
+from megatron_packed_sft.disk.memory_kernel import (
+    carray,
+    hash_bytes,
+    load_byte,
+    load_eight_bytes,
+    load_four_bytes,
+    load_two_bytes,
+    pointer,
+    store_byte,
+)
+from megatron_packed_sft.storage.memmap_v1 import open_arrays
+from megatron_packed_sft.storage.memmap_v1.bin_checksums import INDEX, INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 IGNORED_LABEL = -100  # what torch's cross entropy and every Hugging Face model skip
 
 
 @kernel
-def locate_bins(
-    packed_len: npt.NDArray[np.uint32],
-    seq_offsets: npt.NDArray[np.uint32],
-    num_sequences: int,
-    pack_size: int,
-    bins: npt.NDArray[np.int64],
-    batch_indices: npt.NDArray[np.int64],
-    is_padding: npt.NDArray[np.bool_],
-    table: npt.NDArray[np.int64],
-) -> tuple[int, int]:
-    """Fill the table of a `LocatedBins` from the index of a memmap shard."""
-    for column in range(bins.size):
-        number = bins[column]
-        if number < 0 or number >= packed_len.size:
+def locate_bins(addresses: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Fill the table of a `LocatedBins` from the indices of memmap shards.
+
+    Args:
+        addresses: [shards, NUM_ADDRESSES]: where their arrays lie.
+        table: has the bins' numbers, owners, batch indices and flags, and as IDS their places in the large arrays.
+    """
+    for column in range(table.shape[1]):
+        number = table[BIN, column]
+        place = table[IDS, column]
+        owner = table[ORIGIN, column]
+        if owner < 0 or owner >= addresses.shape[0]:
             return BAD_BIN_NUMBER, column
-        length = np.int64(packed_len[number])
-        first = np.int64(seq_offsets[number])
-        end = np.int64(seq_offsets[number + 1])
+        shard = addresses[owner]
+        num_bins, pack_size = shard[open_arrays.NUM_BINS], shard[open_arrays.PACK_SIZE]
+        if number < 0 or number >= num_bins:
+            return BAD_BIN_NUMBER, column
+        length = load_four_bytes(shard[open_arrays.LENGTHS_ADDRESS] + number * 4)
+        first = load_four_bytes(shard[open_arrays.OFFSETS_ADDRESS] + number * 4)
+        end = load_four_bytes(shard[open_arrays.OFFSETS_ADDRESS] + number * 4 + 4)
         if length < 1 or length > pack_size:
             return BAD_LENGTH, column
-        if first >= end or end > num_sequences or end - first > length:
+        if first >= end or end > shard[open_arrays.NUM_STARTS] or end - first > length:
             return BAD_OFFSETS, column
-        table[START, column] = number * pack_size
+        id_bytes = shard[open_arrays.ID_BYTES]
+        weights, checksums = shard[open_arrays.WEIGHTS_ADDRESS], shard[open_arrays.CHECKSUMS_ADDRESS]
+        verified = shard[open_arrays.VERIFIED_ADDRESS]
+        table[IDS, column] = shard[open_arrays.IDS_ADDRESS] + place * pack_size * id_bytes
+        table[MASK, column] = shard[open_arrays.MASK_ADDRESS] + place * pack_size
+        table[WEIGHTS, column] = weights + place * pack_size * 4 if weights != 0 else 0
+        table[STARTS, column] = shard[open_arrays.STARTS_ADDRESS] + first * 4
         table[LENGTH, column] = length
-        table[FIRST_SEQUENCE, column] = first
-        table[SEQUENCES_END, column] = end
-        table[BATCH_INDEX, column] = batch_indices[column]
-        table[BIN, column] = number
-        table[IS_PADDING, column] = is_padding[column]
+        table[NUM_SEQUENCES, column] = end - first
+        table[ID_BYTES, column] = id_bytes
+        table[CHECKSUMS, column] = checksums + number * shard[open_arrays.NUM_CHECKSUMS] * 8 if checksums != 0 else 0
+        table[VERIFIED, column] = verified + number if verified != 0 else 0
+        table[OFFSET, column] = first
     return OK, 0
+
+
+@inner_kernel
+def _is_sound(function: int, table: npt.NDArray[np.int64], column: int, message: npt.NDArray[np.uint32]) -> bool:
+    """Return whether a bin matches its checksums, or did so before."""
+    verified = table[VERIFIED, column]
+    if verified != 0 and load_byte(verified) != 0:
+        return True
+    length, count, first = table[LENGTH, column], table[NUM_SEQUENCES, column], table[OFFSET, column]
+    recorded = table[CHECKSUMS, column]
+    message[0], message[1], message[2] = length, first, first + count
+    for k in range(count):
+        message[k + 3] = load_four_bytes(table[STARTS, column] + k * 4)
+    if hash_bytes(function, message.ctypes.data, (count + 3) * 4) != load_eight_bytes(recorded + INDEX * 8):
+        return False
+    num_bytes = length * table[ID_BYTES, column]
+    if hash_bytes(function, table[IDS, column], num_bytes) != load_eight_bytes(recorded + INPUT_IDS * 8):
+        return False
+    if hash_bytes(function, table[MASK, column], length) != load_eight_bytes(recorded + LOSS_MASK * 8):
+        return False
+    weights = table[WEIGHTS, column]
+    if weights != 0 and hash_bytes(function, weights, length * 4) != load_eight_bytes(recorded + LOSS_WEIGHTS * 8):
+        return False
+    if verified != 0:
+        store_byte(verified, 1)
+    return True
 
 
 @kernel
 def fill(
-    flat_ids: npt.NDArray[np.integer],
-    flat_mask: npt.NDArray[np.uint8],
-    flat_weights: npt.NDArray[np.float32],
-    seq_starts: npt.NDArray[np.uint32],
+    function: int,
     table: npt.NDArray[np.int64],
     offsets: npt.NDArray[np.int64],
     ids_out: npt.NDArray[np.integer],
@@ -93,8 +144,8 @@ def fill(
     labels that are the ids themselves where they are trained and -100 elsewhere, and padding behind the last bin.
 
     Args:
-        flat_ids, flat_mask, flat_weights, seq_starts, table: a `LocatedBins` whose bins fit these arrays and the
-            outputs.
+        function: the address of XXH3_64bits.
+        table: of a `LocatedBins` whose bins fit the outputs.
         offsets: [2, B + 1]: where the tokens and the boundaries of each bin of a flattened batch begin, and where the
             last ones end; [2, 0] for a padded batch.
         ids_out: [3, R, L]: tokens, labels, position ids.
@@ -111,14 +162,29 @@ def fill(
     is_flattened = offsets.size > 0
     # An id that no token has switches the comparison off without a second loop.
     dropped_id = np.int32(-1 if keep_eos_loss else eos_id)
+    longest_bin, most_sequences = _largest(table)
+    widened = np.empty(longest_bin, np.int32)
+    message = np.empty(most_sequences + 3, np.uint32)
     for column in range(table.shape[1]):
-        base = table[START, column]
         length = table[LENGTH, column]
-        first = table[FIRST_SEQUENCE, column]
-        count = table[SEQUENCES_END, column] - first
+        count = table[NUM_SEQUENCES, column]
         index = table[BATCH_INDEX, column]
-        if not _starts_rise(seq_starts, first, first + count, length):
+        seq_starts = table[STARTS, column]
+        # Here and not for all bins before: a bin that was just hashed is read from the cache.
+        if table[CHECKSUMS, column] != 0 and not _is_sound(function, table, column, message):
+            return BAD_CHECKSUM, column
+        if not _starts_rise(seq_starts, count, length):
             return BAD_STARTS, column
+        # Ids of two bytes are widened first: that costs less than a second set of compiled loops.
+        bin_ids = widened[:length]
+        if table[ID_BYTES, column] == 2:
+            for j in range(length):
+                bin_ids[j] = load_two_bytes(table[IDS, column] + j * 2)
+        else:
+            bin_ids = carray(pointer(table[IDS, column]), (length,), np.int32)
+        bin_mask = carray(pointer(table[MASK, column]), (length,), np.uint8)
+        num_weights = length if table[WEIGHTS, column] != 0 else 0
+        bin_weights = carray(pointer(table[WEIGHTS, column]), (num_weights,), np.float32)
         # (mask & stored) | always: the stored mask, or 1 everywhere, or 0 everywhere.
         is_padding = table[IS_PADDING, column] != 0
         stored = np.uint8(0 if is_padding or train_all else 255)
@@ -134,11 +200,11 @@ def fill(
         boundaries[0, row, boundary] = offset
         boundaries[1, row, boundary] = offset
         for k in range(count):
-            start = base + np.int64(seq_starts[first + k])
-            end = base + (length if k == count - 1 else np.int64(seq_starts[first + k + 1]))
+            start = load_four_bytes(seq_starts + k * 4)
+            end = length if k == count - 1 else load_four_bytes(seq_starts + k * 4 + 4)
             num_tokens = end - start - 1  # the last id is a label only
-            ids = flat_ids[start:end]
-            mask = flat_mask[start:end]
+            ids = bin_ids[start:end]
+            mask = bin_mask[start:end]
             logical = num_tokens
             if sequences_aligned:
                 logical = _logical_length(ids, mask, num_tokens, eos_id, keep_eos_loss)
@@ -159,7 +225,7 @@ def fill(
                     loss = loss_mask[row, offset : offset + num_places]
                     for j in range(num_places):
                         loss[j] = labels[j] != IGNORED_LABEL
-                    denominator += _weigh(loss[1:], flat_weights[start:end], per_sequence)
+                    denominator += _weigh(loss[1:], bin_weights[start:end], per_sequence)
             else:
                 loss = loss_mask[row, offset : offset + num_tokens]
                 for j in range(num_tokens):
@@ -168,7 +234,7 @@ def fill(
                     loss[j] = ((mask[j] & stored) | always) * (np.int32(ids[j]) != dropped_id)
                 loss[logical:] = 0
                 if denominators.size > 0:
-                    denominator += _weigh(loss, flat_weights[start:end], per_sequence)
+                    denominator += _weigh(loss, bin_weights[start:end], per_sequence)
             if padding_mask.size > 0:
                 padding_mask[row, offset : offset + logical] = False
                 padding_mask[row, offset + logical : offset + num_tokens] = True
@@ -200,7 +266,7 @@ def fill(
     return OK, 0
 
 
-@kernel
+@inner_kernel
 def _weigh(loss: npt.NDArray[np.generic], weights: npt.NDArray[np.float32], per_sequence: bool) -> float:
     """Turn the 0/1 mask of a sequence into weights, in place; return what it adds to the loss's denominator.
 
@@ -220,21 +286,32 @@ def _weigh(loss: npt.NDArray[np.generic], weights: npt.NDArray[np.float32], per_
     return 1.0
 
 
-@kernel
-def _starts_rise(seq_starts: npt.NDArray[np.uint32], first: int, end: int, length: int) -> bool:
+@inner_kernel
+def _largest(table: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Return the length of the longest bin whose ids take two bytes, and the most sequences of any bin."""
+    longest, most = 0, 0
+    for column in range(table.shape[1]):
+        if table[ID_BYTES, column] == 2:
+            longest = max(longest, table[LENGTH, column])
+        most = max(most, table[NUM_SEQUENCES, column])
+    return longest, most
+
+
+@inner_kernel
+def _starts_rise(seq_starts: int, count: int, length: int) -> bool:
     """Return whether the sequences of a bin start at 0 and follow each other inside its `length` ids."""
-    previous = np.int64(seq_starts[first])
+    previous = load_four_bytes(seq_starts)
     if previous != 0:
         return False
-    for k in range(first + 1, end):
-        start = np.int64(seq_starts[k])
+    for k in range(1, count):
+        start = load_four_bytes(seq_starts + k * 4)
         if start <= previous:
             return False
         previous = start
     return bool(previous < length)
 
 
-@kernel
+@inner_kernel
 def _logical_length(
     ids: npt.NDArray[np.integer], mask: npt.NDArray[np.uint8], num_tokens: int, eos_id: int, keep_eos_loss: bool
 ) -> int:

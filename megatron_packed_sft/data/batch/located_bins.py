@@ -3,34 +3,45 @@
     a batch of 3      bins 17 and 4 of shard A ─▶ batch indices 0 and 2     nothing is copied until the kernel
                       bin 9 of shard B         ─▶ batch index 1             fills the batch's arrays
 
-`LocatedBins` names bins of one set of flat arrays: the maps of a memmap shard, the arrays of a legacy file, or samples
-laid end to end. A batch is a list of them that fills each batch index once.
+`LocatedBins` names bins by the addresses of their tokens: in the maps of any number of shards, in the arrays of a
+legacy file, or in samples laid end to end. So one call of a kernel fills a batch, wherever its bins lie. Compiled code
+follows these addresses unchecked: everything is compared with the sizes of the arrays here, before there is an address.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.disk.span_checksums import hash_function
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checked
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.open_arrays import CHECKSUMS_ADDRESS, NUM_ADDRESSES, ShardArrays
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 
-# The fields of `LocatedBins.table`: one small array instead of seven, because creating arrays dominates a small batch.
-START = 0
-LENGTH = 1
-FIRST_SEQUENCE = 2
-SEQUENCES_END = 3
-BATCH_INDEX = 4
-BIN = 5
-IS_PADDING = 6
-NUM_FIELDS = 7
+# The fields of `LocatedBins.table`: one small array instead of many, because creating arrays dominates a small batch.
+IDS = 0  # address of the bin's first id
+MASK = 1  # address of its loss mask
+WEIGHTS = 2  # address of its weights; 0: every trained token counts 1
+STARTS = 3  # address of the starts of its sequences
+LENGTH = 4
+NUM_SEQUENCES = 5
+BATCH_INDEX = 6
+BIN = 7
+IS_PADDING = 8
+ID_BYTES = 9
+ORIGIN = 10  # which of the origins
+CHECKSUMS = 11  # address of its checksums; 0: it is not compared with any
+VERIFIED = 12  # address of a byte that says whether that was done; 0: it is always done
+OFFSET = 13  # its entry of seq_offsets, which its checksums cover
+NUM_FIELDS = 14
 
 # What the kernels find wrong with a bin; they return it with the bin's column in the table.
 OK = 0
@@ -39,6 +50,7 @@ BAD_LENGTH = 2
 BAD_OFFSETS = 3
 BAD_BATCH_INDEX = 4
 BAD_STARTS = 5
+BAD_CHECKSUM = 6
 
 _SAMPLE_FIELDS = ("input_ids", "seq_boundaries", "loss_mask")
 _MAX_ID = 2**31
@@ -48,18 +60,11 @@ Flags = Sequence[bool] | npt.NDArray[np.bool_]
 
 
 class LocatedBins(NamedTuple):
-    """Bins of one set of flat arrays, and their indices in the batch.
+    """Bins by their addresses, and their indices in the batch. Only the functions of this module make them."""
 
-    Bin i is [start, start + length) of `flat_ids` and `flat_mask`; its sequences begin at
-    seq_starts[first_sequence:sequences_end], counted from the bin's own start.
-    """
-
-    flat_ids: IntArray
-    flat_mask: npt.NDArray[np.uint8]
-    seq_starts: npt.NDArray[np.uint32]
     table: npt.NDArray[np.int64]  # [NUM_FIELDS, number of bins]
-    origin: str  # for messages
-    flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS  # as `flat_mask`; empty where every trained token counts 1
+    origins: Sequence[MemmapShard | str]  # for messages
+    keep: object  # owns the memory
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -67,48 +72,99 @@ class LocatedBins(NamedTuple):
         lengths: npt.NDArray[np.int64] = self.table[LENGTH]
         return lengths
 
+    def origin(self, column: int) -> str:
+        """Return where a bin is from."""
+        origin = self.origins[int(self.table[ORIGIN, column])]
+        return origin if isinstance(origin, str) else str(origin.path)
+
+
+class BinsInArrays(NamedTuple):
+    """Bins of flat arrays: bin i is [starts[i], starts[i] + lengths[i]) of the ids and of the mask.
+
+    Its sequences begin at seq_starts[first_sequence[i]:sequences_end[i]], counted from the bin's own start.
+    """
+
+    starts: IntArray
+    lengths: IntArray
+    first_sequence: IntArray
+    sequences_end: IntArray
+    batch_indices: IntArray
+    numbers: IntArray
+    is_padding: npt.NDArray[Any]
+
 
 def locate_in_shard(
     shard: MemmapShard, bins: Numbers, batch_indices: Numbers | None = None, is_padding: Flags | None = None
 ) -> LocatedBins:
-    """Locate bins of a memmap shard, without copying them.
+    """Locate bins of one memmap shard; see `locate_in_shards`."""
+    return locate_in_shards([shard], np.zeros(len(bins), np.int64), bins, batch_indices, is_padding)
+
+
+def locate_in_shards(
+    shards: Sequence[MemmapShard],
+    owners: Numbers,
+    bins: Numbers,
+    batch_indices: Numbers | None = None,
+    is_padding: Flags | None = None,
+) -> LocatedBins:
+    """Locate bins of any number of memmap shards, without copying them; those that are new are verified by `collate`.
 
     Args:
-        shard: an open shard.
+        shards: open shards.
+        owners: for each bin, which of the shards holds it.
         bins: bin numbers, 0 <= number < len(shard).
         batch_indices: their indices in the batch; 0, 1, 2, ... if not given.
         is_padding: which of them are padding samples; none if not given.
     """
     from megatron_packed_sft.data.batch import collate_kernel
 
-    arrays = shard.arrays
     numbers, indices, padding = _columns(bins, batch_indices, is_padding)
     table = np.empty((NUM_FIELDS, numbers.size), np.int64)
-    code, column = collate_kernel.locate_bins(
-        arrays.packed_len,
-        arrays.seq_offsets,
-        arrays.seq_starts.size,
-        shard.pack_size,
-        numbers,
-        indices,
-        padding,
-        table,
-    )
-    if code == BAD_BIN_NUMBER:
-        raise IndexError(f"{shard.path}: bin {numbers[column]} of {len(shard)}")
+    table[IDS] = table[BIN] = numbers
+    table[BATCH_INDEX], table[IS_PADDING], table[ORIGIN] = indices, padding, owners
+    keep: list[object] = []
+    found = []
+    now = time.monotonic()
+    for owner, shard in enumerate(shards):
+        arrays = shard.arrays
+        keep.append(arrays)
+        sizes = arrays.sizes
+        if sizes is not None:
+            if now > sizes.due:
+                sizes.look(now)
+            found.append(arrays.addresses)
+        else:
+            found.append(_read(shard, arrays, np.flatnonzero(table[ORIGIN] == owner), table, keep))
+    addresses = np.concatenate(found).reshape(len(found), NUM_ADDRESSES)
+    if not hash_function():  # an xxhash that does not export its functions: bin by bin
+        addresses[:, CHECKSUMS_ADDRESS] = 0
+        for owner, number in zip(table[ORIGIN].tolist(), numbers.tolist(), strict=True):
+            shards[owner].bin(number)
+    code, column = collate_kernel.locate_bins(addresses, table)
     if code != OK:
-        name = layout.PACKED_LEN if code == BAD_LENGTH else layout.SEQ_OFFSETS
-        raise ShardFileError(
-            f"{shard.path / name} is damaged at bin {numbers[column]}; run `packed-sft validate` on the shard"
-        )
-    return LocatedBins(
-        arrays.input_ids.reshape(-1),
-        arrays.loss_mask.reshape(-1),
-        arrays.seq_starts,
-        table,
-        str(shard.path),
-        NO_WEIGHTS if arrays.loss_weights is None else arrays.loss_weights.reshape(-1),
-    )
+        raise _refused(shards[int(table[ORIGIN, column])], int(numbers[column]), code)
+    return LocatedBins(table, shards, keep)
+
+
+def _read(
+    shard: MemmapShard, arrays: ShardArrays, chosen: IntArray, table: npt.NDArray[np.int64], keep: list[object]
+) -> npt.NDArray[np.int64]:
+    """Read the chosen bins of a shard that is not mapped; return the addresses of its arrays with these in place."""
+    numbers = table[BIN, chosen].tolist()
+    for number in numbers:
+        if not 0 <= number < len(shard):
+            raise _refused(shard, number, BAD_BIN_NUMBER)
+    assert arrays.files is not None
+    large = arrays.files.bins(numbers)
+    keep.append(large)
+    table[IDS, chosen] = np.arange(len(numbers))
+    return arrays.addresses_of(large)
+
+
+def _refused(shard: MemmapShard, number: int, code: int) -> Exception:
+    if code == BAD_BIN_NUMBER:
+        return IndexError(f"{shard.path}: bin {number} of {len(shard)}")
+    return shard.damaged(layout.PACKED_LEN if code == BAD_LENGTH else layout.SEQ_OFFSETS, number)
 
 
 def locate_in_arrays(
@@ -122,6 +178,7 @@ def locate_in_arrays(
     is_padding: Flags | None = None,
     origin: str = "the bins",
     flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS,
+    lengths: IntArray | None = None,
 ) -> LocatedBins:
     """Locate bins that lie end to end in flat arrays, such as those of a legacy file; nothing is copied.
 
@@ -131,19 +188,55 @@ def locate_in_arrays(
         bin_offsets: bin b is [bin_offsets[b], bin_offsets[b + 1]).
         seq_starts: the start of every sequence inside its bin.
         seq_offsets: the sequences of bin b are seq_starts[seq_offsets[b] : seq_offsets[b + 1]].
-        bins, batch_indices, is_padding: as for `locate_in_shard`.
+        bins, batch_indices, is_padding: as for `locate_in_shards`.
         origin: what to call the arrays in messages.
         flat_weights: how much each prediction counts; empty where the mask says it all.
+        lengths: of these bins, if they do not reach to the next one.
     """
     numbers, indices, padding = _columns(bins, batch_indices, is_padding)
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(bin_offsets) - 1:
         raise IndexError(f"{origin}: bins {numbers.tolist()} of {len(bin_offsets) - 1}")
     starts, first = bin_offsets[numbers], seq_offsets[numbers]
-    lengths, end = bin_offsets[numbers + 1] - starts, seq_offsets[numbers + 1]
-    table = np.array([starts, lengths, first, end, indices, numbers, padding], np.int64)
-    return LocatedBins(
-        _read_only(flat_ids), _read_only(flat_mask), _read_only(seq_starts), table, origin, _read_only(flat_weights)
-    )
+    if lengths is None:
+        lengths = bin_offsets[numbers + 1] - starts
+    found = BinsInArrays(starts, lengths, first, seq_offsets[numbers + 1], indices, numbers, padding)
+    return locate(found, flat_ids, flat_mask, seq_starts, origin, flat_weights)
+
+
+def locate(
+    found: BinsInArrays,
+    flat_ids: IntArray,
+    flat_mask: npt.NDArray[np.uint8],
+    seq_starts: npt.NDArray[np.uint32],
+    origin: str,
+    flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS,
+) -> LocatedBins:
+    """Turn places in flat arrays into addresses; a place outside of its array is refused."""
+    # The kernel takes exactly these; arrays that have the dtype already are not copied.
+    ids = np.ascontiguousarray(flat_ids, None if flat_ids.dtype == np.uint16 else np.int32)
+    mask = np.ascontiguousarray(flat_mask, np.uint8)
+    all_starts = np.ascontiguousarray(seq_starts, np.uint32)
+    weights = np.ascontiguousarray(flat_weights, np.float32)
+    num_ids, num_starts = min(ids.size, mask.size), all_starts.size
+    if weights.size:
+        num_ids = min(num_ids, weights.size)
+    places = np.array(found, np.int64)
+    table = np.empty((NUM_FIELDS, places.shape[1]), np.int64)
+    starts, table[LENGTH], first, end, table[BATCH_INDEX], table[BIN], table[IS_PADDING] = places
+    table[ORIGIN], table[ID_BYTES], table[CHECKSUMS] = 0, ids.itemsize, 0
+    located = LocatedBins(table, (origin,), (ids, mask, all_starts, weights))
+    # In Python's integers, which do not overflow.
+    for column, (start, length, first_start, end_start) in enumerate(places[:4].T.tolist()):
+        if not 0 <= start < start + length <= num_ids:
+            raise damaged_bin(located, column, BAD_LENGTH)
+        if not 0 <= first_start < end_start <= num_starts or end_start - first_start > length:
+            raise damaged_bin(located, column, BAD_OFFSETS)
+    table[IDS] = ids.ctypes.data + starts * ids.itemsize
+    table[MASK] = mask.ctypes.data + starts
+    table[WEIGHTS] = weights.ctypes.data + starts * 4 if weights.size else 0
+    table[STARTS] = all_starts.ctypes.data + first * 4
+    table[NUM_SEQUENCES] = end - first
+    return located
 
 
 def locate_in_stream(
@@ -154,24 +247,21 @@ def locate_in_stream(
     Args:
         stream: an open stream.
         bins: window numbers, 0 <= number < len(stream).
-        batch_indices, is_padding: as for `locate_in_shard`.
+        batch_indices, is_padding: as for `locate_in_shards`.
     """
     numbers, indices, padding = _columns(bins, batch_indices, is_padding)
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(stream):
         raise IndexError(f"{stream.path}: windows {numbers.tolist()} of {len(stream)}")
     gathered = stream.gather(numbers.tolist())
     width = stream.pack_size
-    table = np.empty((NUM_FIELDS, numbers.size), np.int64)
-    table[START] = np.arange(numbers.size) * width
-    table[LENGTH] = gathered.lengths
-    table[FIRST_SEQUENCE] = gathered.seq_offsets[:-1]
-    table[SEQUENCES_END] = gathered.seq_offsets[1:]
-    table[BATCH_INDEX], table[BIN], table[IS_PADDING] = indices, numbers, padding | gathered.is_empty
+    offsets = gathered.seq_offsets
+    starts = np.arange(numbers.size) * width
+    found = BinsInArrays(
+        starts, gathered.lengths, offsets[:-1], offsets[1:], indices, numbers, padding | gathered.is_empty
+    )
     # The last token of a document has no place in a batch, so the mask may be 1 there, too.
     mask = np.ones(numbers.size * width, np.uint8)
-    return LocatedBins(
-        _read_only(gathered.ids.reshape(-1)), _read_only(mask), _read_only(gathered.seq_starts), table, str(stream.path)
-    )
+    return locate(found, gathered.ids.reshape(-1), mask, gathered.seq_starts, str(stream.path))
 
 
 def locate_in_samples(
@@ -185,8 +275,8 @@ def locate_in_samples(
 
     Example:
         >>> located = locate_in_samples([{"input_ids": [5, 6], "seq_boundaries": [0, 2], "loss_mask": [1, 0]}])
-        >>> located.flat_ids.tolist(), located.lengths.tolist()
-        ([5, 6], [2])
+        >>> located.lengths.tolist()
+        [2]
     """
     if not samples:
         raise InvalidInputError(f"{origin} is empty; give at least one sample")
@@ -197,15 +287,15 @@ def locate_in_samples(
     num_sequences = np.array([len(one.starts) for one in parts])
     ends, sequences_end = lengths.cumsum(), num_sequences.cumsum()
     first_sequence = sequences_end - num_sequences
-    table = np.array([ends - lengths, lengths, first_sequence, sequences_end, indices, numbers, padding], np.int64)
+    found = BinsInArrays(ends - lengths, lengths, first_sequence, sequences_end, indices, numbers, padding)
     flat_ids, flat_mask, seq_starts = (
-        _read_only(np.concatenate(arrays)) for arrays in zip(*(one[:3] for one in parts), strict=True)
+        np.concatenate(arrays) for arrays in zip(*(one[:3] for one in parts), strict=True)
     )
     weights = NO_WEIGHTS
     if any(one.weights is not None for one in parts):
         all_weights = [one.mask.astype(np.float32) if one.weights is None else one.weights for one in parts]
-        weights = _read_only(np.concatenate(all_weights))
-    return LocatedBins(flat_ids, flat_mask, seq_starts, table, origin, weights)
+        weights = np.concatenate(all_weights)
+    return locate(found, flat_ids, flat_mask, seq_starts, origin, weights)
 
 
 class _Sample(NamedTuple):
@@ -241,7 +331,11 @@ def _checked_sample(sample: Mapping[str, Any], name: str) -> _Sample:
 
 def damaged_bin(located: LocatedBins, column: int, code: int) -> PackedSFTError:
     """Return the error for a bin that a kernel refused."""
-    name = f"{located.origin}: bin {located.table[BIN, column]}"
+    if code == BAD_CHECKSUM:
+        shard = located.origins[int(located.table[ORIGIN, column])]
+        assert isinstance(shard, MemmapShard)
+        return shard.unverified(int(located.table[BIN, column]))
+    name = f"{located.origin(column)}: bin {located.table[BIN, column]}"
     if code == BAD_BATCH_INDEX:
         return InvalidInputError(
             f"{name} has batch index {located.table[BATCH_INDEX, column]}, which is taken or does not exist; "
@@ -268,11 +362,3 @@ def _columns(
             "give one of each for every bin"
         )
     return numbers, indices, padding
-
-
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    # For numba a read-only array is a type of its own; maps are read-only, so everything is: one compilation for all.
-    if array.flags.writeable:
-        array = array.view()
-        array.flags.writeable = False
-    return array

@@ -9,6 +9,7 @@ No worker processes: collate is compiled and releases the GIL, so they would onl
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
@@ -18,10 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
+from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.loading._prefetch import Prefetcher, cuda_device_to_pin_for, pinned, use_cuda_device
 from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler, SamplerArguments, Step
+from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.order.state import LoaderState
+from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.errors import InvalidInputError
+
+logger = logging.getLogger(__name__)
 
 # The bins of a batch are announced to the kernel this many batches before it is made.
 NUM_BATCHES_ADVISED: Final = 4
@@ -95,6 +101,7 @@ class PackedLoader:
         self.wait_seconds = 0.0  # how long all steps so far have waited for their batches
         self._fetch = _fetch_function(dataset, collate_fn)
         self._iteration: weakref.ref[_Iteration] | None = None
+        _announce_shortage(dataset, batch_sampler)
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass."""
@@ -171,6 +178,15 @@ class PackedLoader:
         if advise is not None:
             steps = _advised(steps, advise, num_advised)
         return _make_batches(steps, self._fetch, cuda_device_to_pin_for(self.pin_memory))
+
+
+def _announce_shortage(dataset: Any, sampler: BatchSampler) -> None:
+    """Warn of a cache that is too small for the order in which a dataset of an object store will be read."""
+    order = getattr(sampler, "order", None)
+    if isinstance(dataset, PackedDataset) and order is not None and order.seed is not None:
+        found = shortage(dataset.source, order.window if isinstance(order, ShardOrder) else None)
+        if found is not None:
+            logger.warning("%s", found)
 
 
 class _Made(NamedTuple):

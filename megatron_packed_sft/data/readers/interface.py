@@ -13,6 +13,7 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
+from megatron_packed_sft.storage.read_options import ReadOptions
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -59,6 +60,9 @@ class BinReader(Protocol):
     def advise(self, bins: Numbers) -> None:
         """Announce bins that are needed soon."""
 
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose how files are read from now on, where there is a choice."""
+
 
 def made_with_of(
     where: str, figures: BinFigures, vocab_size: Callable[[], int | None], bin_at: Callable[[int], PackedBin]
@@ -73,10 +77,13 @@ def sample_of(packed: PackedBin, is_padding: bool, *, weighted: bool = False) ->
 
     In a `weighted` dataset every loss mask is float32, also those of bins whose trained tokens all count 1.
     """
-    mask = np.zeros_like(packed.loss_mask) if is_padding else packed.loss_mask.copy()
+    ids, mask, starts = packed
+    mask = np.zeros_like(mask) if is_padding else mask.copy()
+    boundaries: list[int] = starts.tolist()
+    boundaries.append(len(ids))
     sample = {
-        "input_ids": packed.input_ids.copy(),
-        "seq_boundaries": [*packed.seq_start_id.tolist(), len(packed.input_ids)],
+        "input_ids": ids.copy(),
+        "seq_boundaries": boundaries,
         "loss_mask": mask.astype(np.float32) if weighted else mask,
     }
     if is_padding:

@@ -13,6 +13,7 @@ from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.data.readers.interface import BinReader, Flags, Numbers
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
+from megatron_packed_sft.storage.read_options import ReadOptions
 
 
 class JoinedBinReader:
@@ -66,3 +67,8 @@ class JoinedBinReader:
         numbers = np.searchsorted(self._offsets, bins, side="right") - 1
         for number in np.unique(numbers).tolist():
             self.sources[number].advise(bins[numbers == number] - self._offsets[number])
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Pass it on to the sources."""
+        for source in self.sources:
+            source.read_with(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.packing_problem import Int32
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
+from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
+
+logger = logging.getLogger(__name__)
 
 
 class PlanBinReader:
@@ -74,8 +78,8 @@ class PlanBinReader:
             is_padding,
             self.description,
             NO_WEIGHTS if block.loss_weights is None else block.loss_weights.reshape(-1),
+            block.packed_len,
         )
-        located.lengths[:] = block.packed_len
         return [located]
 
     def longest_input(self) -> int:
@@ -84,6 +88,11 @@ class PlanBinReader:
 
     def advise(self, bins: Numbers) -> None:
         """Nothing is announced: sequences lie all over the store."""
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Say that there is no choice: a token store is mapped, and its sequences have no checksums of their own."""
+        if options != ReadOptions():
+            logger.info("%s: verify and access concern shards; `packed-sft validate` checks a store", self.description)
 
 
 def figures_of_plan(plan: PackPlan, bins: Numbers, **recorded: Any) -> BinFigures:

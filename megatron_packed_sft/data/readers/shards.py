@@ -16,7 +16,7 @@ from megatron_packed_sft.data.batch.located_bins import (
     LocatedBins,
     locate_in_arrays,
     locate_in_samples,
-    locate_in_shard,
+    locate_in_shards,
     locate_in_stream,
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
@@ -30,6 +30,7 @@ from megatron_packed_sft.storage.flat_shard import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
 from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.read_options import NEVER, ReadOptions
 from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.wording import counted
@@ -37,7 +38,8 @@ from megatron_packed_sft.support.wording import counted
 logger = logging.getLogger(__name__)
 
 _NO_TOLERANCE = Tolerance()
-_NUM_BATCHES_FETCHED_AHEAD = 32  # a download takes longer than a read
+# A download takes longer than a read: so many batches ahead, or two shards if a batch were one bin.
+_FETCHED_AHEAD = range(32, 2048)
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ class ShardBinReader:
     is_listed: bool = False  # in a dataset.json, which the entries are from
     remote: Sequence[RemoteShard] | None = None  # the shards' places in an object store
     _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
+    _reading: ReadOptions = field(default_factory=ReadOptions, repr=False)
+    _is_said: bool = field(default=False, repr=False)  # that bins cannot be verified
 
     def __post_init__(self) -> None:
         self.shard_offsets = np.cumsum([0, *(entry.num_bins for entry in self.entries)])
@@ -154,8 +158,24 @@ class ShardBinReader:
             remote = None if self.remote is None else self.remote[number]
             listed = self.is_listed
             shard = open_listed_shard(self.storage, path, entry, remote) if listed else self._reopened(path, entry)
+            self._prepare(shard)
             self._open[number] = shard
         return shard
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose how the shards' files are read from now on; see `ReadOptions`."""
+        self._reading = options
+        for shard in list(self._open.values()):
+            self._prepare(shard)
+
+    def _prepare(self, shard: PackedShard) -> None:
+        if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
+            shard.read_with(self._reading)
+        if isinstance(shard, MemmapShard) and self._reading.verify != NEVER and not self._is_said:
+            note = shard.manifest.verification_note
+            self._is_said = note is not None
+            if note is not None:
+                logger.info("%s: %s", shard.path, note)
 
     def _reopened(self, path: Path, entry: ShardEntry) -> PackedShard:
         shard = self.storage.open(path)
@@ -169,8 +189,9 @@ class ShardBinReader:
 
     def bin(self, index: int) -> PackedBin:
         """Return one bin, as read-only views where the storage has some."""
-        shard, inside = self.place(index)
-        return shard[inside]
+        number = bisect.bisect_right(self._offsets_list, index) - 1
+        shard = self._open.get(number) or self.shard(number)
+        return shard[index - self._offsets_list[number]]
 
     def place(self, index: int) -> tuple[PackedShard, int]:
         """Return the shard that holds a bin, and the bin's number there."""
@@ -178,7 +199,17 @@ class ShardBinReader:
         return self.shard(number), index - self._offsets_list[number]
 
     def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
-        """Return the bins of each shard that holds some of them."""
+        """Return the bins of each shard that holds some of them; those of memmap shards all at once."""
+        owners: dict[int, int] = {}
+        owner_of, inside = [], []
+        for index in bins.tolist():
+            number = bisect.bisect_right(self._offsets_list, index) - 1
+            owner_of.append(owners.setdefault(number, len(owners)))
+            inside.append(index - self._offsets_list[number])
+        shards = [self.shard(number) for number in owners]
+        memmaps = [shard for shard in shards if isinstance(shard, MemmapShard)]
+        if len(memmaps) == len(shards):
+            return [locate_in_shards(memmaps, owner_of, inside, positions, is_padding)]
         return [
             _locate_in(self.shard(number), str(self.paths[number]), inside, positions[chosen], is_padding[chosen])
             for number, chosen, inside in self._by_shard(bins)
@@ -214,7 +245,9 @@ class ShardBinReader:
     @property
     def num_batches_advised(self) -> int | None:
         """How many batches ahead `advise` is useful; None for as many as usual."""
-        return None if self.remote is None else _NUM_BATCHES_FETCHED_AHEAD
+        if self.remote is None:
+            return None
+        return min(max(_FETCHED_AHEAD.start, 2 * len(self) // len(self.entries)), _FETCHED_AHEAD.stop)
 
     def _by_shard(self, bins: Numbers) -> list[tuple[int, list[int], Numbers]]:
         # In Python: for the few bins of a batch that takes a tenth of the time of np.unique and masks.
@@ -231,8 +264,6 @@ def _identity(storage: Storage, path: Path, shard: Any) -> str:
 
 def _locate_in(shard: Any, source: str, bins: Numbers, positions: Numbers, is_padding: Flags) -> LocatedBins:
     """Find bins in a shard the fastest way that it offers: its maps, its flat arrays, or bin by bin."""
-    if isinstance(shard, MemmapShard):
-        return locate_in_shard(shard, bins, positions, is_padding)
     if isinstance(shard, FlatShard):
         return locate_in_arrays(*shard.flat, bins, positions, is_padding, source)
     if isinstance(shard, TokenStream):

@@ -14,6 +14,7 @@ from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import ShardFileError
 from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
 from megatron_packed_sft.storage.megatron_indexed.index import DocumentIndex, read_index
+from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.support.paths import local_path
 
 _NUM_SAMPLES = 64  # places all over the tokens that are part of the fingerprint
@@ -82,6 +83,10 @@ class IndexedDocuments:
                 "write the data again"
             )
         return ids.astype(ID_DTYPE, copy=False)
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose how the tokens are read from now on. There are no checksums to verify documents with."""
+        self.index.tokens.access = options.access
 
     def advise(self, documents: Iterable[int]) -> None:
         """Have the kernel read these documents ahead: they are needed soon."""

@@ -7,6 +7,7 @@
       seq_offsets.npy   <u4         [num_bins + 1]
       seq_starts.npy    <u4         [num_sequences]
       loss_weights.npy  <f4         [num_bins, pack_size]   only if a weight is neither 0 nor 1; header of 4,096 bytes
+      bin_checksums.npy <u8         [num_bins, 3 or 4]      from version 1.1 on; header of 128 bytes
       manifest.json                                          written last
 
 Names are never taken from a manifest, and headers are matched against one exact form, never evaluated.
@@ -18,23 +19,34 @@ import os
 from pathlib import Path
 
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.npy import INDEX_DTYPE, MASK_DTYPE, PAGE, SMALL_HEADER, WEIGHT_DTYPE, ArraySpec
+from megatron_packed_sft.disk.npy import (
+    CHECKSUM_DTYPE,
+    INDEX_DTYPE,
+    MASK_DTYPE,
+    PAGE,
+    SMALL_HEADER,
+    WEIGHT_DTYPE,
+    ArraySpec,
+)
 
 FORMAT = "memmap_padded_v1"
-VERSION = "1.0"
-WEIGHTED_VERSION = "1.1"  # of a shard with weights: a reader that does not know them must refuse it
+VERSION = "1.1"  # with checksums of bins and perhaps weights: a reader that does not know these must refuse it
+FIRST_VERSION = "1.0"
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"
 PACKED_LEN = "packed_len.npy"
 SEQ_OFFSETS = "seq_offsets.npy"
 SEQ_STARTS = "seq_starts.npy"
 LOSS_WEIGHTS = "loss_weights.npy"
-ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
+BIN_CHECKSUMS = "bin_checksums.npy"
+ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)  # of every shard
+OPTIONAL_FILES = (LOSS_WEIGHTS, BIN_CHECKSUMS)
+BIN_CHECKSUM_ALGORITHM = "xxh3_64"
 
 
 def is_shard(path: Path) -> bool:
     """Return whether a directory has a manifest, or an array of a shard that is not complete."""
-    return any(os.path.lexists(path / name) for name in (MANIFEST, *ARRAY_FILES))
+    return any(os.path.lexists(path / name) for name in (MANIFEST, *ARRAY_FILES, *OPTIONAL_FILES))
 
 
 def shard_arrays(
@@ -58,3 +70,8 @@ def shard_arrays(
 def weights_array(num_bins: int, pack_size: int) -> ArraySpec:
     """Return the array file that a shard with weights has besides."""
     return ArraySpec(LOSS_WEIGHTS, WEIGHT_DTYPE, (num_bins, pack_size), PAGE)
+
+
+def checksums_array(num_bins: int, *, has_weights: bool) -> ArraySpec:
+    """Return the array file of the checksums of bins; see bin_checksums.py for its columns."""
+    return ArraySpec(BIN_CHECKSUMS, CHECKSUM_DTYPE, (num_bins, 4 if has_weights else 3), SMALL_HEADER)

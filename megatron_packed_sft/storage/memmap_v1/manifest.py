@@ -29,7 +29,7 @@ class ShardManifest:
     num_bins: int
     pack_size: int
     dtype: str
-    version: str = layout.VERSION
+    version: str = layout.FIRST_VERSION
     format: str = layout.FORMAT
     loss_mask_dtype: str = npy.MASK_DTYPE
     index_dtype: str = npy.INDEX_DTYPE
@@ -42,6 +42,7 @@ class ShardManifest:
     max_seq_len: int | None = None
     min_packed_len: int | None = None
     loss_weights_dtype: str | None = None  # None: no weights
+    bin_checksum_algorithm: str | None = None  # None: bins cannot be verified one by one
     sum_loss_weights: float | None = None
     pad_id: int | None = None
     vocab_size: int | None = None
@@ -59,6 +60,21 @@ class ShardManifest:
     def has_weights(self) -> bool:
         """Whether some weight is neither 0 nor 1, so that there is an array of them."""
         return self.loss_weights_dtype is not None
+
+    @property
+    def has_bin_checksums(self) -> bool:
+        """Whether there is an array of checksums, so that bins are verified as they are read."""
+        return self.bin_checksum_algorithm is not None
+
+    @property
+    def verification_note(self) -> str | None:
+        """What to say of a shard whose bins cannot be verified as they are read; None for the others."""
+        if self.has_bin_checksums:
+            return None
+        return (
+            f"format {self.version} without checksums of bins, so bins are not verified as they are read; `packed-sft "
+            "convert` writes a shard that has them"
+        )
 
     @property
     def figures(self) -> BinFigures:
@@ -127,15 +143,10 @@ def parse_manifest(data: bytes, file: str) -> ShardManifest:
     pack_size = values.integer("pack_size", 1, MAX_PACK_SIZE)
     if values.integer("bins_written", 0, MAX_NUM_BINS) != num_bins:
         raise values.error("bins_written", f"is {document['bins_written']}, but num_bins is {num_bins}")
-    has_weights = document["version"] == layout.WEIGHTED_VERSION
-    weights_dtype = npy.WEIGHT_DTYPE if has_weights else None
-    if values.optional_text("loss_weights_dtype") != weights_dtype:
-        raise UnsupportedFormatError(
-            f"{file}: version is {document['version']!r}, but loss_weights_dtype is "
-            f"{document.get('loss_weights_dtype')!r} and not {weights_dtype!r}; restore the manifest, or update "
-            "megatron_packed_sft"
-        )
-    names = (*layout.ARRAY_FILES, layout.LOSS_WEIGHTS) if has_weights else layout.ARRAY_FILES
+    weights_dtype, bin_algorithm = _optional_arrays(values, document["version"], file)
+    names = [*layout.ARRAY_FILES]
+    names += [] if weights_dtype is None else [layout.LOSS_WEIGHTS]
+    names += [] if bin_algorithm is None else [layout.BIN_CHECKSUMS]
     algorithm, files = parse_file_records(values, names)
     vocab_size = values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype])
     return ShardManifest(
@@ -152,6 +163,7 @@ def parse_manifest(data: bytes, file: str) -> ShardManifest:
         max_seq_len=values.optional_integer("max_seq_len", 1, pack_size),
         min_packed_len=values.optional_integer("min_packed_len", 1, pack_size),
         loss_weights_dtype=weights_dtype,
+        bin_checksum_algorithm=bin_algorithm,
         sum_loss_weights=values.optional_number("sum_loss_weights"),
         pad_id=values.optional_integer("pad_id", 0, npy.ID_LIMITS[dtype] - 1),
         vocab_size=vocab_size,
@@ -171,8 +183,34 @@ def _check_format(values: json_document.Fields, file: str) -> None:
             f"{file}: format is {name!r}, not {layout.FORMAT!r}; this is not a memmap_v1 shard"
         )
     version = values.text("version")
-    if version not in (layout.VERSION, layout.WEIGHTED_VERSION):
+    if version not in (layout.FIRST_VERSION, layout.VERSION):
         raise UnsupportedFormatError(
-            f"{file}: version is {version!r}; this release reads {layout.VERSION!r} and {layout.WEIGHTED_VERSION!r}, "
+            f"{file}: version is {version!r}; this release reads {layout.FIRST_VERSION!r} and {layout.VERSION!r}, "
             "so update megatron_packed_sft"
         )
+
+
+def _optional_arrays(values: json_document.Fields, version: str, file: str) -> tuple[str | None, str | None]:
+    """Return the dtype of the weights and the algorithm of the checksums of bins, each None if the shard has none."""
+    found = []
+    for key, known in (
+        ("loss_weights_dtype", npy.WEIGHT_DTYPE),
+        ("bin_checksum_algorithm", layout.BIN_CHECKSUM_ALGORITHM),
+    ):
+        value = values.optional_text(key)
+        if value is not None and version == layout.FIRST_VERSION:
+            raise UnsupportedFormatError(
+                f"{file}: version is {version!r}, but {key}, which came with version {layout.VERSION!r}, is {value!r}; "
+                "restore the manifest"
+            )
+        if value not in (None, known):
+            raise UnsupportedFormatError(
+                f"{file}: {key} is {value!r}, not {known!r}; update megatron_packed_sft, or restore the manifest"
+            )
+        found.append(value)
+    if version != layout.FIRST_VERSION and found == [None, None]:
+        raise UnsupportedFormatError(
+            f"{file}: version is {version!r}, but neither loss_weights_dtype nor bin_checksum_algorithm is there; "
+            "restore the manifest"
+        )
+    return found[0], found[1]

@@ -1,11 +1,11 @@
-"""memmap_v1 as a storage: a directory of five array files and a manifest per shard."""
+"""memmap_v1 as a storage: a directory of array files and a manifest per shard."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -77,6 +77,10 @@ class MemmapStorage(Storage):
         """Return the bytes of the two large arrays, padding included."""
         return num_bins * width * (np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize)
 
+    def is_outdated(self, shard: PackedShard) -> bool:
+        """Return whether a shard has no checksums of its bins."""
+        return not cast("MemmapShard", shard).manifest.has_bin_checksums
+
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what the manifest says; no other file is opened."""
         with CheckedDirectory.open(path) as directory:
@@ -86,6 +90,8 @@ class MemmapStorage(Storage):
             "dtype": manifest.dtype,
             "plan_fingerprint": manifest.plan_fingerprint,
             "created_by": manifest.created_by,
+            "bin_checksum_algorithm": manifest.bin_checksum_algorithm,
+            "notes": [] if manifest.verification_note is None else [manifest.verification_note],
         }
 
     def checksum(self, path: Path) -> str:

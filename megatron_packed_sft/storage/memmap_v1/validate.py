@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.bin_checksums import FILES, INDEX, checksums_of_block
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
@@ -28,14 +30,15 @@ _BLOCK_BYTES = 1 << 20
 
 def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check one shard; return its figures unless it cannot be opened."""
-    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES, layout.LOSS_WEIGHTS})
+    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES, *layout.OPTIONAL_FILES})
     try:
         with checked_shard(path) as shard:
-            if not shard.manifest.has_weights and (path / layout.LOSS_WEIGHTS).exists():
-                report.add(Finding(str(path / layout.LOSS_WEIGHTS), "is not part of the shard, says its manifest"))
+            for name in layout.OPTIONAL_FILES:
+                if name not in shard.files and (path / name).exists():
+                    report.add(Finding(str(path / name), "is not part of the shard, says its manifest"))
             _note_what_cannot_be_checked(path, shard.manifest, report)
             report.num_bins += shard.manifest.num_bins
-            report.num_bytes += sum(file.size for file in shard.files)
+            report.num_bytes += sum(file.size for file in shard.files.values())
             if report.level == "full":
                 _ContentCheck(path, shard, report, bar).run()
             return shard.manifest.figures
@@ -51,6 +54,8 @@ def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: Va
         report.add(
             Finding(str(path / MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum")
         )
+    elif manifest.verification_note is not None:
+        report.notes.append(f"{path}: {manifest.verification_note}")
     if manifest.vocab_size is None:
         report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")
     if manifest.pad_id is None:
@@ -66,12 +71,17 @@ class _ContentCheck:
         self._report = report
         self._bar = bar
         self._weight_sums: list[float] = []  # of each bin
+        self._checksums: npt.NDArray[np.uint64] | None = None
 
     def run(self) -> None:
         """Read, hash and check everything."""
-        ids_file, mask_file, *index_files = self._shard.files[: len(layout.ARRAY_FILES)]
-        large_files = [ids_file, mask_file, *self._shard.files[len(layout.ARRAY_FILES) :]]
-        packed_len, seq_offsets, seq_starts = (self._read_index(file) for file in index_files)
+        files = self._shard.files
+        large = (layout.INPUT_IDS, layout.LOSS_MASK, layout.LOSS_WEIGHTS)
+        large_files = [files[name] for name in large if name in files]
+        packed_len, seq_offsets, seq_starts = (
+            self._read_index(files[name]) for name in (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS)
+        )
+        self._checksums = self._read_checksums()
         if not self._csr_is_sound(seq_offsets, len(seq_starts)):
             for file in large_files:
                 self._hash_only(file)
@@ -106,7 +116,33 @@ class _ContentCheck:
         for found in violations:
             name = f"{found.field}.npy"
             self._add(name, f"{found.field} {found.message}", bin=start + found.bin, field=found.field)
+        if self._checksums is not None:
+            self._compare_bins(start, block, {found.bin for found in violations})
         return totals
+
+    def _read_checksums(self) -> npt.NDArray[np.uint64] | None:
+        """Return the checksums of bins; None if there are none, or none that can be believed."""
+        file = self._shard.files.get(layout.BIN_CHECKSUMS)
+        if file is None:
+            return None
+        num_findings = self._report.num_findings
+        checksums = self._read_index(file)
+        return checksums if self._report.num_findings == num_findings else None
+
+    def _compare_bins(self, start: int, block: BinBlock, listed: set[int]) -> None:
+        """Name the bins that do not match their checksums, except those that are listed already."""
+        assert self._checksums is not None
+        # A damaged length must not lead behind the arrays; the bin is listed already.
+        sound = replace(block, packed_len=np.minimum(block.packed_len, np.uint32(block.input_ids.shape[1])))
+        differs = checksums_of_block(sound) != self._checksums[start : start + len(block)]
+        for index in np.flatnonzero(differs.any(axis=1)).tolist():
+            if index in listed:
+                continue
+            columns = np.flatnonzero(differs[index]).tolist()
+            name = next((FILES[column] for column in columns if column in FILES), layout.PACKED_LEN)
+            if INDEX in columns:  # a wrong index leads to wrong tokens, too
+                name = layout.PACKED_LEN
+            self._add(name, "its content does not match the checksum of this bin", bin=start + index)
 
     def _csr_is_sound(self, seq_offsets: npt.NDArray[np.uint32], num_sequences: int) -> bool:
         backwards = np.flatnonzero(seq_offsets[1:] < seq_offsets[:-1])
@@ -134,9 +170,9 @@ class _ContentCheck:
             if recorded is not None and recorded != value:
                 self._add(MANIFEST, f"{name} is {recorded}, the arrays say {value}", field=name)
 
-    def _read_index(self, file: CheckedFile) -> npt.NDArray[np.uint32]:
+    def _read_index(self, file: CheckedFile) -> npt.NDArray[Any]:
         reader = HashingReader(file, self._algorithm(), self._bar)
-        data = np.empty(file.header.shape, file.header.dtype)
+        data: npt.NDArray[Any] = np.empty(file.header.shape, file.header.dtype)
         reader.read_into(data)
         self._compare_checksum(file, reader)
         return data

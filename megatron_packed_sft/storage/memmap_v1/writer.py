@@ -26,7 +26,7 @@ from megatron_packed_sft.storage.bins import (
 )
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.loss_weights import find_weight_violations, mask_and_weights
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1 import bin_checksums, layout
 from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
 from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
@@ -37,12 +37,12 @@ _BLOCK_BYTES = 1 << 20
 class MemmapShardWriter(PackedShardWriter):
     """Writes one memmap_v1 shard.
 
-    Memory is 1 MB of bins (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 16 bytes
-    of bookkeeping per bin (24 with weights). Every invariant of the format is checked before a byte is written. As a
+    Memory is 1 MB of bins (`write_bin`) or nothing of its own (`write_block` writes the caller's arrays), plus 48 bytes
+    of bookkeeping per bin (56 with weights). Every invariant of the format is checked before a byte is written. As a
     context manager it leaves nothing behind unless `finalize` was reached.
 
-    A loss mask of floats is one of weights. They are stored only if some weight is neither 0 nor 1; the shard then has
-    version 1.1, which older readers refuse.
+    A loss mask of floats is one of weights. They are stored only if some weight is neither 0 nor 1. Every bin gets
+    checksums of its own, which readers compare it with.
 
     Args:
         output_dir: where the shard appears; an existing path is refused unless it is an empty directory or `overwrite`.
@@ -108,6 +108,7 @@ class MemmapShardWriter(PackedShardWriter):
         self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
         self._weights_file: ArrayFileWriter | None = None
+        self._checksums = np.zeros((self.num_bins, 4), npy.CHECKSUM_DTYPE)
         self._weight_sums = np.empty(0)  # with weights, one per bin; NaN: the bin's weights are not in the file
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
@@ -205,6 +206,9 @@ class MemmapShardWriter(PackedShardWriter):
         with self._aborting_on_error():
             self._ids_file.write(first_bin, block.input_ids)
             self._mask_file.write(first_bin, block.loss_mask)
+            own = self._checksums[first_bin : first_bin + len(block)]
+            own[:, bin_checksums.INPUT_IDS] = bin_checksums.checksums_of_array(block.input_ids, block.packed_len)
+            own[:, bin_checksums.LOSS_MASK] = bin_checksums.checksums_of_array(block.loss_mask, block.packed_len)
             self._starts.append(first_bin, block.seq_offsets, block.seq_starts)
             if block.loss_weights is not None:
                 self._store_weights(first_bin, block.loss_weights)
@@ -213,6 +217,10 @@ class MemmapShardWriter(PackedShardWriter):
         if self._weights_file is None:
             self._weights_file = self._new_file(layout.weights_array(self.num_bins, self.pack_size))
         self._weights_file.write(first_bin, weights)
+        last_bin = first_bin + len(weights)
+        self._checksums[first_bin:last_bin, bin_checksums.LOSS_WEIGHTS] = bin_checksums.checksums_of_array(
+            weights, self._packed_len[first_bin:last_bin]
+        )
 
     def _fill_in_weights(self) -> None:
         """Write the weights of bins that came without: 1 where their mask is 1."""
@@ -257,8 +265,16 @@ class MemmapShardWriter(PackedShardWriter):
         starts_file = self._new_file(starts_spec)
         for position, starts in self._starts.in_bin_order():
             starts_file.write(position, starts)
+            first, last = np.searchsorted(offsets, (position, position + len(starts)))
+            self._checksums[first:last, bin_checksums.INDEX] = bin_checksums.checksums_of_index(
+                self._packed_len[first:last], offsets[first : last + 1], starts
+            )
         self._starts.remove()
+        checksums_spec = layout.checksums_array(self.num_bins, has_weights=self._weights_file is not None)
+        checksums_file = self._new_file(checksums_spec)
+        checksums_file.write(0, np.ascontiguousarray(self._checksums[:, : checksums_spec.shape[1]]))
         manifest = ShardManifest(
+            version=layout.VERSION,
             num_bins=self.num_bins,
             pack_size=self.pack_size,
             dtype=self.dtype,
@@ -267,6 +283,7 @@ class MemmapShardWriter(PackedShardWriter):
             num_sequences=num_sequences,
             **self._totals._asdict(),
             **self._weight_fields(),
+            bin_checksum_algorithm=layout.BIN_CHECKSUM_ALGORITHM,
             pad_id=self.pad_id,
             created_by=CREATED_BY,
             **self._provenance,
@@ -278,7 +295,6 @@ class MemmapShardWriter(PackedShardWriter):
         if self._weights_file is None:
             return {}
         return {
-            "version": layout.WEIGHTED_VERSION,
             "loss_weights_dtype": npy.WEIGHT_DTYPE,
             "sum_loss_weights": math.fsum(self._weight_sums.tolist()),
         }

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from megatron_packed_sft.disk.atomic import translated
 from megatron_packed_sft.disk.file_maps import LazyMaps, map_file, will_need
-from megatron_packed_sft.errors import ShardChangedError, ShardFileError
+from megatron_packed_sft.disk.file_sizes import MappedSizes, changed_size
+from megatron_packed_sft.errors import ShardFileError
+from megatron_packed_sft.storage.read_options import MMAP, PREAD
 
-# Reading a map behind the end of a file that was cut meanwhile kills the process (SIGBUS). A look at the size costs a
-# microsecond on a local disk and more on a network's, so it is taken when a file is mapped and once per second of use.
-_SECONDS_BETWEEN_LOOKS = 1.0
 _BLOCK_TOKENS = 1 << 20  # of a file that is read from front to back
 
 
@@ -39,14 +38,23 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         self.num_tokens = num_tokens
         self.data_offset = data_offset
         self.size = size
-        self._looked_at = 0.0
-        self._identity: tuple[int, int] | None = None  # device and inode of what is mapped
+        self.access = MMAP
+        self._sizes: MappedSizes | None = None
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return tokens start..stop-1 as a read-only view; a file that was cut since it was opened is an error."""
+        """Return tokens start..stop-1 as a read-only view; a file that was cut since it was opened is an error.
+
+        Of a map that is noticed within a second; with `access` pread, at once.
+        """
+        if self.access == PREAD:
+            itemsize = np.dtype(self.dtype).itemsize
+            data = self.read(self.data_offset + start * itemsize, (stop - start) * itemsize)
+            if len(data) != (stop - start) * itemsize:
+                raise changed_size(self.path, os.stat(self.path).st_size, self.size)
+            return np.frombuffer(data, self.dtype)
         array = self.arrays
-        if time.monotonic() - self._looked_at > _SECONDS_BETWEEN_LOOKS:
-            self._look()
+        if self._sizes is not None:
+            self._sizes.look(time.monotonic())
         return array[start:stop]
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
@@ -58,7 +66,8 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
 
     def advise(self, start: int, stop: int) -> None:
         """Have the kernel read these tokens ahead: they are needed soon."""
-        will_need(self.arrays[start:stop])
+        if self.access == MMAP:
+            will_need(self.arrays[start:stop])
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return bytes of the file without mapping it, for a look at a few of them."""
@@ -76,16 +85,15 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
     def _open_arrays(self, keep: object) -> npt.NDArray[Any]:
         fd = self._open()
         try:
-            status = os.fstat(fd)
             if not self.num_tokens:
                 return np.empty(0, self.dtype)
+            self._sizes = MappedSizes()
+            self._sizes.add(self.path, fd)
             data = map_file(fd, self.size, random_access=True)
         except OSError as error:
             raise translated(error, "map", self.path, self.size) from error
         finally:
             os.close(fd)
-        self._identity = (status.st_dev, status.st_ino)
-        self._looked_at = time.monotonic()
         return np.frombuffer(data, self.dtype, self.num_tokens, self.data_offset)
 
     def _open(self) -> int:
@@ -101,21 +109,5 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != self.size:
             os.close(fd)
-            raise self._changed(status.st_size)
+            raise changed_size(self.path, status.st_size, self.size)
         return fd
-
-    def _look(self) -> None:
-        """Refuse a file that was cut; one that was removed or replaced lives on in the map, whole."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return
-        if (status.st_dev, status.st_ino) == self._identity and status.st_size < self.size:
-            raise self._changed(status.st_size)
-        self._looked_at = time.monotonic()
-
-    def _changed(self, size: int) -> ShardChangedError:
-        return ShardChangedError(
-            f"{self.path} has {size:,} bytes and had {self.size:,} when its stream was opened; put the file back, or "
-            "open the stream again if it is meant"
-        )

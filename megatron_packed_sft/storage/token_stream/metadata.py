@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
+from megatron_packed_sft.support.paths import refuse_special_file
 
 # In a directory of tokens, in this order. A token cache keeps its meta.json above the directories of its splits.
 _NAMES = ("metadata.yaml", "metadata.yml", "metadata.json", "meta.json")
@@ -89,6 +90,7 @@ def _parse(path: Path, *, in_parent: bool) -> StreamMetadata | None:
 
 
 def _load(path: Path) -> Any:
+    refuse_special_file(path)
     with os_errors("read", path), open(path, "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -98,7 +100,7 @@ def _load(path: Path) -> Any:
     if path.suffix == ".json":
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ManifestError(f"{path} is not valid JSON ({error}); repair or remove it") from None
     import yaml
 

@@ -20,6 +20,7 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS, SMALL_ID_DTYPE
 from megatron_packed_sft.errors import InvalidInputError, ShardError, ShardFileError
 from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
+from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.storage.token_stream.files import GUESSED_ID_LIMIT, find_files
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata, read_metadata
@@ -206,6 +207,11 @@ class TokenStream:
         if window >= 0:
             raise self._outside(windows[window], position)
         return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]], is_empty)
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose how files are read from now on. There are no checksums to verify windows with."""
+        for file in self.files:
+            file.access = options.access
 
     def advise(self, windows: Iterable[int]) -> None:
         """Have the kernel read these windows ahead: they are needed soon."""

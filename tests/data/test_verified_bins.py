@@ -1,0 +1,342 @@
+"""reliability.md rows 27 and 28: a damaged bin is an error when it is first read, and so is a file that is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
+from megatron_packed_sft.data.batch import located_bins
+from megatron_packed_sft.disk import file_sizes, json_document, span_checksums
+from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError
+from megatron_packed_sft.storage.dataset_directory import open_dataset
+from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
+from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
+from tests.open_files import open_files
+from tests.packed_bins import make_bins, write_shard
+
+BINS = make_bins(12, 64, vocab_size=500, seed=3)
+WEIGHTED = [one._replace(loss_mask=one.loss_mask * np.float32(0.5)) for one in BINS]
+BIN = next(number for number, one in enumerate(BINS) if len(one.input_ids) > 8 and len(one.seq_start_id) > 2)
+FILES = (*layout.ARRAY_FILES, *layout.OPTIONAL_FILES)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verified") / "shard"
+    write_shard(path, WEIGHTED, 64, vocab_size=500)
+    return path
+
+
+@pytest.fixture
+def shard(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "shard")
+    return tmp_path / "shard"
+
+
+def opened(path: Path, **options: str) -> MemmapShard:
+    shard = open_shard(path)
+    assert isinstance(shard, MemmapShard)
+    shard.read_with(ReadOptions(**options))
+    return shard
+
+
+def flip(path: Path, name: str, number: int = BIN, bit: int = 0) -> None:
+    """Flip a bit of what a file says of a bin; the result is a possible value."""
+    array = np.load(path / name, mmap_mode="r+")
+    if name in (layout.INPUT_IDS, layout.LOSS_MASK, layout.LOSS_WEIGHTS):
+        cells = array[number, 2:3]
+    elif name == layout.SEQ_STARTS:
+        first = int(np.load(path / layout.SEQ_OFFSETS)[number])
+        cells = array[first + 1 : first + 2]
+    else:
+        cells = array[number : number + 1]
+    cells.view(np.uint8).reshape(-1)[0] ^= 1 << bit
+    array.flush()
+
+
+READS: dict[str, Callable[[Path, dict[str, str]], Any]] = {
+    "one bin": lambda path, how: create_sft_dataset(path, 2, **how)[BIN],
+    "a batch": lambda path, how: create_sft_dataset(path, 2, **how).fetch_batch([0, BIN, 1]),
+    "a block": lambda path, how: opened(path, **how).block(0, 12),
+}
+
+
+@pytest.mark.parametrize("access", ACCESS)
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_an_error_that_names_shard_bin_and_file(
+    shard: Path, name: str, read: str, access: str
+) -> None:
+    flip(shard, name)
+    with pytest.raises(ShardFileError) as caught:
+        READS[read](shard, {"access": access})
+    message = str(caught.value)
+    # An entry of seq_offsets ends the bin before, too; a block reads that first.
+    assert f"{shard / name} is damaged at bin {BIN}" in message or name == layout.SEQ_OFFSETS
+    assert str(shard / name) in message
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("change", [-1, 1, -3])
+def test_a_wrong_length_that_is_possible_is_an_error(shard: Path, read: str, change: int) -> None:
+    lengths = np.load(shard / layout.PACKED_LEN, mmap_mode="r+")
+    lengths[BIN] = int(lengths[BIN]) + change
+    lengths.flush()
+    with pytest.raises(ShardFileError, match=rf"packed_len.npy is damaged at bin {BIN}, which does not match"):
+        READS[read](shard, {})
+
+
+def test_other_bins_of_a_damaged_shard_are_read(shard: Path) -> None:
+    flip(shard, layout.INPUT_IDS)
+    dataset = create_sft_dataset(shard, 2)
+    others = [number for number in range(12) if number != BIN]
+    assert len(dataset.fetch_batch(others)["tokens"]) == 11
+    assert dataset[others[0]]["input_ids"].tolist() == WEIGHTED[others[0]].input_ids.tolist()
+
+
+def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path) -> None:
+    flip(shard, layout.INPUT_IDS)
+    found = [(finding.file, finding.bin) for finding in validate(shard).findings]
+    assert (str(shard / layout.INPUT_IDS), BIN) in found
+    assert {file for file, _ in found} == {str(shard / layout.INPUT_IDS)}
+
+
+def test_validate_names_the_checksums_when_they_are_what_is_damaged(shard: Path) -> None:
+    flip(shard, layout.BIN_CHECKSUMS)
+    [finding] = validate(shard).findings
+    assert finding.file == str(shard / layout.BIN_CHECKSUMS)
+
+
+def test_when_a_bin_is_verified(shard: Path) -> None:
+    first, always, never = (opened(shard, verify=verify) for verify in ("first_read", "always", "never"))
+    for one in (first, always, never):
+        located_bins.locate_in_shard(one, [BIN])
+        assert one[BIN].input_ids.tolist() == WEIGHTED[BIN].input_ids.tolist()
+    assert first.arrays.verified.tolist() == [number == BIN for number in range(12)]
+    flip(shard, layout.INPUT_IDS)
+    assert first[BIN].input_ids.tolist() != WEIGHTED[BIN].input_ids.tolist()
+    assert len(never[BIN].input_ids)
+    with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
+        assert always[BIN]
+    first.unmap()  # what is mapped again is read again
+    with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
+        assert first[BIN]
+
+
+def test_a_batch_verifies_its_bins_once(shard: Path) -> None:
+    dataset = create_sft_dataset(shard, 2)
+    dataset.fetch_batch([3, BIN])
+    assert set(np.flatnonzero(dataset.source.shard(0).arrays.verified)) == {3, BIN}
+    flip(shard, layout.LOSS_MASK)
+    dataset.fetch_batch([BIN])
+    with pytest.raises(ShardFileError, match=r"loss_mask\.npy"):
+        create_sft_dataset(shard, 2, verify="always").fetch_batch([BIN])
+    create_sft_dataset(shard, 2, verify="never").fetch_batch([BIN])
+
+
+def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
+    dataset = open_dataset(many, verify="always", access="pread")
+    shard = dataset.open_shard("train", dataset.entries("train")[1])
+    assert isinstance(shard, MemmapShard)
+    assert shard.reading == ReadOptions("always", "pread")
+    assert shard[BIN].input_ids.tolist() == WEIGHTED[BIN].input_ids.tolist()
+    with pytest.raises(InvalidInputError, match="access is 'read'"):
+        open_dataset(many, access="read")
+
+
+def test_options_that_nobody_knows_are_refused(shard: Path) -> None:
+    with pytest.raises(InvalidInputError, match="verify is 'sometimes'; choose from first_read, always, never"):
+        create_sft_dataset(shard, 2, verify="sometimes")
+    with pytest.raises(InvalidInputError, match="access is 'read'; choose from mmap, pread"):
+        create_sft_dataset(shard, 2, access="read")
+
+
+def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key], key
+
+
+def write_many(home: Path, num_shards: int) -> Path:
+    with DatasetWriter(home) as dataset:
+        for number in range(num_shards):
+            bins = WEIGHTED if number % 2 else BINS
+            # Shards of both id dtypes, with and without weights.
+            arguments = {"num_bins": 12, "pack_size": 64, "vocab_size": 500 if number % 3 else 100_000}
+            with dataset.shard_writer("train", number, **arguments) as writer:
+                for index, one in enumerate(bins):
+                    writer.write_bin(index, *one)
+                writer.finalize()
+        dataset.finalize()
+    return home
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_many(tmp_path_factory.mktemp("many") / "dataset", 8)
+
+
+@pytest.mark.parametrize("contract", ["mcore", "hf"])
+def test_batches_are_the_same_however_they_are_read(many: Path, contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    picked = [0, 95, 13, 40, 51, 67, -3, 77, 86, 12]
+    plain = create_sft_dataset(many, 2, contract=contract)
+    expected = plain.collate_fn([plain[index] for index in picked])  # samples one by one, laid end to end
+    for verify, access in itertools.product(VERIFY, ACCESS):
+        how: dict[str, Any] = {"verify": verify, "access": access}
+        assert_equal(create_sft_dataset(many, 2, contract=contract, **how).fetch_batch(picked), expected)
+    monkeypatch.setattr(located_bins, "hash_function", lambda: 0)  # an xxhash that exports nothing
+    assert_equal(create_sft_dataset(many, 2, contract=contract).fetch_batch(picked), expected)
+
+
+def test_an_xxhash_that_exports_nothing_gives_the_same_files_and_errors(
+    tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_checksums, "hash_function", lambda: 0)
+    monkeypatch.setattr(located_bins, "hash_function", lambda: 0)
+    write_shard(tmp_path / "shard", WEIGHTED, 64, vocab_size=500)
+    for name in FILES:
+        assert (tmp_path / "shard" / name).read_bytes() == (sound / name).read_bytes()
+    flip(tmp_path / "shard", layout.LOSS_WEIGHTS)
+    with pytest.raises(ShardFileError, match=rf"loss_weights.npy is damaged at bin {BIN}"):
+        create_sft_dataset(tmp_path / "shard", 2).fetch_batch([BIN])
+
+
+def test_the_checksums_are_those_that_the_format_describes(sound: Path) -> None:
+    shard = opened(sound)
+    recorded = np.load(sound / layout.BIN_CHECKSUMS)
+    first = 0
+    for number, one in enumerate(WEIGHTED):
+        mask = (one.loss_mask > 0).astype(np.uint8)
+        starts = one.seq_start_id.astype("<u4")
+        found = checksums_of_bin(one.input_ids.astype("<u2"), mask, one.loss_mask, first, starts)
+        assert recorded[number].tolist() == found
+        index = np.array([len(one.input_ids), first, first + len(starts), *starts], "<u4")
+        assert found[2] == xxhash.xxh3_64_intdigest(index.tobytes())
+        first += len(starts)
+    assert shard.manifest.bin_checksum_algorithm == "xxh3_64"
+
+
+def test_threads_verify_the_same_bins_and_all_see_the_damage(many: Path, tmp_path: Path) -> None:
+    shutil.copytree(many, tmp_path / "dataset")
+    flip(tmp_path / "dataset" / "train" / "shard_000005", layout.INPUT_IDS)
+    dataset = create_sft_dataset(tmp_path / "dataset", 2)
+    bad = 5 * 12 + BIN
+
+    def read(thread: int) -> int:
+        num_errors = 0
+        order = np.random.default_rng(thread).permutation(96).reshape(-1, 8).tolist()
+        for indices in order:
+            try:
+                dataset.fetch_batch(indices)
+            except ShardFileError:
+                num_errors += 1
+                assert bad in indices
+        return num_errors
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(read, range(4))) == [1] * 4
+
+
+def _read_in_worker(dataset: Any, index: int, found: Any) -> None:
+    try:
+        dataset.fetch_batch([index])
+        found.put("")
+    except ShardFileError as error:
+        found.put(str(error))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_verify_what_they_read(shard: Path, method: str) -> None:
+    dataset = create_sft_dataset(shard, 2)
+    dataset.fetch_batch([0])
+    flip(shard, layout.INPUT_IDS)
+    context = multiprocessing.get_context(method)
+    found = context.Queue()
+    worker = context.Process(target=_read_in_worker, args=(dataset, BIN, found))
+    worker.start()
+    assert f"input_ids.npy is damaged at bin {BIN}" in found.get(timeout=60)
+    worker.join()
+
+
+def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> None:
+    flip(shard, layout.INPUT_IDS)
+    loader = PackedLoader(create_sft_dataset(shard, 2), micro_batch_size=2, num_epochs=3, shuffle=True)
+    with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
+        list(loader)
+
+
+def without_checksums(path: Path) -> None:
+    """Make the shard one of those that were written before there were checksums of bins."""
+    (path / layout.BIN_CHECKSUMS).unlink()
+    document = json.loads((path / "manifest.json").read_text())
+    del document["bin_checksum_algorithm"], document["files"][layout.BIN_CHECKSUMS], document["self_checksum"]
+    (path / "manifest.json").write_bytes(json_document.render(document))
+
+
+def test_a_shard_without_checksums_is_read_and_says_once_that_it_is_not_verified(
+    shard: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_checksums(shard)
+    caplog.set_level("INFO")
+    dataset = create_sft_dataset(shard, 2)
+    for index in range(12):
+        assert dataset[index]["input_ids"].tolist() == WEIGHTED[index].input_ids.tolist()
+    dataset.fetch_batch([1, 2])
+    said = [one.getMessage() for one in caplog.records if "not verified" in one.getMessage()]
+    assert len(said) == 1
+    assert f"{shard}: format 1.1 without checksums of bins" in said[0]
+    report = validate(shard)
+    assert report.ok
+    assert any("not verified as they are read" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", [layout.INPUT_IDS, layout.LOSS_MASK])
+def test_a_file_that_is_cut_right_before_a_read_is_an_error_with_pread(tmp_path: Path, name: str) -> None:
+    # With maps this reads behind the end of the file, which is SIGBUS; see docs/operations.md.
+    write_shard(tmp_path / "shard", make_bins(12, 8192, vocab_size=500, seed=3), 8192, vocab_size=500)
+    dataset = create_sft_dataset(tmp_path / "shard", 2, access="pread")
+    dataset.fetch_batch([0])
+    os.truncate(tmp_path / "shard" / name, 4096)
+    for read in (lambda: dataset.fetch_batch([11]), lambda: dataset[11]):
+        with pytest.raises(ShardChangedError, match=rf"{name} has 4,096 bytes and had .* when it was opened; put"):
+            read()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_mapped_file_that_was_cut_is_an_error_at_the_next_look(
+    shard: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_sizes, "_SECONDS_BETWEEN_LOOKS", -1.0)
+    dataset = create_sft_dataset(shard, 2)
+    dataset.fetch_batch([0])
+    os.truncate(shard / name, 64)
+    for read in (lambda: dataset.fetch_batch([0]), lambda: dataset[0], lambda: dataset.source.shard(0).block(0, 2)):
+        with pytest.raises(ShardChangedError, match=rf"{name} has 64 bytes and had .* when it was opened; put"):
+            read()
+
+
+def test_shards_that_are_read_keep_few_files_open(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_packed_sft.disk import file_maps
+
+    monkeypatch.setattr(file_maps, "POOL", file_maps.MapPool(limit=24))  # three shards of eight places
+    dataset = create_sft_dataset(many, 2, access="pread")
+    most = 0
+    for indices in np.random.default_rng(0).permutation(96).tolist():
+        dataset.fetch_batch([indices])
+        most = max(most, len(open_files(many)))
+    assert 0 < most <= 3 * 3
+    assert_equal(dataset.fetch_batch([95, 3]), create_sft_dataset(many, 2).fetch_batch([95, 3]))
