@@ -20,9 +20,14 @@ Catch `PackedSFTError` for all of them. On the command line, `InvalidInputError`
 
 from __future__ import annotations
 
+from megatron_packed_sft.support.redaction import without_url_secrets
+
 
 class PackedSFTError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose. No message shows the credentials of a URL."""
+
+    def __str__(self) -> str:
+        return without_url_secrets(super().__str__())
 
 
 class InvalidInputError(PackedSFTError, ValueError):
@@ -38,7 +43,8 @@ class StateMismatchError(InvalidInputError):
         self.differing = differing
 
     def __str__(self) -> str:
-        return f"{self.problem}, or pass allow_mismatch={self.differing} to the sampler or loader to resume anyway"
+        problem = without_url_secrets(self.problem)
+        return f"{problem}, or pass allow_mismatch={self.differing} to the sampler or loader to resume anyway"
 
 
 class WriterStateError(PackedSFTError):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS
 from megatron_packed_sft.config.schema import MISSING, WrongKeysError, build, plain, wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
+from megatron_packed_sft.support.paths import local_path, refuse_special_file
 
 DEFAULT_SEED = 42
 DEFAULT_SHARD_BYTES = 128 << 20
@@ -153,6 +154,7 @@ def read_config(
     Raises:
         InvalidInputError: the file or an override is wrong; all wrong keys are named.
     """
+    local_path(path, "config")  # refuses a URL
     values = _load(Path(path))
     for key, value in _pairs(overrides):
         _set(values, key, value)
@@ -174,6 +176,7 @@ def source_json(source: CacheSource) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     import yaml
 
+    refuse_special_file(path)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +185,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         _refuse_double_keys(yaml.compose(text, yaml.SafeLoader), path)
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
     if not isinstance(values, dict):
         raise InvalidInputError(f"{path} is not a mapping; it needs the keys tokenizer and sources")
@@ -218,7 +221,7 @@ def _pairs(overrides: Mapping[str, Any] | Sequence[str | tuple[str, Any]]) -> li
             raise InvalidInputError(f"{text!r} sets nothing; write KEY=VALUE, such as seed=7")
         try:
             found.append((key, yaml.safe_load(value)))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise InvalidInputError(f"the value of {key} is not YAML; put it in quotes") from None
     return found
 

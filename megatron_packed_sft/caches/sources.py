@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from posixpath import basename
 from typing import Any
 
 from megatron_packed_sft.caches.config import SFT, CacheSource
@@ -14,7 +13,7 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.hub_datasets import stream_dataset
 from megatron_packed_sft.records.message_trees import conversations_in_trees
-from megatron_packed_sft.records.record import Conversation, Location, RecordError, kind_of
+from megatron_packed_sft.records.record import Conversation, Location, RecordError, kind_of, too_deep
 from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
 from megatron_packed_sft.records.text_files import TextFile, find_text_files, read_text_file
@@ -43,11 +42,7 @@ class OpenedSource:
     @property
     def files(self) -> dict[str, Any]:
         """What the files are, by name and content: their folder does not matter, and it is short for many files."""
-        listed = [
-            (name, basename(file.path), file.size, file.checksum)
-            for name, files in self._found.items()
-            for file in files
-        ]
+        listed = [(name, file.name, file.size, file.checksum) for name, files in self._found.items() for file in files]
         return {
             "num_files": len(listed),
             "bytes": sum(size for _, _, size, _ in listed),
@@ -79,6 +74,8 @@ class OpenedSource:
                 yield _messages(adapt, record)
             except RecordError as error:
                 self._skip_or_raise(error if error.where else error.at(where))
+            except RecursionError:
+                self._skip_or_raise(too_deep().at(where))
 
     def _sound_records(self) -> Iterator[dict[str, Any]]:
         for _, record in self._records():

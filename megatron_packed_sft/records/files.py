@@ -15,8 +15,8 @@ import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.streams import read_blocks, reading
-from megatron_packed_sft.remote.filesystem import file_system
-from megatron_packed_sft.support.paths import is_url
+from megatron_packed_sft.remote.filesystem import base_name, file_system
+from megatron_packed_sft.support.paths import is_url, redacted
 
 Format = Literal["jsonl", "json", "parquet", "hf_dataset"]
 Compression = Literal["gzip", "zstd"]
@@ -49,6 +49,16 @@ class InputFile:
     size: int
     checksum: str
     modified: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its last name, without folders and without the query of a URL."""
+        return base_name(self.path) if is_url(self.path) else posixpath.basename(self.path)
+
+    @property
+    def shown(self) -> str:
+        """Its path without credentials: for whatever is printed or kept."""
+        return redacted(self.path)
 
     def refuse_changed(self) -> None:
         """Raise an error if the file was written to since it was found."""
@@ -97,8 +107,8 @@ def _ignore(num_bytes: int) -> None:
 def expand_path(pattern: str) -> list[str]:
     """Return the files that a path, a glob or a URL stands for, sorted; at least one."""
     if is_url(pattern) and not pattern.startswith("file://"):
-        system, path = file_system(pattern)
         with reading(pattern):
+            system, path = file_system(pattern)
             if system.exists(path):
                 return [pattern]
             found = [str(system.unstrip_protocol(name)) for name in sorted(system.glob(path))]
@@ -119,7 +129,7 @@ def _inspect(path: str, on_read: Callable[[int], None] | None) -> InputFile:
         raise InvalidInputError(f"{path!r} is not valid UTF-8, so a manifest cannot record it; rename it")
     if _is_folder(path):
         return _inspect_folder(path, on_read)
-    stem, suffix = posixpath.splitext(path.lower())
+    stem, suffix = posixpath.splitext((path.split("?")[0] if is_url(path) else path).lower())
     compression = _COMPRESSIONS.get(suffix)
     if compression:
         suffix = posixpath.splitext(stem)[1]
@@ -158,6 +168,8 @@ def _inspect_folder(path: str, on_read: Callable[[int], None] | None) -> InputFi
 def _is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
+    if path.startswith(("http://", "https://")):  # a page of links is no folder, and asking would fetch it whole
+        return False
     system, name = file_system(path)
     with reading(path):
         return bool(system.isdir(name))
@@ -176,7 +188,7 @@ def _strings_in(path: str, select: Callable[[Any], list[Any]]) -> list[str]:
     text = b"".join(read_blocks(path))
     try:
         found = select(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not what `datasets` writes ({error!r}); save the dataset again") from error
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise InvalidInputError(f"{path} is not what `datasets` writes; save the dataset again")

@@ -10,6 +10,9 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.redaction import without_url_secrets
+
+DEEPEST = 100  # levels of lists and objects; templates and their traces recurse, and Python stops at 1,000 calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Location(NamedTuple):
     noun: str = "record"
 
     def __str__(self) -> str:
-        return f"{self.path}, {self.noun} {self.number}"
+        return f"{without_url_secrets(self.path)}, {self.noun} {self.number}"
 
 
 class RecordError(InvalidInputError):
@@ -110,6 +113,36 @@ class NotTakenError(RecordError):
         return NotTakenError(self.field, self.problem, where)
 
 
+def too_deep(field: str = "") -> RecordError:
+    """Return the error for a record that is nested too deeply.
+
+    Example:
+        >>> print(too_deep("tools"))
+        tools is nested more than 100 levels deep; flatten it, or remove the record
+    """
+    return RecordError(field, f"is nested more than {DEEPEST} levels deep; flatten it, or remove the record")
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested too deeply; never by recursion.
+
+    Example:
+        >>> is_too_deep([[{"a": []}]])
+        False
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def kind_of(value: Any) -> str:
     """Return what kind of JSON value this is, for error messages.
 
@@ -144,11 +177,16 @@ def content_hash(record: Record) -> bytes:
     else:
         content = ("tokenized", record.input_ids, [*map(_number, record.train)])
     try:
-        return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))
+        text = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # Parquet columns may hold what JSON cannot, and JSON files integers beyond 64 bits
+        if is_too_deep(content):
+            raise too_deep() from None
         raise RecordError(
             "", f"cannot be written as JSON ({error}); write such values as strings, or remove them"
         ) from error
+    if text.count(b"{") + text.count(b"[") > DEEPEST and is_too_deep(content):
+        raise too_deep()
+    return xxhash.xxh3_128_digest(text)
 
 
 def _flags_of(record: Conversation) -> list[Any] | None:

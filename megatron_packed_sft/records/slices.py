@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,13 +24,17 @@ import orjson
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import InputFile
 from megatron_packed_sft.records.formats import json_files, tables
-from megatron_packed_sft.records.formats.json_files import MARK, Cut, array_elements, cut_stream
-from megatron_packed_sft.records.record import Location, RecordError, kind_of
+from megatron_packed_sft.records.formats.json_files import LEFT_OUT, MARK, Cut, array_elements, cut_stream
+from megatron_packed_sft.records.limits import MAX_RECORD_BYTES, too_many_bytes
+from megatron_packed_sft.records.record import Location, RecordError, kind_of, too_deep
 from megatron_packed_sft.records.streams import read_blocks, read_range
 
 SLICE_BYTES = 4 << 20
 _NEWLINE = b"\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PORTION_BYTES = 64 << 20  # of a slice; only one with a very long record has more
+_SHORTEST_LINE = 8  # bytes; a file whose lines have fewer is mostly blank
+_NOT_BLANK = re.compile(rb"\S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class FileSlice:
         stop: end of that range.
         first_record: number of its first line or record, from 1.
         payload: the content, if a worker cannot read a part of the file by itself.
+        max_record_bytes: records with more are errors, and are not parsed.
     """
 
     file: InputFile
@@ -51,6 +57,7 @@ class FileSlice:
     stop: int
     first_record: int
     payload: bytes | None = field(default=None, repr=False)
+    max_record_bytes: int = MAX_RECORD_BYTES
 
     def key(self) -> str:
         """Return a name for the content: equal files cut at the same places have equal keys, whatever their paths.
@@ -82,7 +89,11 @@ class RawRecord(NamedTuple):
 
 
 def scan_slices(
-    file: InputFile, slice_bytes: int = SLICE_BYTES, on_read: Callable[[int], None] | None = None
+    file: InputFile,
+    slice_bytes: int = SLICE_BYTES,
+    on_read: Callable[[int], None] | None = None,
+    *,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[FileSlice]:
     r"""Cut a file into slices of about `slice_bytes`; the file is streamed, never held in memory.
 
@@ -90,6 +101,7 @@ def scan_slices(
         file: the file to cut.
         slice_bytes: minimum size of every slice but the last.
         on_read: called with the number of stored bytes read, after each block.
+        max_record_bytes: records with more are errors, and are not parsed.
 
     Example:
         >>> import tempfile, pathlib
@@ -101,8 +113,8 @@ def scan_slices(
     """
     if slice_bytes < 1:
         raise InvalidInputError(f"slice_bytes is {slice_bytes}; it must be at least 1")
-    for number, cut in enumerate(_cuts(file, slice_bytes, on_read)):
-        yield FileSlice(file, number, *cut)
+    for number, cut in enumerate(_cuts(file, slice_bytes, on_read, max_record_bytes)):
+        yield FileSlice(file, number, *cut, max_record_bytes)
 
 
 def read_slice(file_slice: FileSlice) -> Iterator[RawRecord]:
@@ -120,15 +132,18 @@ def read_slice(file_slice: FileSlice) -> Iterator[RawRecord]:
     if file.format in ("jsonl", "json"):
         yield from _parsed_records(file_slice)
         return
+    longest = file_slice.max_record_bytes
     if file.format == "parquet":
-        records = tables.read_parquet(file, file_slice.start, file_slice.stop, file_slice.payload)
+        records = tables.read_parquet(file, file_slice.start, file_slice.stop, file_slice.payload, longest)
     else:
-        records = tables.read_dataset(file, file_slice.start, file_slice.stop)
+        records = tables.read_dataset(file, file_slice.start, file_slice.stop, longest)
     for number, value in enumerate(records, file_slice.first_record):
-        yield RawRecord(value, file, number)
+        yield _located(RawRecord(value, file, number))
 
 
-def _cuts(file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | None) -> Iterator[Cut]:
+def _cuts(
+    file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | None, max_record_bytes: int
+) -> Iterator[Cut]:
     if file.format in ("parquet", "hf_dataset"):
         cut_table = tables.cut_parquet if file.format == "parquet" else tables.cut_dataset
         cuts = cut_table(file, slice_bytes)
@@ -136,8 +151,8 @@ def _cuts(file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | No
     blocks = read_blocks(file.path, file.compression, on_read)
     if file.format == "json":
         elements = array_elements(blocks, file.path)
-        return cut_stream(elements, MARK, slice_bytes, carry=True, path=file.path, noun="record")
-    return cut_stream(blocks, _NEWLINE, slice_bytes, carry=file.compression is not None, path=file.path, noun="line")
+        return cut_stream(elements, MARK, slice_bytes, carry=True, longest=max_record_bytes)
+    return cut_stream(blocks, _NEWLINE, slice_bytes, carry=file.compression is not None, longest=max_record_bytes)
 
 
 def _reported(file: InputFile, cuts: Iterator[Cut], on_read: Callable[[int], None]) -> Iterator[Cut]:
@@ -150,30 +165,84 @@ def _reported(file: InputFile, cuts: Iterator[Cut], on_read: Callable[[int], Non
 
 def _parsed_records(file_slice: FileSlice) -> Iterator[RawRecord]:
     file = file_slice.file
-    text = (
-        read_range(file.path, file_slice.start, file_slice.stop) if file_slice.payload is None else file_slice.payload
-    )
     is_lines = file.format == "jsonl"
-    if is_lines and file_slice.start == 0:
-        text = text.removeprefix(_BYTE_ORDER_MARK)
+    longest = file_slice.max_record_bytes
+    first = file_slice.first_record
+    for text in _whole_records(_portions(file_slice), _NEWLINE if is_lines else MARK, longest):
+        parse = json_files.parse if json_files.has_long_number(text) else orjson.loads
+        for number, record in _split(text, first, is_lines=is_lines):
+            if is_lines and (not record or record.isspace()):
+                continue
+            value = too_many_bytes(longest) if len(record) > longest else _parsed(parse, record, file, number)
+            yield _located(RawRecord(value, file, number))
+        first += text.count(_NEWLINE if is_lines else MARK)
+
+
+def _located(raw: RawRecord) -> RawRecord:
+    """Tell an error where it is."""
+    return raw._replace(value=raw.value.at(raw.where)) if isinstance(raw.value, RecordError) else raw
+
+
+def _portions(file_slice: FileSlice) -> Iterator[bytes]:
+    """Yield the bytes of a slice, usually at once."""
+    file = file_slice.file
+    if file_slice.payload is not None:
+        portions: Iterable[bytes] = (file_slice.payload,)
+    else:
+        starts = range(file_slice.start, file_slice.stop, _PORTION_BYTES)
+        portions = (read_range(file.path, start, min(start + _PORTION_BYTES, file_slice.stop)) for start in starts)
+    is_first = file.format == "jsonl" and file_slice.start == 0
+    for portion in portions:
+        yield portion.removeprefix(_BYTE_ORDER_MARK) if is_first else portion
+        is_first = False
+
+
+def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) -> Iterator[bytes]:
+    """Yield portions that end where a record does; of one that is too long, not much more than may be there."""
+    rest = b""
+    for portion in portions:
+        text = rest + portion if rest else portion
+        end = text.rfind(separator) + 1
+        rest = text[end:]
+        if len(rest) > longest:
+            rest = rest[:longest] + LEFT_OUT
+        if end:
+            yield text if end == len(text) else text[:end]
+    if rest:
+        yield rest
+
+
+def _split(text: bytes, number: int, *, is_lines: bool) -> Iterator[tuple[int, bytes]]:
+    """Yield the records of a text with their numbers; many blank lines are passed over without looking at each."""
     separator = _NEWLINE if is_lines else MARK
-    parse = json_files.parse if json_files.has_long_number(text) else orjson.loads
-    for number, record in enumerate(text.removesuffix(separator).split(separator), file_slice.first_record):
-        if is_lines and (not record or record.isspace()):
-            continue
-        try:
-            value = parse(record)
-        except orjson.JSONDecodeError as error:
-            value = _not_utf8(record) or RecordError(
-                "", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file, record, number)}"
-            )
-        except RecordError as error:
-            value = error
-        else:
-            if type(value) is not dict:
-                value = RecordError("", f"is {kind_of(value)}, not an object; {_remedy(file, record, number)}")
-        raw = RawRecord(value, file, number)
-        yield raw if type(value) is dict else raw._replace(value=value.at(raw.where))
+    if not is_lines or text.count(separator) * _SHORTEST_LINE < len(text):
+        yield from enumerate(text.removesuffix(separator).split(separator), number)
+        return
+    position = 0
+    while found := _NOT_BLANK.search(text, position):
+        start = max(text.rfind(_NEWLINE, position, found.start()) + 1, position)
+        end = text.find(_NEWLINE, start)
+        number += text.count(_NEWLINE, position, start)
+        yield number, text[start : end if end >= 0 else len(text)]
+        if end < 0:
+            return
+        position, number = end + 1, number + 1
+
+
+def _parsed(parse: Callable[[bytes], Any], record: bytes, file: InputFile, number: int) -> dict[str, Any] | RecordError:
+    try:
+        value = parse(record)
+    except orjson.JSONDecodeError as error:
+        if json_files.is_depth_error(error):
+            return too_deep()
+        return _not_utf8(record) or RecordError(
+            "", f"is not valid JSON ({error.msg} at character {error.pos + 1}); {_remedy(file, record, number)}"
+        )
+    except RecordError as error:
+        return error
+    if type(value) is not dict:
+        return RecordError("", f"is {kind_of(value)}, not an object; {_remedy(file, record, number)}")
+    return value
 
 
 def _not_utf8(record: bytes) -> RecordError | None:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
+from megatron_packed_sft.records.limits import refuse_expansion
+from megatron_packed_sft.remote.client_errors import translated
 from megatron_packed_sft.remote.filesystem import file_system
 from megatron_packed_sft.support.dependencies import load
-from megatron_packed_sft.support.paths import is_url, redacted
+from megatron_packed_sft.support.paths import is_url, refuse_special_file
 
 BLOCK_BYTES = 1 << 20
+_LOOK_BYTES = 4 << 20
 # Four bytes of zstd may expand to 128 KB, so portions shrink while their output is large.
 _ZSTD_SMALLEST_PORTION = 128
 _ZSTD_LARGEST_PORTION = 8 << 10
@@ -35,27 +38,60 @@ def reading(path: str) -> Iterator[None]:
         yield
     except PackedSFTError:
         raise
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else redacted(str(error)) or type(error).__name__
-        # The error of a store may hold credentials.
-        cause = None if is_url(path) else error
-        raise StorageIOError(f"cannot read {redacted(path)}: {reason}; check the path") from cause
     except Exception as error:
-        if not is_url(path):
+        if is_url(path):
+            raise translated(error, "read", path, 1) from None
+        if not isinstance(error, OSError):
             raise
-        reason = redacted(" ".join(str(error).split())) or type(error).__name__
-        raise StorageIOError(
-            f"cannot read {redacted(path)}: {reason}; check the URL and your permission to read it"
-        ) from None
+        reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
+        raise StorageIOError(f"cannot read {path}: {reason}; check the path") from error
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a local file or a URL for reading."""
+def open_file(path: str, block_bytes: int | None = BLOCK_BYTES) -> BinaryIO:
+    """Open a local file or a URL for reading.
+
+    Args:
+        path: a local file or a URL.
+        block_bytes: how much of a URL is fetched beyond what is asked for; None for what its file system likes, which
+            may be 50 MB: good for whole files, too much for a look.
+    """
     with reading(path):
         if is_url(path):
             system, name = file_system(path)
-            return cast(BinaryIO, system.open(name, "rb"))
+            # Only fsspec's own files know blocks; the client of msc:// refuses what it does not know.
+            options = {} if block_bytes is None or system.protocol == "msc" else {"block_size": block_bytes}
+            return cast(BinaryIO, system.open(name, "rb", **options))
+        refuse_special_file(path)
         return open(path, "rb")
+
+
+class _SequentialFile:
+    """A URL that is read from its beginning: in small blocks as long as it may be no more than a look, then in large.
+
+    It has only the method that decompressors use.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._position, self._is_look = path, 0, True
+        self._file = open_file(path)
+
+    def read(self, size: int = -1) -> bytes:
+        if self._is_look and self._position > _LOOK_BYTES:
+            self._is_look = False
+            if getattr(self._file, "size", None) is None:  # a stream, which cannot go on in the middle
+                return self.read(size)
+            self._file.close()
+            self._file = open_file(self._path, None)
+            self._file.seek(self._position)
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+    def __enter__(self) -> _SequentialFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
@@ -65,7 +101,7 @@ def read_range(path: str, start: int, stop: int) -> bytes:
             system, name = file_system(path)
             data = cast(bytes, system.cat_file(name, start=start, end=stop))
         else:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 file.seek(start)
                 data = file.read(stop - start)
     if len(data) != stop - start:
@@ -85,10 +121,13 @@ def read_blocks(
     """
     decompress = {None: _plain, "gzip": _gunzip, "zstd": _unzstd}[compression]
     num_bytes = 0
-    with open_file(path) as file, reading(path):
+    with _SequentialFile(path) if is_url(path) else open_file(path) as file, reading(path):
+        counted = _CountedFile(file, on_read)
         try:
-            for block in decompress(file if on_read is None else cast(BinaryIO, _CountedFile(file, on_read))):
+            for block in decompress(cast(BinaryIO, counted)):
                 num_bytes += len(block)
+                if compression is not None:
+                    refuse_expansion(path, counted.num_bytes, num_bytes)
                 yield block
         except _DamagedError as error:
             raise InvalidInputError(
@@ -98,14 +137,17 @@ def read_blocks(
 
 
 class _CountedFile:
-    """A file that reports how much of it was read; it has only the method that decompressors use."""
+    """A file that tells how much of it was read; it has only the method that decompressors use."""
 
-    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
+    def __init__(self, file: BinaryIO | _SequentialFile, on_read: Callable[[int], None] | None) -> None:
         self._file, self._on_read = file, on_read
+        self.num_bytes = 0
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
-        self._on_read(len(data))
+        self.num_bytes += len(data)
+        if self._on_read is not None:
+            self._on_read(len(data))
         return data
 
 

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import expand_path, size_and_checksum
 from megatron_packed_sft.records.streams import read_blocks
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.support.paths import is_url
 
 Documents = Literal["file", "line", "paragraph"]
 LARGEST_DOCUMENT = 64 << 20
@@ -28,6 +30,11 @@ class TextFile(NamedTuple):
     path: str
     size: int
     checksum: str
+
+    @property
+    def name(self) -> str:
+        """Its last name, without folders and without the query of a URL."""
+        return base_name(self.path) if is_url(self.path) else os.path.basename(self.path)
 
 
 def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[TextFile]:

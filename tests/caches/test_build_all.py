@@ -186,8 +186,10 @@ def test_chats_of_several_shapes_become_sft_caches(model: str, data: Path, tmp_p
 
 
 def test_a_source_that_is_not_available_is_recorded_and_the_others_are_built(
-    model: str, data: Path, tmp_path: Path
+    model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise it waits for a network
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     sources = {
         "missing": {"kind": "pretrain", "path": f"{data}/none/*.txt"},
         "hub": {"kind": "sft", "dataset": "nobody/no-such-dataset"},

@@ -181,7 +181,7 @@ def test_an_error_of_a_remote_file_system_is_one_sentence_with_the_url() -> None
         find_files("locked://bucket/a.jsonl")
     assert str(caught.value) == (
         "cannot read locked://bucket/a.jsonl: no credentials for this bucket; "
-        "check the URL and your permission to read it"
+        "check the network and the store, then run again"
     )
 
 

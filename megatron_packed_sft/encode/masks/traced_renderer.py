@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import Template, filters, nodes, pass_eval_context, tests
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -37,6 +36,14 @@ from megatron_packed_sft.encode.masks.authored_values import (
     to_json,
     without_authors,
 )
+from megatron_packed_sft.encode.templates.limited_operations import (
+    LimitedEnvironment,
+    check_format,
+    limit,
+    limited_method,
+    use_limits,
+)
+from megatron_packed_sft.encode.templates.limits import made, measured
 from megatron_packed_sft.encode.templates.renderer import BLOCK_BEGINS, BLOCK_ENDS, Renderer, prepare_environment
 
 _DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
@@ -137,7 +144,7 @@ class TracedRenderer:
             shared=True,
         )
         with self._renderer.refusing():
-            return TracedText(concatenate(["", *self._template.root_render_func(context)]))
+            return TracedText(_concatenated(["", *self._template.root_render_func(context)]))
 
 
 @lru_cache(maxsize=16)
@@ -145,23 +152,26 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
     """Return an instrumented template and its globals."""
     environment = _Environment(optimized=False)
     prepare_environment(environment, name, date)
-    environment.concat = concatenate  # type: ignore[method-assign]
+    environment.concat = _concatenated  # type: ignore[method-assign]
     for filter_name, function in list(environment.filters.items()):
         if filter_name not in _TRANSPARENT:
             environment.filters[filter_name] = _opaque(filter_name, function)
     environment.filters.update(_FILTERS)
     environment.tests.update(_tests())
+    limit(environment)
     tree = _Instrument().visit(environment.parse(source))
     code = environment.compile(tree)
     template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+    use_limits(template)
     return template, environment.globals
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(LimitedEnvironment):
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **named: Any) -> Any:  # noqa: N805
         owner = getattr(__obj, "__self__", None)
         if type(owner) is str and (has_authors(arguments) or has_authors(named)):
-            __obj = getattr(constant(owner), __obj.__name__)  # "constant".join(texts) would lose their authors
+            # "constant".join(texts) would lose their authors
+            __obj = limited_method(getattr(constant(owner), __obj.__name__), owner)
         elif owner is datetime.datetime:
             arguments = without_authors(arguments)
         return super().call(__context, __obj, *arguments, **named)
@@ -175,7 +185,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute) if attribute in _DICT_METHODS else super().getattr(obj.raw, attribute)
         if isinstance(obj, AuthoredText):
             if attribute in _TEXT_METHODS:
-                return getattr(obj, attribute)
+                return limited_method(getattr(obj, attribute), obj)
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
@@ -241,6 +251,11 @@ class _Instrument(NodeTransformer):
         # `continue` jumps over the last mark of an iteration.
         after = nodes.Output([_filter(loop, "_after", node.lineno)], lineno=node.lineno)
         return [node, after]
+
+
+def _concatenated(texts: Iterable[Any]) -> AuthoredText:
+    text: AuthoredText = made(concatenate(measured([text if isinstance(text, str) else str(text) for text in texts])))
+    return text
 
 
 def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> nodes.Filter:
@@ -311,6 +326,7 @@ def _formatting(pattern: str, sandboxed: Callable[..., str]) -> Callable[..., st
     def formatted(*values: Any, **named: Any) -> str:
         if not has_authors(values) and not has_authors(named):
             return sandboxed(*values, **named)
+        check_format(pattern, *values, **named)
         try:
             return constant(pattern).format(*values, **named)
         except TypeError:  # fields with attributes or specifications
@@ -361,7 +377,7 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "title": _title,
     "_in": _contains,
     "_mod": _modulo,
-    "_concat": concatenate,
+    "_concat": _concatenated,
     "_enter": _mark("enter"),
     "_leave": _mark("leave"),
     "_after": lambda loop: event("after", loop=loop),

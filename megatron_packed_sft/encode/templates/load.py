@@ -10,7 +10,11 @@ import xxhash
 
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.remote.objects import read_object
+from megatron_packed_sft.support.paths import is_url
 
+_MOST_BYTES = 16 << 20  # of a template in a store
 _BUILTIN = Path(__file__).parent / "builtin"
 
 
@@ -49,7 +53,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
 
     Args:
         name_or_path: a built-in name, a Jinja file, a JSON file with a `chat_template` (such as tokenizer_config.json),
-            the Jinja text itself, or None for the tokenizer's own.
+            the URL of such a file, the Jinja text itself, or None for the tokenizer's own.
         tokenizer: where to take the template from if no name is given.
 
     Example:
@@ -69,6 +73,8 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
         return ChatTemplate(name_or_path, (_BUILTIN / f"{name_or_path}.jinja").read_text(encoding="utf-8"))
     if "{%" in name_or_path or "{{" in name_or_path:
         return ChatTemplate("chat template", name_or_path)
+    if is_url(name_or_path):
+        return _template(name_or_path, base_name(name_or_path), read_object(name_or_path, _MOST_BYTES))
     return _read(Path(name_or_path), names)
 
 
@@ -86,18 +92,24 @@ def _read(path: Path, names: list[str]) -> ChatTemplate:
     if not path.is_file():
         raise InvalidInputError(f"template.name {path} is not a file; use a Jinja file, or one of {', '.join(names)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise StorageIOError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    return _template(str(path), path.name, data)
+
+
+def _template(path: str, name: str, data: bytes) -> ChatTemplate:
+    try:
+        text = data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         raise InvalidInputError(f"{path} is not UTF-8 text; give a Jinja file") from None
-    return ChatTemplate(path.name, _template_in_json(path, text) if path.suffix == ".json" else text)
+    return ChatTemplate(name, _template_in_json(path, text) if name.endswith(".json") else text)
 
 
-def _template_in_json(path: Path, text: str) -> str:
+def _template_in_json(path: str, text: str) -> str:
     try:
         source = json.loads(text)["chat_template"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         source = None
     if not isinstance(source, str):
         raise InvalidInputError(f"{path} has no text under the key chat_template; give the template as a Jinja file")

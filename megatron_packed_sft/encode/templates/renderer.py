@@ -11,9 +11,10 @@ from typing import Any
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed_sft.encode.templates.json_text import json_text
+from megatron_packed_sft.encode.templates.limited_operations import LimitedEnvironment, limit, use_limits
+from megatron_packed_sft.encode.templates.limits import TemplateLimitError, begin, joined
 from megatron_packed_sft.encode.templates.shortcuts import QuickNamespace, ShortcutGenerator, use_shortcuts
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
@@ -43,7 +44,7 @@ class _Generation(Extension):
         return nodes.Scope([begin, *body, end], lineno=line)  # variables set inside are not visible outside
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(LimitedEnvironment):
     code_generator_class = ShortcutGenerator
 
 
@@ -109,7 +110,7 @@ class Renderer:
             BLOCK_ENDS: "",
         }
         with self.refusing():
-            return "".join(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+            return joined(self._template.root_render_func(self._template.new_context(variables, shared=True)))
 
     def asked_variables(self) -> list[str]:
         r"""Return the variables that the template wants from outside, besides the messages and what is always there.
@@ -132,10 +133,17 @@ class Renderer:
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
         """Refuse the record whose render fails inside."""
+        begin()
         try:
             yield
         except InvalidInputError:
             raise
+        except TemplateLimitError as error:
+            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name} {error}") from None
+        except (RecursionError, MemoryError) as error:
+            what = "recurses too deeply" if isinstance(error, RecursionError) else "needs more memory than there is"
+            detail = f"{self.name} {what}; shorten the record, or fix the template"
+            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, detail) from None
         except Exception as error:
             # A template can raise anything; whatever it was, this record cannot be rendered.
             raise RecordRefusedError(
@@ -148,6 +156,8 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     """Return a template's tree, the template and its globals; records with variables of their own share it."""
     environment = _Environment()
     prepare_environment(environment, name, date)
+    limit(environment)
+    environment.concat = joined  # type: ignore[method-assign]
     environment.globals["namespace"] = QuickNamespace
     try:
         tree = environment.parse(source)
@@ -156,7 +166,10 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
         raise InvalidInputError(
             f"{name}, line {error.lineno}: {error.message}; fix the template or choose another"
         ) from None
+    except (RecursionError, MemoryError, SyntaxError):  # of Jinja's parser, or of Python's with what Jinja wrote
+        raise InvalidInputError(f"{name} is nested too deeply to be compiled; simplify it or choose another") from None
     use_shortcuts(template)
+    use_limits(template)
     # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
     defaults = dict(template.globals)
     template.globals = {}

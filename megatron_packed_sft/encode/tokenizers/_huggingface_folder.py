@@ -13,7 +13,8 @@ from megatron_packed_sft.encode.tokenizers._transformers_classes import (
     default_special_tokens,
     why_transformers_decides,
 )
-from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError
+from megatron_packed_sft.support.paths import refuse_special_file
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -21,6 +22,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
 INSTALL = "install it with pip install 'megatron-packed-sft[hf]'"
+_LONGEST_TOKEN = 10_000  # characters
+_ID_LIMIT = (1 << 31) - 1
 # Settings of an added token that decide where it is recognised.
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
@@ -49,10 +52,26 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     """Read a tokenizer folder; transformers is imported only if tokenizer.json leaves something open."""
     if not (folder / TOKENIZER_FILE).is_file():
         return _ask_transformers(folder, f"{folder} has no {TOKENIZER_FILE}")
+    try:
+        return _read(folder)
+    except PackedSFTError:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(
+            f"the files in {folder} are not as Hugging Face writes them ({type(error).__name__}: {error}); download "
+            "the tokenizer again"
+        ) from None
+
+
+def _read(folder: Path) -> TokenizerFolder:
+    for name in (CONFIG_FILE, MODEL_FILE, TEMPLATE_FILE, GENERATION_FILE):
+        refuse_special_file(folder / name)
     document = _read_json(folder / TOKENIZER_FILE)
     if not isinstance(document.get("model"), dict):
         raise InvalidInputError(f"{folder / TOKENIZER_FILE} has no model; save the tokenizer again")
     document.setdefault("added_tokens", [])
+    if problem := _problem(document):
+        raise InvalidInputError(f"{folder / TOKENIZER_FILE} {problem}; download the tokenizer again")
     config, model_config = (_read_json_if_any(folder / name) for name in (CONFIG_FILE, MODEL_FILE))
     if config.get("split_special_tokens"):
         raise InvalidInputError(
@@ -74,6 +93,28 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
         templates.get("tool_use"),
         _stop_tokens(folder, document, special_tokens),
     )
+
+
+def _problem(document: dict[str, Any]) -> str | None:
+    """Return what no tokenizer has, and what `tokenizers` would load all the same."""
+    model, added = document["model"], document["added_tokens"]
+    if not model.get("vocab", "missing"):
+        return "has an empty vocabulary"
+    if not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
+        return "has added_tokens that are not a list of objects"
+    if not all(isinstance(one.get("content"), str) and type(one.get("id")) is int for one in added):
+        return "has an added token without a text or an id"
+    longest = max((len(one["content"]) for one in added), default=0)
+    if longest > _LONGEST_TOKEN:
+        return f"has an added token of {longest:,} characters"
+    merges = model.get("merges", [])
+    if not isinstance(merges, list) or not all(isinstance(one, str | list) for one in merges):
+        return "has merges that are not a list of texts or pairs"
+    vocabulary = model.get("vocab")
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    if any(type(one) is int and one >= _ID_LIMIT for one in (*ids, *(token["id"] for token in added))):
+        return f"has an id of {_ID_LIMIT:,} or more"
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -144,7 +185,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         found = {one["name"]: one["template"] for one in template}
     if (folder / TEMPLATE_FILE).is_file():
         found = {"default": (folder / TEMPLATE_FILE).read_text(encoding="utf-8")}
-    for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")):
+    for path in sorted(one for one in (folder / TEMPLATES_FOLDER).glob("*.jinja") if one.is_file()):
         found[path.stem] = path.read_text(encoding="utf-8")
     return {name: text for name, text in found.items() if isinstance(text, str)}
 

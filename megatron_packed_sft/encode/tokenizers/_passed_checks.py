@@ -13,6 +13,8 @@ import secrets
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_packed_sft.support.own_directories import private_temporary_directory, user_cache
+
 _CHECKS = 1  # raised when the checks change, so that everything is checked again
 
 
@@ -27,14 +29,18 @@ def checked_by() -> str | None:
 
 def recall(fingerprint: str) -> str | None:
     """Return the `checked_by` with which a tokenizer passed, if it did."""
+    directory = _directory()
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (_directory() / fingerprint).read_text()
+        return None if directory is None else (directory / fingerprint).read_text()
     return None
 
 
 def remember(fingerprint: str, passed_with: str) -> None:
     """Note that a tokenizer passed; where nothing can be written, the next process checks again."""
-    target = _directory() / fingerprint
+    directory = _directory()
+    if directory is None:
+        return
+    target = directory / fingerprint
     temporary = target.with_name(f".{fingerprint}.{os.getpid()}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +48,6 @@ def remember(fingerprint: str, passed_with: str) -> None:
         temporary.replace(target)
 
 
-def _directory() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache, "megatron_packed_sft", "checked_tokenizers")
+def _directory() -> Path | None:
+    cache = user_cache() or private_temporary_directory()
+    return None if cache is None else Path(cache, "megatron_packed_sft", "checked_tokenizers")

@@ -25,6 +25,7 @@ from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
     read_tokenizer_folder,
 )
 from megatron_packed_sft.encode.tokenizers._passed_checks import checked_by, recall, remember
+from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
 from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
 from megatron_packed_sft.encode.tokenizers._token_positions import (
     trained_ranges,
@@ -34,6 +35,7 @@ from megatron_packed_sft.encode.tokenizers._token_positions import (
 from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens, is_control_text
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from megatron_packed_sft.remote.copies import origin_of
 
 logger = logging.getLogger(__name__)
 # Code points without a meaning, which no normalizer touches.
@@ -119,7 +121,7 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
-        return _load_again, (self._path, self._fast, self._asked, (self._fingerprint, passed_with))
+        return _load_again, (origin_of(self._path), self._fast, self._asked, (self._fingerprint, passed_with))
 
     @property
     def path(self) -> str:
@@ -286,7 +288,13 @@ class HuggingFaceTokenizer:
             jobs.append((self._literal_backend, disguised, names))
         result: list[Any] = [None] * len(texts)
         for backend, indices, given in jobs:
-            found = getattr(backend, method)(given, add_special_tokens=False)
+            try:
+                found = getattr(backend, method)(given, add_special_tokens=False)
+            except Exception as error:  # tokenizers raises plain Exception
+                raise InvalidInputError(
+                    f"the tokenizer in {self._path} cannot encode a text ({error}); choose one that knows every "
+                    "character, or has an unknown token"
+                ) from None
             for index, encoding in zip(indices, found, strict=True):
                 result[index] = encoding
         return result
@@ -321,7 +329,8 @@ def _load_again(
     path: str, fast: bool, asked: TokenizerFolder | None, expected: tuple[str, str | None]
 ) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    tokenizer._load(Path(path), fast, asked or read_tokenizer_folder(Path(path)), expected)
+    folder = local_tokenizer(path)
+    tokenizer._load(folder, fast, asked or read_tokenizer_folder(folder), expected)
     return tokenizer
 
 

@@ -1,10 +1,11 @@
-"""`load_tokenizer` loads any tokenizer from a local path; it never uses the network."""
+"""`load_tokenizer` loads any tokenizer from a path, or from a URL through the cache of the node; never from a hub."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -15,17 +16,18 @@ def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bo
     """Load a tokenizer from a file or folder.
 
     Args:
-        path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder.
+        path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder; or the URL of one of
+            these, of which only the tokenizer's own files are fetched.
         kind: sentencepiece, huggingface, or auto to decide by the files.
         fast: for Hugging Face, use gigatoken if it gives the same ids.
     """
     if kind not in ("auto", "sentencepiece", "huggingface"):
         raise InvalidInputError(f"tokenizer.kind {kind!r} is unknown; use one of auto, sentencepiece, huggingface")
-    location = Path(path)
+    location = local_tokenizer(path)
     if not location.exists():
         raise InvalidInputError(
-            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded, so fetch a "
-            "tokenizer from a hub first)"
+            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded from a hub, "
+            "so fetch a tokenizer from there first)"
         )
     models = [location] if location.is_file() else sorted(location.glob("*.model"))
     if kind == "auto":

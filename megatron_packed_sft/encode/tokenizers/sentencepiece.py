@@ -20,10 +20,13 @@ import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.tokenizers import _sentencepiece_proto as proto
+from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
 from megatron_packed_sft.encode.tokenizers._token_positions import trained_ranges, utf8_lengths, with_train_mask
 from megatron_packed_sft.encode.tokenizers.control_tokens import SPACE_MARK, ControlTokens, is_control_text
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.copies import origin_of
+from megatron_packed_sft.support.paths import refuse_special_file
 
 _SPECIAL = ("bos", "eos", "pad", "unk")
 
@@ -48,6 +51,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.path.abspath(path)
+        refuse_special_file(self._path)
         try:
             self._model = Path(self._path).read_bytes()
         except OSError as error:
@@ -70,7 +74,7 @@ class SentencePieceTokenizer:
         self._widths = np.array([_num_bytes(piece) for piece in self._pieces], np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_again, (self._path, self.fingerprint)
+        return _load_again, (origin_of(self._path), self.fingerprint)
 
     @property
     def path(self) -> str:
@@ -237,7 +241,7 @@ class SentencePieceTokenizer:
 
 
 def _load_again(path: str, fingerprint: str) -> SentencePieceTokenizer:
-    tokenizer = SentencePieceTokenizer(path)
+    tokenizer = SentencePieceTokenizer(local_tokenizer(path))
     if tokenizer.fingerprint != fingerprint:
         raise InvalidInputError(
             f"the tokenizer {path} changed while it was in use ({fingerprint} before, {tokenizer.fingerprint} now); "

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.paths import local_path
 
 CHATML_SYMBOLS = ("<|im_start|>", "<|im_end|>")
 
@@ -39,6 +40,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
+    local_path(path, "the model's path")  # refuses a URL
     smallest = 4 + len(user_defined_symbols) + 256
     if vocab_size <= smallest:
         raise InvalidInputError(

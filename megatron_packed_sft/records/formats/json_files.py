@@ -19,10 +19,11 @@ import numpy as np
 import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.record import Location, RecordError
+from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
+from megatron_packed_sft.records.record import is_too_deep, too_deep
 
 MARK = b"\x1e"
-LONGEST_RECORD_BYTES = 256 << 20
+LEFT_OUT = b"\0"  # stands for the rest of a record that is too long, so that it cannot be taken for a blank one
 _ALL_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_RUN = b"0" * 20  # an integer beyond 64 bits has at least this many digits
 
@@ -37,7 +38,7 @@ class Cut(NamedTuple):
 
 
 def cut_stream(
-    blocks: Iterable[bytes], separator: bytes, slice_bytes: int, *, carry: bool, path: str, noun: str
+    blocks: Iterable[bytes], separator: bytes, slice_bytes: int, *, carry: bool, longest: int = MAX_RECORD_BYTES
 ) -> Iterator[Cut]:
     r"""Cut a stream after the first separator that makes a slice at least `slice_bytes` long.
 
@@ -46,11 +47,10 @@ def cut_stream(
         separator: the byte that ends each record, except perhaps the last.
         slice_bytes: minimum length of every slice but the last.
         carry: whether slices carry their bytes.
-        path: for errors.
-        noun: `line` or `record`, for errors.
+        longest: of a record with more bytes, slices carry enough to show that, and not all of it.
 
     Example:
-        >>> [cut[:3] for cut in cut_stream([b"a\nbb", b"b\nc"], b"\n", 2, carry=True, path="a.jsonl", noun="line")]
+        >>> [cut[:3] for cut in cut_stream([b"a\nbb", b"b\nc"], b"\n", 2, carry=True)]
         [(0, 2, 1), (2, 6, 2), (6, 7, 3)]
     """
     block_start = 0
@@ -60,13 +60,15 @@ def cut_stream(
     num_records = 0
     parts: list[bytes] = []
     for block in blocks:
-        position = 0
+        position = num_left_out = 0
+        if block_start - record_start > longest:
+            num_left_out = block.find(separator) % (len(block) + 1)  # all of it if there is none
         while True:
             found = block.find(separator, max(position, start + slice_bytes - 1 - block_start))
             end = found + 1 if found >= 0 else len(block)
             num_records += block.count(separator, position, end)
             if carry:
-                parts.append(block[position:end])
+                parts.append(block[position:end] if position >= num_left_out else LEFT_OUT + block[num_left_out:end])
             position = end
             if found < 0:
                 break
@@ -78,11 +80,6 @@ def cut_stream(
         if last >= 0:
             record_start = block_start + last + 1
         block_start += len(block)
-        if block_start - record_start > LONGEST_RECORD_BYTES:
-            raise InvalidInputError(
-                f"{Location(path, first_record + num_records, noun)} is longer than {LONGEST_RECORD_BYTES >> 20} MB; "
-                f"split it, or check that the file holds one record per {noun}"
-            )
     if block_start > start:
         yield Cut(start, block_start, first_record, b"".join(parts) if carry else None)
 
@@ -149,6 +146,11 @@ def has_long_number(text: bytes) -> bool:
     return _LONG_RUN in text.translate(_ALL_DIGITS_ALIKE)
 
 
+def is_depth_error(error: orjson.JSONDecodeError) -> bool:
+    """Return whether a text was refused for its depth, though it may be valid JSON."""
+    return error.msg.startswith("depth limit")
+
+
 def parse(text: bytes, field: str = "") -> Any:
     """Return the value of a JSON text; integers are exact, whatever their size.
 
@@ -160,12 +162,14 @@ def parse(text: bytes, field: str = "") -> Any:
         >>> parse(b"[36893488147419103232]")
         [36893488147419103232]
     """
-    value = orjson.loads(text)  # first, because it is stricter and refuses what not even a float can hold
+    try:
+        value = orjson.loads(text)  # first, because it is stricter and refuses what not even a float can hold
+    except orjson.JSONDecodeError as error:
+        if is_depth_error(error):
+            raise too_deep(field) from None
+        raise
     if not has_long_number(text):
         return value
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise RecordError(
-            field, "is nested too deeply for its long numbers to be read; write them as strings"
-        ) from None
+    if is_too_deep(value):  # the other parser recurses
+        raise too_deep(field)
+    return json.loads(text)

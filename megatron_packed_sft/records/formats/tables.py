@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.records.files import InputFile
 from megatron_packed_sft.records.formats.json_files import Cut
+from megatron_packed_sft.records.limits import refuse_expansion, refuse_tiny_records, too_many_bytes
+from megatron_packed_sft.records.record import RecordError
 from megatron_packed_sft.records.streams import open_file, reading
 from megatron_packed_sft.support.dependencies import load
 
 _LARGEST_ROW_GROUP_SLICES = 16
-_RECORDS_AT_ONCE = 256
+_RECORDS_AT_ONCE, _FEWEST_AT_ONCE = 256, 16
+# A column may say one long text once, and thousands of times "the same": so much may be decoded at once.
+_BYTES_AT_ONCE = 1 << 30
 
 
 def cut_parquet(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
     """Yield ranges of records of about `slice_bytes` before compression, from the file's metadata."""
-    with _open_parquet(file.path) as parquet:
+    with _open_parquet(file.path) as (parquet, _):
         start = record = num_bytes = 0
         for group_number in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(group_number)
@@ -43,20 +48,22 @@ def cut_parquet(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
 
 def count_parquet(file: InputFile) -> int:
     """Return the number of records in a Parquet file."""
-    with _open_parquet(file.path) as parquet:
+    with _open_parquet(file.path) as (parquet, _):
         return int(parquet.metadata.num_rows)
 
 
-def read_parquet(file: InputFile, start: int, stop: int, payload: bytes | None) -> Iterator[dict[str, Any]]:
-    """Yield the records of one slice."""
+def read_parquet(
+    file: InputFile, start: int, stop: int, payload: bytes | None, longest: int
+) -> Iterator[dict[str, Any] | RecordError]:
+    """Yield the records of one slice, errors in place of those with more than `longest` bytes."""
     if payload is not None:
         ipc = load("pyarrow.ipc", "parquet", "reading Parquet")
         for batch in ipc.open_stream(payload):
-            yield from _records(batch)
+            yield from _records(batch, longest)
         return
-    with _open_parquet(file.path) as parquet:
+    with _open_parquet(file.path) as (parquet, num_stored):
         groups = []
-        record = 0
+        record = num_bytes = 0
         for group_number in range(parquet.metadata.num_row_groups):
             if start <= record < stop:
                 groups.append(group_number)
@@ -65,8 +72,10 @@ def read_parquet(file: InputFile, start: int, stop: int, payload: bytes | None) 
             raise InvalidInputError(
                 f"{file.path} has {record} records now: it changed while it was being read; run again"
             )
-        for batch in parquet.iter_batches(_RECORDS_AT_ONCE, row_groups=groups, use_threads=False):
-            yield from _records(batch)
+        for batch in _batches(parquet, groups, _RECORDS_AT_ONCE):
+            num_bytes += batch.nbytes
+            refuse_expansion(file.path, num_stored, num_bytes)
+            yield from _records(batch, longest)
 
 
 def count_dataset(file: InputFile) -> int:
@@ -82,18 +91,28 @@ def cut_dataset(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
         yield Cut(start, min(start + num_records, total), start + 1)
 
 
-def read_dataset(file: InputFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of one slice."""
+def read_dataset(file: InputFile, start: int, stop: int, longest: int) -> Iterator[dict[str, Any] | RecordError]:
+    """Yield the records of one slice, errors in place of those with more than `longest` bytes."""
     dataset = _open_dataset(file.path, file.checksum)
+    stored = dataset.with_format("arrow")
     for begin in range(start, stop, _RECORDS_AT_ONCE):
-        columns = dataset[begin : min(begin + _RECORDS_AT_ONCE, stop)]
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
+        end = min(begin + _RECORDS_AT_ONCE, stop)
+        if stored[begin:end].nbytes <= longest:
+            yield from _rows(dataset[begin:end])
+            continue
+        for number in range(begin, end):
+            is_long = stored[number : number + 1].nbytes > longest
+            yield from (too_many_bytes(longest),) if is_long else _rows(dataset[number : number + 1])
+
+
+def _rows(columns: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
 
 
 def _decoded_cuts(parquet: Any, group: int, start: int, num_records: int) -> Iterator[Cut]:
     pyarrow = load("pyarrow", "parquet", "reading Parquet")
-    for batch in parquet.iter_batches(num_records, row_groups=[group], use_threads=False):
+    for batch in _batches(parquet, [group], num_records):
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_batch(batch)
@@ -101,18 +120,58 @@ def _decoded_cuts(parquet: Any, group: int, start: int, num_records: int) -> Ite
         start += batch.num_rows
 
 
-def _records(batch: Any) -> Iterator[dict[str, Any]]:
+def _batches(parquet: Any, groups: list[int], num_records: int) -> Iterator[Any]:
+    """Yield the records of some row groups, fewer at once where one of them may be very long."""
+    largest = max([1, *(parquet.metadata.row_group(group).total_byte_size for group in groups)])
+    at_once = min(num_records, max(_FEWEST_AT_ONCE, _BYTES_AT_ONCE // largest))
+    plain = None
+    for batch in parquet.iter_batches(at_once, row_groups=groups, use_threads=False):
+        plain = plain or _without_dictionaries(batch.schema)
+        yield batch if batch.schema.equals(plain) else batch.cast(plain)
+
+
+def _without_dictionaries(schema: Any) -> Any:
+    """Return a schema of values in place of references to them, so that sizes are those of the values."""
+    pyarrow = load("pyarrow", "parquet", "reading Parquet")
+    types = pyarrow.types
+
+    def plain_field(field: Any) -> Any:
+        return field.with_type(plain(field.type))
+
+    def plain(kind: Any) -> Any:
+        if types.is_dictionary(kind):
+            return plain(kind.value_type)
+        if types.is_struct(kind):
+            return pyarrow.struct([plain_field(field) for field in kind])
+        if types.is_list(kind):
+            return pyarrow.list_(plain_field(kind.value_field))
+        return kind
+
+    return pyarrow.schema([plain_field(field) for field in schema], schema.metadata)
+
+
+def _records(batch: Any, longest: int) -> Iterator[dict[str, Any] | RecordError]:
     for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
-        yield from batch.slice(begin, _RECORDS_AT_ONCE).to_pylist()
+        some = batch.slice(begin, _RECORDS_AT_ONCE)
+        if some.nbytes <= longest:
+            yield from some.to_pylist()
+            continue
+        for number in range(some.num_rows):
+            one = some.slice(number, 1)
+            yield from (too_many_bytes(longest),) if one.nbytes > longest else one.to_pylist()
 
 
 @contextlib.contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
+def _open_parquet(path: str) -> Iterator[tuple[Any, int]]:
+    """Open a Parquet file, with its size: `InputFile.size` is 0 where only a few records are looked at."""
     pyarrow = load("pyarrow", "parquet", "reading Parquet")
     parquet = load("pyarrow.parquet", "parquet", "reading Parquet")
     with reading(path), open_file(path) as file:
         try:
-            yield parquet.ParquetFile(file)
+            num_stored = file.seek(0, os.SEEK_END)
+            opened = parquet.ParquetFile(file)
+            _refuse_bomb(path, num_stored, opened.metadata)
+            yield opened, num_stored
         except PackedSFTError:
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -120,6 +179,13 @@ def _open_parquet(path: str) -> Iterator[Any]:
                 raise  # from the operating system; pyarrow's errors about damaged pages have no errno
             reason = str(error).partition("\n")[0]
             raise InvalidInputError(f"{path} is not a valid Parquet file: {reason}; write it again") from error
+
+
+def _refuse_bomb(path: str, num_stored: int, metadata: Any) -> None:
+    """Refuse a file whose metadata claim more than its bytes can hold."""
+    refuse_tiny_records(path, num_stored, metadata.num_rows)
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    refuse_expansion(path, num_stored, sum(group.total_byte_size for group in groups))
 
 
 @functools.lru_cache(maxsize=4)

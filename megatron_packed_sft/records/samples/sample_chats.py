@@ -28,6 +28,7 @@ from megatron_packed_sft.records.samples._exchange import Exchange
 from megatron_packed_sft.records.samples._explaining import EXPLAINING, lecture
 from megatron_packed_sft.records.samples._planning import LONG_PLANS, PLANNING
 from megatron_packed_sft.records.samples._tool_chats import tool_chat
+from megatron_packed_sft.support.paths import local_path
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -66,6 +67,7 @@ def write_sample_data(directory: str | os.PathLike[str], *, num_records: int = 2
     """
     if num_records < 10:
         raise InvalidInputError(f"num_records is {num_records}; use at least 10, so that no file is empty")
+    local_path(directory, "directory")  # refuses a URL
     folder = Path(directory)
     tenth = num_records // 10
     shapes: list[tuple[str, int, Callable[[Random], Conversation], Callable[[Conversation], dict[str, Any]]]] = [

@@ -1,0 +1,190 @@
+"""Input that is too long, too deep or expands too much: one sentence, and neither memory nor hours."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.encode_worker import read_record
+from megatron_packed_sft.records.files import InputFile, find_files
+from megatron_packed_sft.records.limits import ALWAYS_EXPANDED
+from megatron_packed_sft.records.record import DEEPEST, RecordError, is_too_deep
+from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice, scan_slices
+from megatron_packed_sft.records.streams import read_blocks
+from tests.records.chat_files import FORMATS, raw_records, write_records
+
+LIMIT = 1000
+
+
+def records_within(path: Path, limit: int, slice_bytes: int = 1 << 20) -> list[Any]:
+    return [
+        raw.value
+        for file in find_files(path)
+        for part in scan_slices(file, slice_bytes, max_record_bytes=limit)
+        for raw in read_slice(part)
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_record_with_too_many_bytes_is_an_error_and_the_others_are_read(tmp_path: Path, name: str) -> None:
+    rows = [{"text": "short"}, {"text": "x" * 3000}, {"text": "shorter"}]
+    path = write_records(tmp_path / f"a.{name}", rows)
+    for slice_bytes in (1, 1 << 20):
+        one, error, two = records_within(path, LIMIT, slice_bytes)
+        assert (one, two) == (rows[0], rows[2])
+        noun = "line" if "jsonl" in name else "record"
+        assert str(error).endswith(
+            f"{noun} 2: the record has more than max_record_bytes=1,000 bytes; split it, remove it, or raise "
+            "max_record_bytes"
+        )
+    assert records_within(path, 5000) == rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
+def test_a_very_long_record_is_never_held_in_memory(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_packed_sft.records.slices._PORTION_BYTES", 1 << 20)
+    rows = [{"text": "short"}, {"text": "x" * (24 << 20)}, {"text": "shorter"}]
+    [file] = find_files(write_records(tmp_path / f"a.{suffix}", rows))
+    tracemalloc.start()
+    parts = list(scan_slices(file, 1 << 20, max_record_bytes=1 << 20))
+    values = [raw.value for part in parts for raw in read_slice(part)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [values[0], values[2]] == [rows[0], rows[2]]
+    assert isinstance(values[1], RecordError)
+    assert peak < 16 << 20
+
+
+LINES = st.lists(st.sampled_from([b"", b" ", b"\t\r", b'{"a": 1}', b"{}", b'  {"b": 22222}']), max_size=40)
+
+
+@settings(deadline=None)
+@given(LINES, st.booleans())
+def test_blank_lines_keep_the_numbers_of_the_others(lines: list[bytes], ends: bool) -> None:
+    text = b"\n".join(lines) + b"\n" * ends
+    file = InputFile("a.jsonl.gz", "jsonl", "gzip", 1, "")
+    for padding in (b"", b"\n" * 500):  # few blank lines, and nothing but them
+        found = [raw.number for raw in read_slice(FileSlice(file, 0, 0, len(text), 1, text + padding))]
+        assert found == [number for number, line in enumerate(lines, 1) if line.strip()]
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_a_compressed_file_may_not_expand_without_end(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / "a.jsonl"
+    newlines = b"\n" * (1 << 20)
+    if compression == "gzip":
+        path.write_bytes(gzip.compress(newlines, 9) * 300)
+    else:
+        path.write_bytes(zstandard.ZstdCompressor().compress(newlines) * 300)
+    sizes: list[int] = []
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl expands to more than 200 times its size \(.* so far\)"):
+        sizes.extend(map(len, read_blocks(str(path), compression)))
+    assert sum(sizes) <= ALWAYS_EXPANDED
+
+
+def nested(depth: int, inner: Any = 1) -> Any:
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
+def nested_text(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+TOO_DEEP = "is nested more than 100 levels deep; flatten it, or remove the record"
+
+
+@pytest.mark.parametrize("depth", [500, 2000, 100_000])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_deeply_nested_record_is_an_error_and_never_a_recursion(tmp_path: Path, name: str, depth: int) -> None:
+    call = f'{{"type": "function", "function": {{"name": "f", "arguments": {nested_text(depth)}}}}}'
+    rows = [f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]}}', '{"text": "fine"}']
+    (tmp_path / name).write_text("\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]")
+    deep, fine = raw_records(tmp_path / name)
+    assert fine.value == {"text": "fine"}
+    read = read_record(deep, adapter())
+    assert TOO_DEEP in str(read)
+    assert ("line 1" if name == "a.jsonl" else "record 1") in str(read)
+
+
+@pytest.mark.parametrize("depth", [500, 2000])
+def test_json_text_inside_a_record_may_not_be_deep_either(depth: int) -> None:
+    text = nested_text(depth)
+    answer = {"role": "assistant", "content": "Hi"}
+    for record in (
+        {"messages": [answer], "tools": f"[{text}]"},
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": text}]}]},
+        {"messages": f'[{{"role": "assistant", "content": {text}}}]'},
+    ):
+        read = read_record(RawRecord(record, InputFile("a.jsonl", "jsonl", None, 1, ""), 7), adapter())
+        assert isinstance(read, RecordError)
+        assert str(read).startswith("a.jsonl, line 7: ")
+
+
+def test_depth_is_told_exactly() -> None:
+    assert not is_too_deep(nested(DEEPEST))
+    assert is_too_deep(nested(DEEPEST + 1))
+    assert is_too_deep(nested(100_000))
+
+
+def test_a_table_with_more_records_than_bytes_is_refused(tmp_path: Path) -> None:
+    column = pyarrow.chunked_array([pyarrow.nulls(1 << 20, "string")] * 8)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    assert os.path.getsize(tmp_path / "a.parquet") < 100_000
+    with pytest.raises(InvalidInputError, match=r"a\.parquet claims 8,388,608 records in [\d,]+ bytes; get the file"):
+        raw_records(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested"])
+def test_one_long_text_said_many_times_is_refused_before_it_fills_the_memory(tmp_path: Path, kind: str) -> None:
+    long = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 50_000, "int32"), ["x" * 1_000_000])
+    column = long if kind == "plain" else pyarrow.StructArray.from_arrays([long], ["inner"])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+    script = (
+        "import sys; from tests.records.chat_files import raw_records\n"
+        "try: raw_records(sys.argv[1])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)),
+    )
+    assert "a.parquet expands to more than 200 times its size" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])
+def test_what_never_ends_is_refused_before_it_is_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "a named pipe":
+            os.mkfifo(path)
+        elif kind == "a socket":
+            server.bind(str(path))
+        else:
+            path.symlink_to("/dev/zero")
+        for given in (path, tmp_path / "*.jsonl"):
+            with pytest.raises(InvalidInputError, match=rf"a\.jsonl is {kind}, not a file; write its content to a fil"):
+                find_files(given)
