@@ -1,99 +1,189 @@
-"""Datasets in an object store: a warm cache against local data, and a cold one against the client's raw download rate.
+"""Datasets in an object store: a cold cache against the client's raw download rate, a warm one against local data.
 
-A real S3 server (moto's) runs on loopback, so the rates are those of this machine; only their ratios mean something.
+A real S3 server (moto's) keeps the objects, and a server that is never what is slow hands them out: as fast as this
+machine can, where checksums and the disk show, and at the rate of a network, where waiting shows. Each round runs every
+case once, in turn, and ratios are taken inside a round, because a shared machine is never twice as fast as before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.measure import print_table
 
-_NUM_ROUNDS = 3
-_CASES = (
-    "download by s3fs alone",
-    "cold cache: fetched, checked, durable",
-    "batches of local data",
-    "batches of a warm cache",
-)
+_NUM_THREADS = 8
+_BUCKET = "bucket"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--megabytes", type=int, default=64, help="of a shard")
+    parser.add_argument("--megabytes", type=int, default=200, help="of a shard")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate", type=float, default=150, help="of the network, in megabytes per second")
     options = parser.parse_args(arguments)
-    from tests.remote.object_store import BUCKET, moto_server
+    from tests.remote.object_store import moto_server
 
     home = Path(tempfile.mkdtemp(prefix="packed-sft-bench-"))
     try:
         with moto_server(home / "log") as port:
-            os.environ |= {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_ACCESS_KEY_ID": "anybody",
-                "AWS_SECRET_ACCESS_KEY": "anything",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
-            import fsspec
-
-            fsspec.filesystem("s3").mkdir(BUCKET)
-            _measure(home, f"s3://{BUCKET}/data", options.shards, options.megabytes)
+            local = _write(home / "data", options.shards, options.megabytes)
+            _publish(local, port)
+            size = sum(path.stat().st_size for path in local.rglob("*") if path.is_file()) / 1e6
+            what = f"{options.shards} shards, {size:,.0f} MB"
+            with _served(local, port, 0):
+                cases = _download_cases(home, local) | _read_cases(home, local)
+                _compare(home, f"remote: {what}, as fast as this machine can", cases, size, options.rounds)
+            with _served(local, port, options.rate):
+                cases = _download_cases(home, local, with_others=False) | _cold_passes(home)
+                _compare(home, f"remote: {what}, over {options.rate:,.0f} MB/s", cases, size, options.rounds)
     finally:
         shutil.rmtree(home, ignore_errors=True)
+    _mixing(num_shards=256, bins_per_shard=512)
 
 
-def _measure(home: Path, url: str, num_shards: int, megabytes: int) -> None:
+Cases = dict[str, tuple[Callable[[], object], str]]  # name -> what to do, and the name of what it is compared with
+_RAW = "download by s3fs alone"
+_LOCAL = "batches of local data"
+
+
+def _download_cases(home: Path, local: Path, *, with_others: bool = True) -> Cases:
     import fsspec
 
-    from megatron_packed_sft import PackedLoader, create_sft_dataset
     from megatron_packed_sft.remote.node_cache import node_cache
-    from megatron_packed_sft.remote.uploads import upload
     from megatron_packed_sft.storage.remote_shard import fetch_dataset
 
-    local = _write(home / "data", num_shards, megabytes)
-    upload(local, url)
-    system = fsspec.filesystem("s3")
-    raw, cold, here, warm = [], [], [], []
+    names = [str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()]
 
-    def read(path: str | Path) -> float:
-        loader = PackedLoader(create_sft_dataset(path, 0, cache_dir=home / "warm"), micro_batch_size=4, shuffle=True)
-        start = time.perf_counter()
-        for _ in loader:
-            pass
-        return time.perf_counter() - start
+    def raw(system: Any) -> None:
+        target = Path(tempfile.mkdtemp(prefix="raw_", dir=home))
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            list(threads.map(lambda name: system.get_file(f"{_BUCKET}/data/{name}", str(target / name)), names))
 
-    read(local), read(url)  # compile, and fill the cache
-    for number in range(_NUM_ROUNDS):
-        start = time.perf_counter()
-        system.get(url, str(home / f"raw_{number}"), recursive=True)
-        raw.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        fetch_dataset(url, node_cache(home / f"cold_{number}"), (), lambda: None)
-        cold.append(time.perf_counter() - start)
-        shutil.rmtree(home / f"raw_{number}")
-        shutil.rmtree(home / f"cold_{number}")
-        here.append(read(local))
-        warm.append(read(url))
-    times = [float(np.median(one)) for one in (raw, cold, here, warm)]
-    size = sum(path.stat().st_size for path in local.rglob("*") if path.is_file()) / 1e6
-    print_table(
-        f"remote: {num_shards} shards, {size:,.0f} MB, medians of {_NUM_ROUNDS} rounds",
-        ["case", "MB/s", "ratio"],
-        [
-            [case, f"{size / taken:,.0f}", f"{times[first] / taken:.2f}"]
-            for case, taken, first in zip(_CASES, times, (0, 0, 2, 2), strict=True)
-        ],
-    )  # fmt: skip
-    _mixing(num_shards=256, bins_per_shard=512)
+    def cold() -> None:
+        fetch_dataset(f"s3://{_BUCKET}/data", node_cache(tempfile.mkdtemp(prefix="cold_", dir=home)), (), lambda: None)
+
+    cases: Cases = {
+        _RAW: (lambda: raw(fsspec.filesystem("s3")), _RAW),
+        "cold cache, prefetch: checked and durable": (cold, _RAW),
+    }
+    if with_others and importlib.util.find_spec("obstore"):
+        from obstore.fsspec import FsspecStore
+
+        system = FsspecStore(
+            "s3",
+            endpoint=os.environ["AWS_ENDPOINT_URL"],
+            access_key_id="anybody",
+            secret_access_key="anything",
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+        cases["download by obstore behind fsspec"] = (lambda: raw(system), _RAW)
+    return cases
+
+
+def _pass(path: str | Path, cache: Path | None, **sampling: Any) -> None:
+    from megatron_packed_sft import PackedLoader, create_sft_dataset
+
+    for _ in PackedLoader(create_sft_dataset(path, 0, cache_dir=cache), micro_batch_size=4, **sampling):
+        pass
+
+
+def _read_cases(home: Path, local: Path) -> Cases:
+    _pass(local, None)  # compiles
+    _pass(f"s3://{_BUCKET}/data", home / "warm")
+    return {
+        _LOCAL: (lambda: _pass(local, None, shuffle=True), _LOCAL),
+        "batches of a warm cache": (lambda: _pass(f"s3://{_BUCKET}/data", home / "warm", shuffle=True), _LOCAL),
+    }
+
+
+def _cold_passes(home: Path) -> Cases:
+    def cold(**sampling: Any) -> None:
+        _pass(f"s3://{_BUCKET}/data", Path(tempfile.mkdtemp(prefix="cold_", dir=home)), **sampling)
+
+    return {
+        "batches of a cold cache, shuffled": (lambda: cold(shuffle=True), _RAW),
+        "batches of a cold cache, in stored order": (cold, _RAW),
+    }
+
+
+def _compare(home: Path, title: str, cases: Cases, size: float, num_rounds: int) -> None:
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    worked: dict[str, list[float]] = {name: [] for name in cases}  # seconds of the CPU: what neighbours do not change
+    for _ in range(num_rounds):
+        for name, (run, _) in cases.items():
+            os.sync()  # what the case before left to be written is not this one's
+            start, start_of_work = time.perf_counter(), time.process_time()
+            run()
+            taken[name].append(time.perf_counter() - start)
+            worked[name].append(time.process_time() - start_of_work)
+            for scratch in [*home.glob("raw_*"), *home.glob("cold_*")]:
+                shutil.rmtree(scratch, ignore_errors=True)
+    rows = []
+    for name, (_, other) in cases.items():
+        ratios = np.array(taken[other]) / np.array(taken[name])
+        spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+        work = np.median(worked[other]) / np.median(worked[name])
+        rate = size / np.median(taken[name])
+        rows.append([name, f"{rate:,.0f}", f"{np.median(ratios):.2f}", spread, f"{work:.2f}"])
+    titles = ["case", "MB/s", "ratio", "spread", "ratio of CPU time"]
+    print_table(f"{title}; medians of {num_rounds} rounds", titles, rows)
+
+
+def _publish(local: Path, port: int) -> None:
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": "anything",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    import fsspec
+
+    from megatron_packed_sft.remote.uploads import upload
+
+    fsspec.filesystem("s3").mkdir(_BUCKET)
+    upload(local, f"s3://{_BUCKET}/data")
+
+
+@contextlib.contextmanager
+def _served(local: Path, moto_port: int, rate: float) -> Iterator[None]:
+    """Hand out the objects by a fast server while the block runs; its address is in the environment."""
+    import s3fs
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = [str(local), f"{_BUCKET}/data", str(moto_port), str(port), str(rate)]
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.static_server", *options]) as server:
+        try:
+            for _ in range(100):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+            s3fs.S3FileSystem.clear_instance_cache()
+            yield
+        finally:
+            server.kill()
 
 
 def _mixing(num_shards: int, bins_per_shard: int) -> None:

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -23,20 +24,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import PeakOfOwnMemory, in_own_process, print_table, resident_megabytes
+from benchmarks.measure import PeakOfOwnMemory, in_own_process, resident_megabytes
+from benchmarks.scale_requests import RequestModel, request_cases
 
 PACK_SIZE = 4096
 SHARD_MEGABYTES = 256
-LARGEST_SLICE = 32 << 20
-RANKS_PER_NODE = 8
-NODES = (1, 64, 4096)
-SIZES = {"10 billion": 10**10, "1 trillion": 10**12}
 TOKENS_PER_SEQUENCE = 1000
 BYTES_PER_TOKEN = 5  # memmap_v1: an int32 id and a byte of mask
 SHARDS = (20, 80, 320, 640)  # of the start-up cases: two to measure rates, two to predict
-SEQUENCES = (4_000_000, 8_000_000, 16_000_000, 32_000_000)  # of the plans, likewise
+SEQUENCES = (8_000_000, 24_000_000, 48_000_000, 72_000_000)  # of the plans, likewise
+SCAN_ROUNDS = 9  # likewise: it takes some hundredths of a second
+PLAN_ROUNDS = 3  # the median counts: a plan takes less than a second, and pages of memory come at different prices
 STAGES = {"scan": "bytes", "encode": "tokens", "plan": "sequences", "publish": "tokens"}
-_FUNCTIONS = {"scan": "scan", "encode": "encode_sources", "publish": "publish"}
+FUNCTIONS = {"scan": "scan", "encode": "encode_sources", "publish": "publish"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,29 @@ class Line:
     def at(self, units: float) -> float:
         """Return the cost of so many units."""
         return self.fixed + self.per_unit * units
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A cost per unit that grows with the logarithm of the size: random access finds less and less in the caches."""
+
+    base: float
+    per_doubling: float
+
+    @classmethod
+    def through(cls, one: tuple[float, float], two: tuple[float, float]) -> LogLine:
+        """Return the curve through two measured (units, cost)."""
+        line = Line.through(*((math.log2(units), cost / units) for units, cost in (one, two)))
+        return cls(one[1] / one[0] - line.per_unit * math.log2(one[0]), line.per_unit)
+
+    def at(self, units: float) -> float:
+        """Return the cost of so many units."""
+        return units * (self.base + self.per_doubling * math.log2(units))
+
+
+def median_of(cases: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of every number."""
+    return {name: statistics.median(case[name] for case in cases) for name in cases[0]}
 
 
 def write_chats(path: Path, num_records: int) -> None:
@@ -90,7 +113,7 @@ def prepare_case(jsonl: str, tokenizer: str, home: str) -> dict[str, float]:
 
         return run
 
-    for stage, name in _FUNCTIONS.items():
+    for stage, name in FUNCTIONS.items():
         setattr(pipeline, name, watched(stage, getattr(pipeline, name)))
     config = PrepareConfig(
         output=f"{home}/data",
@@ -103,6 +126,7 @@ def prepare_case(jsonl: str, tokenizer: str, home: str) -> dict[str, float]:
     )
     config.packing.pack_size = PACK_SIZE
     report = pipeline.Pipeline(config).run()
+    measured["scan"] = statistics.median(_scan_seconds(jsonl) for _ in range(SCAN_ROUNDS))
     train = report.splits["train"]
     return measured | {
         "bytes": os.path.getsize(jsonl),
@@ -115,6 +139,14 @@ def prepare_case(jsonl: str, tokenizer: str, home: str) -> dict[str, float]:
     }
 
 
+def _scan_seconds(jsonl: str) -> float:
+    from megatron_packed_sft.prepare.sources import Source, scan
+
+    start = time.process_time()
+    scan([Source("chats", (jsonl,))])
+    return time.process_time() - start
+
+
 def plan_case(num_sequences: int) -> dict[str, float]:
     """Plan so many sequences of random lengths, as prepare does: CPU seconds, and memory beyond an empty process."""
     from megatron_packed_sft import pack
@@ -124,12 +156,12 @@ def plan_case(num_sequences: int) -> dict[str, float]:
     before = resident_megabytes()
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(TOKENS_PER_SEQUENCE) - 0.5, 1, num_sequences), 8, PACK_SIZE).astype(np.int32)
-    start = time.process_time()
+    start = os.times().user
     with PeakOfOwnMemory() as own:
         pack(lengths, **options)
     return {
         "sequences": num_sequences,
-        "plan": time.process_time() - start,
+        "plan": os.times().user - start,
         "plan megabytes": own.megabytes - before,
     }
 
@@ -175,10 +207,15 @@ class Model:
         cases: Sequence[dict[str, float]],
         plans: Sequence[dict[str, float]],
         starts: Sequence[dict[str, float]],
+        requests: Sequence[dict[str, float]],
     ) -> None:
+        self.requests = RequestModel.learned(list(requests))
+        self.requests_to_open = Line.through(*((requests[at]["shards"], requests[at]["open"]) for at in (0, 2)))
         small, large = ({**case, **plan} for case, plan in zip(cases, plans, strict=True))
-        self.seconds = {
-            stage: Line.through((small[unit], small[stage]), (large[unit], large[stage]))
+        self.seconds: dict[str, Line | LogLine] = {
+            stage: (LogLine if stage == "plan" else Line).through(
+                (small[unit], small[stage]), (large[unit], large[stage])
+            )
             for stage, unit in STAGES.items()
         }
         self.plan_megabytes = Line.through(
@@ -197,114 +234,6 @@ class Model:
         return {stage: self.seconds[stage].at(units[unit]) for stage, unit in STAGES.items()}
 
 
-def check(
-    model: Model,
-    cases: Sequence[dict[str, float]],
-    plans: Sequence[dict[str, float]],
-    starts: Sequence[dict[str, float]],
-) -> None:
-    """Print predictions beside measurements of sizes that the model has not seen."""
-    rows = []
-    for case in cases:
-        size = f"{case['tokens'] / 1e6:.1f} M tokens"
-        for stage in _FUNCTIONS:
-            rows.append(
-                _compared(f"{size}: {stage}", "CPU s", model.seconds[stage].at(case[STAGES[stage]]), case[stage])
-            )
-        files = model.work_files.at(case["slices"])
-        rows.append(_compared(f"{size}: files of the work directory", "", files, case["work files"]))
-    for plan in plans:
-        size = f"{plan['sequences'] / 1e6:.0f} M sequences"
-        rows.append(_compared(f"{size}: plan", "CPU s", model.seconds["plan"].at(plan["sequences"]), plan["plan"]))
-        memory = model.plan_megabytes.at(plan["sequences"])
-        rows.append(_compared(f"{size}: memory of the plan", "MB", memory, plan["plan megabytes"]))
-    for num_shards, start in zip(SHARDS[2:], starts, strict=True):
-        for name, what, unit in (
-            ("seconds of every shard", "open all", "CPU s"),
-            ("opens of every shard", "files opened", ""),
-        ):
-            rows.append(_compared(f"{num_shards} shards: {what}", unit, model.start[name].at(num_shards), start[name]))
-    print_table("Predicted and measured", ["", "predicted", "measured", "measured / predicted"], rows)
-
-
-def _compared(what: str, unit: str, predicted: float, measured: float) -> list[str]:
-    shown = [f"{value:,.0f}" if not unit else f"{value:,.2f} {unit}" for value in (predicted, measured)]
-    return [what, *shown, f"{measured / predicted:.2f}" if predicted else "-"]
-
-
-def project(model: Model) -> None:
-    """Print the two large sizes."""
-    rates = [
-        [stage, f"{1 / line.per_unit / 1e6:,.1f} M" if line.per_unit else "-", STAGES[stage]]
-        for stage, line in model.seconds.items()
-    ]
-    print_table("Rates of one core, measured here", ["stage", "per second", "unit"], rates)
-    columns = [_prepare_column(model, num_tokens) for num_tokens in SIZES.values()]
-    print_table("Prepare", ["", *SIZES], [[name, *(one[name] for one in columns)] for name in columns[0]])
-    rows = []
-    for name, num_tokens in SIZES.items():
-        num_shards = math.ceil(num_tokens * BYTES_PER_TOKEN / (SHARD_MEGABYTES << 20))
-        at = {key: line.at(num_shards) for key, line in model.start.items()}
-        for nodes in NODES:
-            ranks = nodes * RANKS_PER_NODE
-            rows.append(
-                [
-                    f"{name}, {nodes:,} {'node' if nodes == 1 else 'nodes'}",
-                    f"{at['seconds']:,.2f} s",
-                    f"{at['opens']:,.0f}",
-                    f"{at['opens'] * ranks:,.0f}",
-                    f"{at['seconds of every shard']:,.1f} s",
-                    f"{at['opens of every shard']:,.0f}",
-                    f"{at['opens of every shard'] * ranks:,.0f}",
-                    f"{at['megabytes']:,.0f} MB",
-                    f"{ranks * at['seconds of every shard'] / 3600:,.2f}",
-                ]
-            )
-    header = [
-        "",
-        "start",
-        "files",
-        "by all ranks",
-        "every shard",
-        "files",
-        "by all ranks",
-        "memory",
-        "core hours of all",
-    ]
-    print_table(f"Training: one rank, and all, with {RANKS_PER_NODE} ranks per node", header, rows)
-
-
-def _prepare_column(model: Model, num_tokens: int) -> dict[str, str]:
-    units = {
-        "bytes": num_tokens * model.bytes_per_token,
-        "tokens": float(num_tokens),
-        "sequences": num_tokens / TOKENS_PER_SEQUENCE,
-    }
-    seconds = model.core_seconds(units)
-    num_slices = math.ceil(units["bytes"] / LARGEST_SLICE)
-    num_shards = math.ceil(num_tokens * BYTES_PER_TOKEN / (SHARD_MEGABYTES << 20))
-    work_files, shard_files = model.work_files.at(num_slices), num_shards * model.shard_files
-    return {
-        "input": f"{units['bytes'] / 1e12:,.2f} TB, {num_slices:,} slices",
-        **{f"{stage}, core hours": f"{value / 3600:,.2f}" for stage, value in seconds.items()},
-        "all, core hours": f"{sum(seconds.values()) / 3600:,.1f}",
-        "hours on 64 cores": f"{_wall(seconds, 64) / 3600:,.2f}",
-        "hours on 1,024 cores": f"{_wall(seconds, 1024) / 3600:,.2f}",
-        "memory of a worker": f"{model.encode_megabytes:,.0f} MB",
-        "memory of the driver (plan)": f"{model.plan_megabytes.at(units['sequences']) / 1024:,.1f} GB",
-        "disk: token store and shards": f"{2 * num_tokens * BYTES_PER_TOKEN / 1e12:,.2f} TB",
-        "files of the work directory": f"{work_files:,.0f}",
-        "files of the dataset": f"{shard_files:,.0f} in {num_shards:,} shards",
-        # Input: checksum, cut, read. Work: written, and read by publish.
-        "requests": f"{3 * num_slices + 2 * work_files + shard_files:,.0f}",
-    }
-
-
-def _wall(seconds: dict[str, float], num_cores: int) -> float:
-    """Encode and publish are shared out; scan and plan run in one process."""
-    return seconds["scan"] + seconds["plan"] + (seconds["encode"] + seconds["publish"]) / num_cores
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, predict, check, project."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -312,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--records", type=int, default=10_000, help="of the smallest size; the others have 3, 6 and 12 times as many"
     )
     arguments = parser.parse_args(argv)
+    from benchmarks.scale_tables import check, project
     from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 
@@ -329,9 +259,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         work = home / "times_6" / "data.work"
         made = [str(work / "tokens/train"), str(work / "plans/train.npz")]
         starts = [in_own_process(start_case, tokenizer, *made, folder, num_shards) for num_shards in SHARDS]
-    plans = [in_own_process(plan_case, num_sequences) for num_sequences in SEQUENCES]
-    model = Model(cases[:2], plans[:2], starts[:2])
-    check(model, cases[2:], plans[2:], starts[2:])
+        requests = request_cases(home, tokenizer)
+    plans = [median_of([in_own_process(plan_case, number) for _ in range(PLAN_ROUNDS)]) for number in SEQUENCES]
+    model = Model(cases[:2], plans[:2], starts[:2], requests[:3])
+    check(model, cases[2:], plans[2:], starts[2:], requests[3:])
     project(model)
 
 

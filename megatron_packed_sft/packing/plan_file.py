@@ -24,7 +24,9 @@ from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.packing.accounting import REASONS, Accounting
 from megatron_packed_sft.packing.items import MEASURES, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.remote.copies import copy_of
+from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 _VERSION = 1
 _HEADER = "plan.json"
@@ -69,6 +71,10 @@ def save_plan(plan: PackPlan, path: str | os.PathLike[str]) -> None:
         "fingerprint": plan.fingerprint,
         "order_fingerprint": plan.order_fingerprint,
     }
+    if is_url(path):
+        with uploading(os.fspath(path), overwrite=True) as local:
+            save_plan(plan, local)
+        return
     with Staging(local_path(path, "the plan's path"), overwrite=True) as staging:
         _write(staging.path / "plan.npz", json.dumps(header, sort_keys=True).encode(), arrays, staging.target)
         staging.publish_file("plan.npz")
@@ -118,7 +124,7 @@ class _PositionedFile:
 
 def load_plan(path: str | os.PathLike[str]) -> PackPlan:
     """See `PackPlan.load`."""
-    name = os.fspath(path)
+    name, path = redacted(os.fspath(path)), _local(path)
     try:
         with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             size = os.fstat(file.fileno()).st_size
@@ -136,7 +142,7 @@ def load_plan(path: str | os.PathLike[str]) -> PackPlan:
 
 def read_plan_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a plan notes of itself, and its number of bins and items; its arrays are not read."""
-    name = os.fspath(path)
+    name, path = redacted(os.fspath(path)), _local(path)
     try:
         with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             size = os.fstat(file.fileno()).st_size
@@ -153,6 +159,11 @@ def read_plan_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         "num_items": counts["indices"],
         "has_order": "order" in counts,
     }
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a plan, or of its copy in the cache of the node."""
+    return copy_of(os.fspath(path), kind="a plan") if is_url(path) else Path(path)
 
 
 def _broken(name: str, what: str) -> ShardFileError:

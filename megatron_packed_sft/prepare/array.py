@@ -1,8 +1,8 @@
 """A preparation in many calls, started by any scheduler: each encodes a share of the slices, a last one publishes.
 
-    executor=array executor.index=0 executor.count=3      slices 0, 3, 6, ...
-    executor=array executor.index=1 executor.count=3      slices 1, 4, 7, ...   at any time, on any machine
-    executor=array executor.index=2 executor.count=3      slices 2, 5, 8, ...
+    executor=array executor.index=0 executor.count=3      a third of the input
+    executor=array executor.index=1 executor.count=3      another third, at any time, on any machine
+    executor=array executor.index=2 executor.count=3      the last one
     executor=array                                        plan and publish
 
 They meet in the work directory only. Every slice has files and a receipt of its own, so the calls share no writes but
@@ -80,13 +80,13 @@ class ArrayCall:
         count = noted["count"]
         if self.count not in (None, count):
             raise InvalidInputError(
-                f"executor.count is {self.count}, but earlier calls in {work.path} had executor.count={count}; use "
-                f"{count}, or remove {work.path / _RECEIPT}.json when no call is running, to share the slices out anew"
+                f"executor.count is {self.count}, but earlier calls in {work.place} had executor.count={count}; use "
+                f"{count}, or remove {work.place}/{_RECEIPT}.json when no call is running, to share the slices out anew"
             )
         if self.index is not None and not work.hold(f"calls/{self.index}_of_{count}"):
             raise InvalidInputError(
-                f"another call with executor.index={self.index} is working in {work.path}; give every call an index of "
-                "its own, or wait for it"
+                f"another call with executor.index={self.index} is working in {work.place}; give every call an index "
+                "of its own, or wait for it"
             )
         return replace(self, count=count)
 
@@ -94,12 +94,12 @@ class ArrayCall:
         if self.index is None:
             others = " with this input and these settings" if work.receipt(_RECEIPT, None) else ""
             raise InvalidInputError(
-                f"no call with executor.index has worked in {work.path} yet{others}; run those first, or use "
+                f"no call with executor.index has worked in {work.place} yet{others}; run those first, or use "
                 "executor=local"
             )
         if work.receipt(_RECEIPT, None) is not None and not work.is_alone():
             raise InvalidInputError(
-                f"calls with another input or other settings are working in {work.path}; wait for them, or choose "
+                f"calls with another input or other settings are working in {work.place}; wait for them, or choose "
                 "another output or work_dir"
             )
         noted = {"count": self.count}
@@ -107,14 +107,20 @@ class ArrayCall:
         work.share()
         return noted
 
-    def incomplete(self, missing: Sequence[int], num_slices: int) -> InvalidInputError:
-        """Return the error for slices that no call has encoded yet, with what to run again."""
-        assert self.count is not None
-        indices = sorted({number % self.count for number in missing})
-        return InvalidInputError(
-            f"{len(missing):,} of {counted(num_slices, 'slice')} are not encoded; run executor.index={ranges(indices)} "
-            f"of executor.count={self.count} again, then this call (or executor=local, which encodes the rest itself)"
-        )
+
+def incomplete(missing: Sequence[int], num_slices: int, count: int) -> InvalidInputError:
+    """Return the error for slices that no call has encoded yet, with what to run again.
+
+    Args:
+        missing: the call that each of them belongs to.
+        num_slices: of all calls.
+        count: of the calls.
+    """
+    return InvalidInputError(
+        f"{len(missing):,} of {counted(num_slices, 'slice')} are not encoded; run "
+        f"executor.index={ranges(sorted(set(missing)))} of executor.count={count} again, then this call (or "
+        "executor=local, which encodes the rest itself)"
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.prepare.sources import Source, SplitRule
+from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
 INPUT = "input"  # the source that input= stands for
@@ -120,6 +121,7 @@ class PrepareConfig:
         deduplicate: keep the first of records with equal content.
         on_error: what to do with a record that cannot be read or encoded; raise or skip.
         max_errors: with on_error=skip, the most such records.
+        max_record_bytes: a record with more bytes is not parsed; it is such a record.
         max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); more
             is an error before anything is published.
         rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
@@ -150,6 +152,7 @@ class PrepareConfig:
     deduplicate: bool = False
     on_error: str = "raise"
     max_errors: int = 100
+    max_record_bytes: int = MAX_RECORD_BYTES
     max_drop_share: float = 0.2
     rejects: str | None = None
     audit: bool = False
@@ -181,6 +184,7 @@ def configured_sources(config: PrepareConfig) -> list[Source]:
             weight=source.weight,
             split=source.split,
             take=source.take,
+            max_record_bytes=config.max_record_bytes,
         )
         for name, source in given.items()
     ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.drop_reasons import DropReason, Severity
 
 MAX_EXAMPLES = 3  # of dropped records, per reason
@@ -94,6 +96,16 @@ class Counts:
     def num_errors(self) -> int:
         """Records that could not be read or encoded."""
         return sum(count for reason, count in self.dropped.items() if reason.severity is Severity.ERROR)
+
+    def refuse_errors(self, max_errors: int) -> None:
+        """Stop when more records could not be used than the user allows."""
+        if self.num_errors > max_errors:
+            errors = (reason for reason in self.examples if reason.severity is Severity.ERROR)
+            shown = "; ".join(chain.from_iterable(self.examples[reason] for reason in errors))
+            raise InvalidInputError(
+                f"{self.num_errors:,} records could not be used, more than max_errors={max_errors:,} allows; "
+                f"the first: {shown}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and dictionaries, in a stable order."""

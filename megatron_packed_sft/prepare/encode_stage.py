@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.prepare.array import ShareReport, incomplete
 from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, total_of
 from megatron_packed_sft.prepare.encode_worker import (
@@ -23,22 +23,17 @@ from megatron_packed_sft.prepare.encode_worker import (
     hash_slice,
     start_encoder,
 )
-from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource
-from megatron_packed_sft.prepare.work_directory import (
-    WorkDirectory,
-    fingerprint_of,
-    open_stores,
-    part_number,
-    publish_parts,
-    record_numbers_path,
-    slice_receipt,
-)
+from megatron_packed_sft.prepare.remote_work import RemoteWorkDirectory
+from megatron_packed_sft.prepare.sent_slices import encode_slice_and_send, receipt_of, start_sending_encoder
+from megatron_packed_sft.prepare.shares import Share
+from megatron_packed_sft.prepare.slice_tasks import file_number, find_duplicates, numbered, slice_tasks
+from megatron_packed_sft.prepare.sources import ScannedSource
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of, part_number, slice_receipt
 from megatron_packed_sft.records.files import InputFile
-from megatron_packed_sft.support.drop_reasons import Severity
+from megatron_packed_sft.records.slices import FileSlice
 from megatron_packed_sft.support.executors import Executor, LocalExecutor
 from megatron_packed_sft.support.progress import Progress
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore
-from megatron_packed_sft.tokens.writer import part_path
+from megatron_packed_sft.tokens.store import TokenStore
 
 ENOUGH_BYTES = 64 << 20  # of the input, for a dry run; more is sampled
 
@@ -49,7 +44,7 @@ class EncodedSources:
 
     stores: dict[str, TokenStore]
     counts: dict[str, Counts]  # in the order of the configuration
-    slice_sources: list[str]  # the source of each slice, by its number
+    slice_sources: dict[int, str]  # number of each slice -> its source, in order
     num_reused: int
 
     def sources_of(self, split: str) -> npt.NDArray[np.int64]:
@@ -84,7 +79,7 @@ def encode_sources(
     work: WorkDirectory,
     executor: Executor,
     progress: Progress,
-    array: ArrayCall | None = None,
+    array: Share | None = None,
 ) -> EncodedSources:
     """Bring the token stores of a work directory in line with the sources and settings.
 
@@ -94,35 +89,45 @@ def encode_sources(
         work: where the token stores and receipts are.
         executor: who encodes the slices that are not whole.
         progress: called after every slice.
-        array: the last call of an array, which encodes nothing: slices that are not whole are an error.
+        array: what the last call of an array owns: everything. It encodes nothing; slices that are not whole are an
+            error.
     """
     run = SliceRun(sources, settings, work, progress)
-    fingerprint = run.fingerprint
+    fingerprint = encode_fingerprint(sources, settings)
     whole = work.receipt("encode", fingerprint)
-    if whole is not None and (stores := open_stores(work.tokens, whole["stores"])) is not None:
+    if whole is not None and (stores := work.open_stores(whole["stores"])) is not None:
         counts = {one.source.name: Counts.from_json(whole["counts"][one.source.name]) for one in sources}
         # If fewer errors are allowed than that run had, its slices are looked at again, to say which records they were.
         if total_of(counts.values()).num_errors <= settings.max_errors:
-            names = list(chain.from_iterable(repeat(name, number) for name, number in whole["slices"]))
+            names = {numbered(file, place): name for name, file, number in whole["slices"] for place in range(number)}
             return EncodedSources(stores, counts, names, num_reused=len(names))
     if array is not None:
-        run.take_whole(executor, array.join(work, fingerprint))
+        run.take_whole(executor, array)
     else:
         run.run(executor)
-    stores = {split: publish_parts(work.tokens / split, numbers) for split, numbers in sorted(run.parts.items())}
+    stores = work.publish_parts(run.parts)
     if not stores:
         raise nothing_left(run.counts)
-    for split in SPLITS:
-        if split not in stores:
-            shutil.rmtree(work.tokens / split, ignore_errors=True)
-    names = run.slice_sources
     noted = {
         "stores": {split: store.fingerprint for split, store in stores.items()},
         "counts": {name: counts.to_json() for name, counts in run.counts.items()},
-        "slices": [[one.source.name, names.count(one.source.name)] for one in sources],
+        "slices": run.slices_of_files(),
     }
     work.write_receipt("encode", fingerprint, noted)
-    return EncodedSources(stores, run.counts, names, run.num_reused)
+    return EncodedSources(stores, run.counts, run.slice_sources, run.num_reused)
+
+
+def encode_fingerprint(sources: Sequence[ScannedSource], settings: EncodeSettings) -> str:
+    """Return what is equal when the stage would write the same bytes."""
+    return fingerprint_of(
+        {
+            "stage": "encode",
+            "sources": [{"name": one.source.name, **one.to_json()} for one in sources],
+            "deduplicate": settings.deduplicate,
+            "limit": settings.limit,
+            **settings.to_json(),
+        }
+    )
 
 
 def encode_share(
@@ -131,16 +136,14 @@ def encode_share(
     work: WorkDirectory,
     executor: Executor,
     progress: Progress,
-    array: ArrayCall,
+    share: Share,
 ) -> ShareReport:
-    """Encode the slices of one call of an array; nothing but those slices and their receipts is written."""
-    call = array.join(work, SliceRun(sources, settings, work, progress).fingerprint)
-    assert call.index is not None
-    assert call.count is not None
-    progress.expect(sum(one.num_bytes for one in sources) // call.count)
-    run = SliceRun(sources, settings, work, progress, every=call.count, first=call.index)
+    """Encode the slices of one call of an array; nothing but those slices and receipts is written."""
+    assert share.index is not None
+    progress.expect(sum(one.num_bytes for one in share.looked.sources) // share.count)
+    run = SliceRun(sources, settings, work, progress, share=share)
     run.run(executor)
-    return ShareReport(call.index, call.count, len(run.slice_sources), run.num_reused, total_of(run.counts.values()))
+    return ShareReport(share.index, share.count, len(run.slice_sources), run.num_reused, total_of(run.counts.values()))
 
 
 def estimate(
@@ -164,7 +167,8 @@ def audit_sources(
     sources: Sequence[ScannedSource], settings: EncodeSettings, executor: Executor, progress: Progress
 ) -> dict[str, Audit]:
     """Encode all of the input once more, to say what is trained of it; nothing is kept."""
-    run = SliceRun(sources, replace(settings, tokens=None, audit=True), None, progress)
+    again = [replace(one, known={}) for one in sources]
+    run = SliceRun(again, replace(settings, tokens=None, audit=True), None, progress)
     run.run(executor)
     return run.audits
 
@@ -177,8 +181,8 @@ class SliceRun:
         settings: how.
         work: where receipts are; None for a dry run, which neither reads nor writes any.
         progress: called after every slice.
-        every: take every n-th slice only,
-        first: beginning with this one.
+        every: take every n-th slice only.
+        share: of a call of an array, or None for all slices.
     """
 
     def __init__(
@@ -188,10 +192,10 @@ class SliceRun:
         work: WorkDirectory | None,
         progress: Progress,
         every: int = 1,
-        first: int = 0,
+        share: Share | None = None,
     ) -> None:
         self._sources, self._settings, self._work = sources, settings, work
-        self._progress, self._every, self._first = progress, every, first
+        self._progress, self._every, self._share = progress, every, share
         self._description = settings.to_json()
         self._records_left = self._limits()
         self._files: dict[int, InputFile] = {}  # of the slices that the executor has
@@ -199,46 +203,34 @@ class SliceRun:
         self._seen = Counts()
         self.num_reused = 0
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal when the stage would write the same bytes."""
-        return fingerprint_of(
-            {
-                "stage": "encode",
-                "sources": [{"name": one.source.name, **one.to_json()} for one in self._sources],
-                "deduplicate": self._settings.deduplicate,
-                "limit": self._settings.limit,
-                **self._description,
-            }
-        )
-
     def run(self, executor: Executor) -> None:
         """Encode every slice that is not whole already."""
         # With a limit a slice must know how many records the ones before it had; a trial need not be parallel.
         if self._settings.limit is not None:
             executor = LocalExecutor(1)
-        executor = executor.fitting(sum(one.num_bytes for one in self._sources) // self._every)
+        num_shares = self._every if self._share is None else self._share.count
+        executor = executor.fitting(sum(one.num_bytes for one in self._sources) // num_shares)
         duplicates = self._duplicates(executor) if self._settings.deduplicate else {}
-        for result in executor.run(encode_slice, self._tasks(duplicates), start_encoder, self._settings):
+        for result in self._encoded(executor, self._tasks(duplicates)):
             file = self._files.pop(result.number)
             file.refuse_changed()  # or its receipt would vouch for other records
-            if self._work is not None:
-                noted = {
-                    "counts": result.counts.to_json(),
-                    "parts": dict(result.parts),
-                    "record_numbers": dict(result.record_numbers),
-                    "file": file.path,
-                    "drops": [list(drop) for drop in result.drops],
-                }
+            if self._work is not None and not isinstance(self._work, RemoteWorkDirectory):
+                noted = receipt_of(result, file.shown)
                 self._work.write_receipt(slice_receipt(result.number), result.fingerprint, noted)
             self._take(result._replace(drops=()))
 
-    def take_whole(self, executor: Executor, array: ArrayCall) -> None:
+    def _encoded(self, executor: Executor, tasks: Iterator[SliceTask]) -> Iterator[SliceResult]:
+        if isinstance(self._work, RemoteWorkDirectory):
+            return executor.run(encode_slice_and_send, tasks, start_sending_encoder, self._settings, self._work.url)
+        return executor.run(encode_slice, tasks, start_encoder, self._settings)
+
+    def take_whole(self, executor: Executor, share: Share) -> None:
         """Take over every slice; those that no call of an array has encoded are an error."""
         duplicates = self._duplicates(executor) if self._settings.deduplicate else {}
-        missing = [task.number for task in self._tasks(duplicates)]
+        self._share = share
+        missing = [share.owners[task.number] for task in self._tasks(duplicates)]
         if missing:
-            raise array.incomplete(missing, len(missing) + self.num_reused)
+            raise incomplete(missing, len(missing) + self.num_reused, share.count)
 
     def _duplicates(self, executor: Executor) -> dict[int, frozenset[int]]:
         """Return slice -> positions of records that equal an earlier one.
@@ -246,7 +238,8 @@ class SliceRun:
         A dry run compares the records that it looks at; a call of an array all of them, as one run would.
         """
         left = self._limits()
-        tasks = (task for task in slice_tasks(self._sources, left) if self._work is not None or self._looks_at(task))
+        every = self._every if self._work is None else 1
+        tasks = islice(slice_tasks([replace(one, known={}) for one in self._sources], left), 0, None, every)
         hashes = {}
         self._progress.begin("compare")
         for one in executor.run(hash_slice, tasks, _nothing):
@@ -258,9 +251,8 @@ class SliceRun:
 
     def _tasks(self, duplicates: Mapping[int, frozenset[int]]) -> Iterator[SliceTask]:
         """Yield the slices that must be encoded; the whole ones are counted on the way."""
-        for task in slice_tasks(self._sources, self._records_left):
-            if not self._looks_at(task):
-                continue
+        tasks = slice_tasks(self._sources, self._records_left, self._share, self._on_file)
+        for task in islice(tasks, 0, None, self._every):
             described = task._replace(duplicates=duplicates.get(task.number, frozenset()))
             described = described._replace(fingerprint=self._slice_fingerprint(described))
             reused = self._whole(described)
@@ -271,18 +263,19 @@ class SliceRun:
                 self.num_reused += 1
                 self._take(reused)
 
-    def _looks_at(self, task: SliceTask) -> bool:
-        return task.number % self._every == self._first
+    def _on_file(self, file: InputFile, slices: Sequence[tuple[FileSlice, int]]) -> None:
+        if self._share is not None and self._share.index is not None and self._work is not None:
+            self._share.note(self._work, file, slices)
 
     def _slice_fingerprint(self, task: SliceTask) -> str:
         return fingerprint_of(
             {
                 "slice": task.slice.key(),
                 "number": task.number,
-                "file": task.slice.file.path,  # the examples of dropped records name it
+                "file": task.slice.file.shown,  # the examples of dropped records name it
                 "source": [task.source.name, task.source.schema, task.source.weight, task.source.split],
                 "mapping": dict(task.source.mapping),
-                **({"take": task.source.take} if task.source.take else {}),
+                **task.source.unusual,
                 "max_records": task.max_records,
                 "duplicates": sorted(task.duplicates),
                 **self._description,
@@ -294,17 +287,8 @@ class SliceRun:
         if self._work is None:
             return None
         noted = self._work.receipt(slice_receipt(task.number), task.fingerprint)
-        if noted is None:
+        if noted is None or not self._work.has_slice(task.number, noted):
             return None
-        tokens = self._work.tokens
-        for split, fingerprint in noted["parts"].items():
-            try:
-                if TokenPart.open(part_path(tokens / split, task.number)).fingerprint != fingerprint:
-                    return None
-            except PackedSFTError:
-                return None
-            if not record_numbers_path(tokens, split, task.number).exists():
-                return None
         counts = Counts.from_json(noted["counts"])
         if counts.num_errors and not self._settings.skip_errors:
             return None  # read again, to say what is wrong
@@ -316,7 +300,7 @@ class SliceRun:
         num_tokens = sum(one.num_tokens for one in result.counts.splits.values())
         self._progress.update(result.counts.num_bytes, records=result.counts.num_rows, tokens=num_tokens)
         self._seen.add(result.counts)
-        _check_errors(self._seen, self._settings.max_errors)
+        self._seen.refuse_errors(self._settings.max_errors)
 
     def _limits(self) -> dict[str, int | None]:
         return {one.source.name: self._settings.limit for one in self._sources}
@@ -342,9 +326,14 @@ class SliceRun:
         return audits
 
     @property
-    def slice_sources(self) -> list[str]:
-        """The source of each slice, in order."""
-        return [result.source for result in self._in_order()]
+    def slice_sources(self) -> dict[int, str]:
+        """Number of each slice -> its source, in order."""
+        return {result.number: result.source for result in self._in_order()}
+
+    def slices_of_files(self) -> list[list[Any]]:
+        """Return [source, number of the file, number of its slices] of all files that have any."""
+        found = Counter((result.source, file_number(result.number)) for result in self._in_order())
+        return [[source, file, number] for (source, file), number in found.items()]
 
     def splits(self) -> dict[str, EncodedSplit]:
         """Return what a dry run keeps of each split."""
@@ -363,53 +352,13 @@ class SliceRun:
         }
 
     @property
-    def parts(self) -> dict[str, list[int]]:
-        """Split -> the numbers of the parts that this run vouches for."""
-        parts: dict[str, list[int]] = {}
+    def parts(self) -> dict[str, dict[int, str]]:
+        """Split -> number -> fingerprint of the parts that this run vouches for."""
+        parts: dict[str, dict[int, str]] = {}
         for result in self._in_order():
-            for split in result.parts:
-                parts.setdefault(split, []).append(result.number)
+            for split, fingerprint in result.parts.items():
+                parts.setdefault(split, {})[result.number] = fingerprint
         return parts
-
-
-def slice_tasks(
-    sources: Sequence[ScannedSource], records_left: Mapping[str, int | None] | None = None
-) -> Iterator[SliceTask]:
-    """Yield all slices of all sources, numbered in the order of the configuration.
-
-    Args:
-        sources: in that order.
-        records_left: source -> records still wanted; what a slice has is taken off before the next one is asked for.
-    """
-    number = 0
-    for one in sources:
-        for file_slice, num_bytes in one.slices():
-            max_records = None if records_left is None else records_left[one.source.name]
-            if max_records is not None and max_records <= 0:
-                break
-            yield SliceTask(number, one.source, file_slice, num_bytes, max_records=max_records)
-            number += 1
-
-
-def find_duplicates(hashes: Mapping[int, npt.NDArray[np.uint64]]) -> dict[int, frozenset[int]]:
-    """Return the positions of repeated records in each slice; the first one wins for any number of workers.
-
-    Args:
-        hashes: slice number -> content hashes [records, 2]. Costs 16 bytes of memory per record, and as much to sort.
-
-    Example:
-        >>> one, two = np.array([[1, 1], [2, 2]], np.uint64), np.array([[3, 3], [1, 1]], np.uint64)
-        >>> find_duplicates({0: one, 1: two})
-        {0: frozenset(), 1: frozenset({1})}
-    """
-    numbers = sorted(hashes)
-    records = np.concatenate([hashes[number] for number in numbers]) if numbers else np.empty((0, 2), np.uint64)
-    order = np.lexsort((records[:, 1], records[:, 0]))  # stable: equal records stay in their order
-    repeated = np.zeros(len(records), bool)
-    repeated[order[1:]] = np.all(records[order[1:]] == records[order[:-1]], axis=1)
-    ends = np.cumsum([len(hashes[number]) for number in numbers])
-    by_slice = np.split(repeated, ends[:-1]) if numbers else []
-    return {number: frozenset(np.flatnonzero(one).tolist()) for number, one in zip(numbers, by_slice, strict=True)}
 
 
 def nothing_left(counts: Mapping[str, Counts]) -> InvalidInputError:
@@ -429,17 +378,6 @@ def _take_off(records_left: dict[str, int | None], source: str, num_records: int
     left = records_left[source]
     if left is not None:
         records_left[source] = left - num_records
-
-
-def _check_errors(counts: Counts, max_errors: int) -> None:
-    """Stop when more records could not be used than the user allows."""
-    if counts.num_errors > max_errors:
-        errors = (reason for reason in counts.examples if reason.severity is Severity.ERROR)
-        shown = "; ".join(chain.from_iterable(counts.examples[reason] for reason in errors))
-        raise InvalidInputError(
-            f"{counts.num_errors:,} records could not be used, more than max_errors={max_errors:,} allows; "
-            f"the first: {shown}"
-        )
 
 
 def _nothing() -> None:

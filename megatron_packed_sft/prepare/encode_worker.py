@@ -25,7 +25,15 @@ from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
-from megatron_packed_sft.records.record import NotTakenError, Record, RecordError, content_hash
+from megatron_packed_sft.records.record import (
+    Conversation,
+    NotTakenError,
+    Record,
+    RecordError,
+    TextRecord,
+    content_hash,
+    too_deep,
+)
 from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
@@ -34,6 +42,7 @@ from megatron_packed_sft.tokens.store import TokenPart
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
 _RECORDS_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 8 << 20  # a tokenizer needs some 50 bytes for each
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class SliceEncoder:
         fingerprint = None if self._template is None else self._template.fingerprint
         with rare_garbage_collection(), _Sink(self.settings, fingerprint, task) as sink:
             records = self._records(task, sink)
-            while batch := list(islice(records, _RECORDS_AT_ONCE)):
+            for batch in _batches(records):
                 encoded = self._encoder.encode_records([one.record for one in batch])
                 self._count_drops(batch, encoded, sink)
                 if sink.audit is not None:
@@ -190,8 +199,30 @@ class SliceEncoder:
         if reason in NOTHING_LEFT and self.settings.options.on_empty == "error":
             raise InvalidInputError(f"{problem} (encode.on_empty=drop drops such records and counts them)")
         sink.counts.drop(reason, problem)
+        if reason.severity is Severity.ERROR:
+            sink.counts.refuse_errors(self.settings.max_errors)
         if reason.severity is not Severity.HARMLESS:
             sink.drops.append(Drop(raw.number, reason, detail))
+
+
+def _batches(records: Iterator[ReadRecord]) -> Iterator[list[ReadRecord]]:
+    """Yield records to encode together, few of very long ones; what a record gives does not depend on the others."""
+    batch: list[ReadRecord] = []
+    num_characters = 0
+    for one in records:
+        batch.append(one)
+        num_characters += _num_characters(one.record)
+        if len(batch) == _RECORDS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _num_characters(record: Record) -> int:
+    if isinstance(record, Conversation):
+        return sum(len(content) for message in record.messages if type(content := message.get("content")) is str)
+    return sum(len(text) for text, _ in record.parts) if isinstance(record, TextRecord) else len(record.input_ids)
 
 
 def read_records(task: SliceTask) -> Iterator[tuple[RawRecord, ReadRecord | RecordError]]:
@@ -210,6 +241,8 @@ def read_record(raw: RawRecord, adapt: Adapter) -> ReadRecord | RecordError:
         return ReadRecord(raw, record, content_hash(record))
     except RecordError as error:
         return error.at(raw.where)
+    except RecursionError:  # in a part of the record that no content hash covers
+        return too_deep().at(raw.where)
 
 
 def hash_slice(task: SliceTask) -> HashedSlice:

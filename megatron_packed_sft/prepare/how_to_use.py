@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 
-_PLAIN_PATH = re.compile(r"[\w/.@%+-]+")  # neither a shell nor Hydra nor YAML sees anything in it
+_PLAIN_PATH = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?[\w/.@%+-]+")  # a shell, Hydra and YAML take it as it is
 
 
 def how_to_use(
@@ -19,7 +18,7 @@ def how_to_use(
         path: the published data.
         packed_storage: the name of its storage.
         pack_size: of its bins.
-        tokenizer_path: where its tokenizer is; None if nobody knows.
+        tokenizer_path: where its tokenizer is, absolute or a URL; None if nobody knows.
         in_windows: whether bins are windows of that many predictions, which training must be told.
 
     Example:
@@ -29,7 +28,7 @@ def how_to_use(
     """
     plain = _PLAIN_PATH.fullmatch(path) is not None
     setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
-    tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else os.path.abspath(tokenizer_path)
+    tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else tokenizer_path
     length = "" if pack_size is None else f", seq_length={pack_size}"
     if in_windows:
         setting += f" data.sequence_length={pack_size}"

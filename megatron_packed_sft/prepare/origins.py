@@ -22,9 +22,11 @@ from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.counts import MAX_EXAMPLES
+from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
 from megatron_packed_sft.prepare.work_directory import part_number, record_numbers_path, slice_receipt
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory
+from megatron_packed_sft.tokens.remote_part import open_outlines
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store
 
 
@@ -63,12 +65,12 @@ class PreparedFrom:
 
         Args:
             dataset: the published dataset.
-            work_dir: where to look; by default beside the dataset, where `prepare` puts it.
+            work_dir: where to look; by default where `prepare` puts it, beside a local dataset.
         """
-        path = work_dir or dataset.path.with_name(f"{dataset.path.name}.work")
+        path = work_dir or places_of(str(dataset.path) if dataset.url is None else dataset.url, None).work_dir
         for file in sorted((path / "published").glob("*.json")):
             noted = _receipt(file)
-            if noted.get("published") == dataset.fingerprint:
+            if dataset.fingerprint in (noted.get("published"), noted.get("dataset")):
                 return PreparedFrom(path, dataset, noted.get("tokenizer_path"))
         return None
 
@@ -94,7 +96,7 @@ class PreparedFrom:
         recorded = self.dataset.provenance.get("splits", {}).get(split, {}).get("order_fingerprint")
         try:
             plan = PackPlan.load(self.path / "plans" / f"{split}.npz")
-            store = open_token_store(self.path / "tokens" / split)
+            store = _store(self.path / "tokens" / split)
         except PackedSFTError:
             return None
         if plan.order_fingerprint != recorded or plan.accounting.num_sequences != len(store):
@@ -156,6 +158,14 @@ def noted_tokenizer_paths(work_dir: Path) -> list[str]:
     """Return where the tokenizers were that a work directory's datasets were made with, as far as it noted them."""
     noted = (_receipt(file).get("tokenizer_path") for file in sorted((work_dir / "published").glob("*.json")))
     return [path for path in dict.fromkeys(noted) if isinstance(path, str) and path]
+
+
+def _store(path: Path) -> TokenStore:
+    """Open a token store, or what a work directory in an object store has of it here; lengths are enough."""
+    try:
+        return open_token_store(path)
+    except PackedSFTError:
+        return open_outlines(path)
 
 
 def _receipt(file: Path) -> dict[str, Any]:

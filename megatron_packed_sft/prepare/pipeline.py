@@ -28,6 +28,7 @@ from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.encode_stage import (
     EncodedSources,
     audit_sources,
+    encode_fingerprint,
     encode_share,
     encode_sources,
     estimate,
@@ -53,14 +54,19 @@ from megatron_packed_sft.prepare.publish_stage import (
     publish,
     stored_bytes,
 )
-from megatron_packed_sft.prepare.rejects import refuse_other_file, write_rejects
+from megatron_packed_sft.prepare.rejects import refuse_other_file, rejects_place, write_rejects
+from megatron_packed_sft.prepare.remote_work import RemoteWorkDirectory
 from megatron_packed_sft.prepare.replacing import refuse_other_files, refuse_replacing
 from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, SplitReport
+from megatron_packed_sft.prepare.shares import LookedAt, Share
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, scan
 from megatron_packed_sft.prepare.summary import card
-from megatron_packed_sft.prepare.work_directory import WorkDirectory, remove_damaged_parts
+from megatron_packed_sft.prepare.trial import try_first_records
+from megatron_packed_sft.prepare.work_directory import WorkDirectory
+from megatron_packed_sft.remote.filesystem import is_of_one_process
 from megatron_packed_sft.storage.registry import dataset_storage
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.executors import LocalExecutor
+from megatron_packed_sft.support.paths import is_url, redacted
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal
 from megatron_packed_sft.support.wording import byte_count, counted
@@ -75,13 +81,13 @@ class Pipeline:
     def __init__(self, config: PrepareConfig) -> None:
         _check(config)
         self.config = config
-        self.places = places_of(config.output, config.work_dir)
-        if config.executor.kind != "local":
-            self.places.refuse_unshared(config.work_dir, config.executor.kind)
-        self.rejects = local_path(config.rejects, "rejects") if config.rejects else None
+        self.places = places_of(config.output, config.work_dir, config.executor.kind)
+        self.rejects = rejects_place(config.rejects) if config.rejects else None
         self.packed_storage = dataset_storage(config.packed_storage).name
         self._sources = configured_sources(config)
         self._executor = create_executor(config.executor)
+        if any(is_of_one_process(url) for url in (self.places.url, self.places.work_url) if url is not None):
+            self._executor = LocalExecutor(1)
         self._array = ArrayCall.of(config)
         self._packing = config.packing.options()
         check_packing(self._packing)
@@ -99,12 +105,20 @@ class Pipeline:
         """Encode this call's share of the slices, while other calls may do theirs."""
         assert self._array is not None
         tokenizer = self._tokenizer()
-        sources = self._scan()
-        with WorkDirectory(self.places.work_dir, shared=True) as work:
+        if self._array.index == 0:  # the others open only files of their own
+            self._try_first_records(tokenizer)
+        with self._work(shared=True) as work:
             settings = self._encode_settings(tokenizer, work.tokens)
-            refuse_replacing(self.places.target, self._made_from(sources, settings), overwrite=self.config.overwrite)
+            share = self._joined(work, settings)
+            made_from = self._made_from(share.looked.sources, settings)
+            refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite, by_size=True)
+            if self.config.deduplicate:  # every record is compared with all others
+                sources = self._scan()
+            else:
+                with self._progress("scan", None, "B") as progress:
+                    sources = share.of_this_call(work, progress.update)
             with self._progress("encode", None, "B") as progress:
-                return encode_share(sources, settings, work, self._executor, progress, self._array)
+                return encode_share(sources, settings, work, self._executor, progress, share)
 
     def close(self) -> None:
         """Let go of the executor."""
@@ -113,26 +127,36 @@ class Pipeline:
     def run(self) -> PrepareReport:
         """Do what has to be done, and return what was."""
         tokenizer = self._tokenizer()
-        sources = self._scan()
-        with WorkDirectory(self.places.work_dir, self.places.work_url) as work:
+        if self._array is None:  # the last call of an array encodes nothing
+            self._try_first_records(tokenizer)
+        scanned = None if self._array is not None else self._scan()
+        with self._work() as work:
             settings = self._encode_settings(tokenizer, work.tokens)
+            share = None
+            if scanned is None:
+                share = self._joined(work, settings)
+                scanned = self._scan() if self.config.deduplicate else share.joined(work, _ignore)
+            sources = scanned
             made_from = self._made_from(sources, settings)
             refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite)
             if self.config.force:
                 work.forget()
-            encoded = self._encode(sources, settings, work)
-            planned = plan_splits(_in_order(encoded.stores), self._packing, work)
+            encoded = self._encode(sources, settings, work, share)
+            planned = plan_splits(_in_order(encoded.stores), self._packing, work, self._executor)
             plans = {split: one.plan for split, one in planned.items()}
-            work.keep()
             report = self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
             if self.rejects is not None:
                 write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
+            if self.config.report:
+                work.fetch_record_numbers()
             report.refuse_large_loss(self.config.max_drop_share)
             publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
             if not reused:
-                if encoded.num_reused and remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
-                    encoded = self._encode(sources, settings, work)  # the same tokens again, so the plans still hold
+                if encoded.num_reused and work.remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
+                    encoded = self._encode(
+                        sources, settings, work, share
+                    )  # the same tokens again, so the plans still hold
                 num_bins = sum(plan.num_bins for plan in plans.values())
                 with self._progress("publish", num_bins, "bin") as progress:
                     publish(publication, plans, encoded.stores, work, progress.update)
@@ -142,6 +166,7 @@ class Pipeline:
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""
         tokenizer = self._tokenizer()
+        self._try_first_records(tokenizer)
         sources = self._scan()
         names = [one.source.name for one in sources]
         with self._progress("dry run", sum(one.num_bytes for one in sources), "B") as progress:
@@ -158,9 +183,27 @@ class Pipeline:
         stages = [_scan_line(sources), ("dry run", dry_run)]
         return replace(report, stages=stages, looked_at=found.looked_at, audits=found.audits)
 
+    def _work(self, *, shared: bool = False) -> WorkDirectory:
+        places = self.places
+        if places.work_url is not None:
+            return RemoteWorkDirectory(places.work_url, places.work_dir, shared=shared)
+        return WorkDirectory(places.work_dir, shared=shared)
+
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.config.tokenizer
         return load_tokenizer(tokenizer.path, kind=tokenizer.kind, fast=tokenizer.fast)
+
+    @property
+    def _tokenizer_path(self) -> str:
+        """Where the tokenizer is, to be noted: absolute, or a URL without credentials."""
+        path = self.config.tokenizer.path
+        return redacted(path) if is_url(path) else os.path.abspath(path)
+
+    def _try_first_records(self, tokenizer: Tokenizer) -> None:
+        """Stop at a mistake that concerns the first records before all files are read and processes are started."""
+        for warning in try_first_records(self._sources, self._encode_settings(tokenizer, None)):
+            if not self.config.quiet:
+                print(f"packed-sft prepare: warning: {warning}", file=sys.stderr)
 
     def _scan(self) -> list[ScannedSource]:
         with self._progress("scan", None, "B") as progress:
@@ -183,10 +226,18 @@ class Pipeline:
         )
 
     def _encode(
-        self, sources: Sequence[ScannedSource], settings: EncodeSettings, work: WorkDirectory
+        self, sources: Sequence[ScannedSource], settings: EncodeSettings, work: WorkDirectory, share: Share | None
     ) -> EncodedSources:
         with self._progress("encode", sum(one.num_bytes for one in sources), "B") as progress:
-            return encode_sources(sources, settings, work, self._executor, progress, self._array)
+            return encode_sources(sources, settings, work, self._executor, progress, share)
+
+    def _joined(self, work: WorkDirectory, settings: EncodeSettings) -> Share:
+        """Agree with the other calls of an array on who reads what; no byte of the input is read for it."""
+        assert self._array is not None
+        looked = LookedAt.of(self._sources)
+        call = self._array.join(work, encode_fingerprint(looked.sources, settings))
+        assert call.count is not None
+        return Share(looked, call.count, call.index)
 
     def _audit(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Audit]:
         with self._progress("audit", sum(one.num_bytes for one in sources), "B") as progress:
@@ -210,7 +261,7 @@ class Pipeline:
                 }
                 continue
             store = encoded.stores[split]
-            trained, sources = trained_of_items(plan, store), encoded.sources_of(split)
+            trained, sources = trained_of_items(plan, store, self._executor), encoded.sources_of(split)
             lengths = store.lengths
             packed[split] = packed_by_source(plan, lengths, self._packing, sources, list(encoded.counts), trained)
         return packed
@@ -239,7 +290,7 @@ class Pipeline:
             name: SourceReport(one, {split: by_source[name] for split, by_source in packed.items()})
             for name, one in counts.items()
         }
-        report = PrepareReport(self.places.shown, self.packed_storage, self.config.tokenizer.path, sources, splits)
+        report = PrepareReport(self.places.shown, self.packed_storage, self._tokenizer_path, sources, splits)
         report.check()
         return report
 
@@ -280,7 +331,7 @@ class Pipeline:
             provenance=provenance,
             card=card(report, provenance),
             executor=self._executor,
-            tokenizer_path=os.path.abspath(self.config.tokenizer.path),
+            tokenizer_path=self._tokenizer_path,
         )
 
     @property
@@ -304,7 +355,10 @@ def _check(config: PrepareConfig) -> None:
     for key, path in (("output", config.output), ("tokenizer.path", config.tokenizer.path)):
         if not path:
             raise InvalidInputError(f"{key} is empty; give a path")
-    local_path(config.tokenizer.path, "tokenizer.path")
+
+
+def _ignore(num_bytes: int) -> None:
+    """Take progress and show none: the calls before have read what there was to read."""
 
 
 def _scan_line(sources: Sequence[ScannedSource]) -> tuple[str, str]:

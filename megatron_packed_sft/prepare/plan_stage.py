@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
 from megatron_packed_sft.support.dotted_names import function_named
 from megatron_packed_sft.support.drop_reasons import DropReason
-from megatron_packed_sft.tokens.store import TokenStore
+from megatron_packed_sft.support.executors import Executor
+from megatron_packed_sft.tokens.store import TokenPart, TokenStore, copies_of_part
 
 _PREFIX = "packing."
 # The order in which the packer drops sequences; one that fits and is in no bin was held back.
@@ -72,9 +74,18 @@ def pack_split(
         raise error if split == TRAIN else InvalidInputError(f"split {split}: {error}") from error
 
 
-def plan_splits(stores: Mapping[str, TokenStore], options: PackOptions, work: WorkDirectory) -> dict[str, Planned]:
-    """Plan every split; a plan is kept as long as the sequences and the options stay the same."""
-    return {split: _plan_split(split, store, options, work) for split, store in stores.items()}
+def plan_splits(
+    stores: Mapping[str, TokenStore], options: PackOptions, work: WorkDirectory, executor: Executor
+) -> dict[str, Planned]:
+    """Plan every split; a plan is kept as long as the sequences and the options stay the same.
+
+    Args:
+        stores: the sequences of each split.
+        options: how to pack them.
+        work: where plans and their receipts are.
+        executor: who looks at the tokens of stores that are not here, where lengths are not enough.
+    """
+    return {split: _plan_split(split, store, options, work, executor) for split, store in stores.items()}
 
 
 def drop_reasons(plan: PackPlan, lengths: npt.NDArray[np.int64], options: PackOptions) -> npt.NDArray[np.int8]:
@@ -139,20 +150,54 @@ def packed_by_source(
     return result
 
 
-def trained_of_items(plan: PackPlan, store: TokenStore) -> npt.NDArray[np.int64]:
+def trained_of_items(plan: PackPlan, store: TokenStore, executor: Executor) -> npt.NDArray[np.int64]:
     """Count the trained tokens of every item of a plan; tokens that two chunks share count once."""
     sequence = _sequence_of_item(plan)
     zeros = np.zeros(len(sequence), np.int64)
     start, masked = (zeros, zeros) if plan.chunks is None else (plan.chunks.start, plan.chunks.masked_prefix)
-    trained = np.empty(len(sequence), np.int64)
+    tasks = []
     first = 0
-    for part in store.parts:
+    for number, part in enumerate(store.parts):
         some = slice(*np.searchsorted(sequence, [first, first + len(part)]))  # items are in the order of sequences
-        begin = part.arrays.offsets.astype(np.int64)[sequence[some] - first] + start[some]
-        counted = np.concatenate(([0], np.cumsum(part.arrays.train, dtype=np.int64)))
-        trained[some] = counted[begin + plan.item_lengths[some]] - counted[begin + masked[some]]
+        items = np.stack([sequence[some] - first, start[some], masked[some], plan.item_lengths[some]]).astype(np.int64)
+        tasks.append(_PartTask(number, part, items))
         first += len(part)
-    return trained
+    return np.concatenate(_over_parts(_trained_of_part, tasks, store, executor))
+
+
+class _PartTask(NamedTuple):
+    """A part to look at."""
+
+    number: int
+    part: TokenPart
+    items: npt.NDArray[np.int64] | None = None  # [sequence inside the part, start, masked prefix, length] of each
+
+
+def _over_parts(
+    look: Callable[[_PartTask], tuple[int, Any]], tasks: Sequence[_PartTask], store: TokenStore, executor: Executor
+) -> list[Any]:
+    """Look at parts, in order: here if they are here, else wherever the executor's processes fetch them."""
+    found = executor.fitting(store.num_tokens).run(look, tasks, _nothing) if store.is_remote else map(look, tasks)
+    return [one for _, one in sorted(found, key=lambda one: one[0])]
+
+
+def _trained_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64]]:
+    arrays = task.part.arrays
+    counted = np.concatenate(([0], np.cumsum(arrays.train, dtype=np.int64)))
+    offsets = arrays.offsets.astype(np.int64)
+    if task.items is None:
+        return task.number, counted[offsets[1:]] - counted[offsets[:-1]]
+    sequence, start, masked, lengths = task.items
+    begin = offsets[sequence] + start
+    return task.number, counted[begin + lengths] - counted[begin + masked]
+
+
+def _copies_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64] | None]:
+    return task.number, copies_of_part(task.part)
+
+
+def _nothing() -> None:
+    """Looking at parts needs no set-up."""
 
 
 def estimated_trained_of_items(
@@ -163,22 +208,26 @@ def estimated_trained_of_items(
     return np.rint(trained[sequence] * plan.item_lengths / lengths[sequence]).astype(np.int64)
 
 
-def _plan_split(split: str, store: TokenStore, options: PackOptions, work: WorkDirectory) -> Planned:
+def _plan_split(
+    split: str, store: TokenStore, options: PackOptions, work: WorkDirectory, executor: Executor
+) -> Planned:
     inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
     fingerprint = fingerprint_of({**inputs, **asdict(options), **_code_of(options.strategy)})
     name = f"plans/{split}"
     noted = work.receipt(name, fingerprint)
     if noted is not None:
         try:
-            plan = PackPlan.load(work.plan(split))
+            plan = work.load_plan(split)
             if plan.order_fingerprint == noted["order_fingerprint"]:
                 return Planned(plan, reused=True)
         except PackedSFTError:
             pass  # damaged or gone: made again
-    needs_trained = split == TRAIN and options.balance == "trained_tokens"
-    plan = pack_split(split, options, store.lengths, _trained_tokens(store) if needs_trained else None, store.copies())
-    work.plan(split).parent.mkdir(exist_ok=True)
-    plan.save(work.plan(split))
+    trained = None
+    if split == TRAIN and options.balance == "trained_tokens":
+        tasks = [_PartTask(number, part) for number, part in enumerate(store.parts)]
+        trained = np.concatenate(_over_parts(_trained_of_part, tasks, store, executor))
+    plan = pack_split(split, options, store.lengths, trained, _copies(store, executor))
+    work.save_plan(split, plan)
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})
     return Planned(plan, reused=False)
 
@@ -191,14 +240,13 @@ def _code_of(strategy: str) -> dict[str, str]:
     return {"code": inspect.getsource(inspect.getmodule(function) or function)}
 
 
-def _trained_tokens(store: TokenStore) -> npt.NDArray[np.int64]:
-    """Count the trained tokens of each sequence."""
-    return np.concatenate(
-        [
-            np.add.reduceat(part.arrays.train, part.arrays.offsets[:-1].astype(np.int64), dtype=np.int64)
-            for part in store.parts
-        ]
-    )
+def _copies(store: TokenStore, executor: Executor) -> npt.NDArray[np.int64] | None:
+    """Return the numbers of `TokenStore.copies`; only parts that may have copies are looked at."""
+    tasks = [_PartTask(number, part) for number, part in enumerate(store.parts) if part.has_copies is not False]
+    found = dict.fromkeys(range(len(store.parts)))
+    looked = _over_parts(_copies_of_part, tasks, store, executor) if tasks else []
+    found.update(zip((task.number for task in tasks), looked, strict=True))
+    return store.numbered(found.values())
 
 
 def _sequence_of_item(plan: PackPlan) -> npt.NDArray[np.int64]:

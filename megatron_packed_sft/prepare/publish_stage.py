@@ -16,12 +16,14 @@ from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import PackedSFTError, StorageIOError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
-from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, list_objects, read_object
-from megatron_packed_sft.remote.uploads import UNFINISHED, upload
+from megatron_packed_sft.remote.filesystem import base_name, child, is_missing
+from megatron_packed_sft.remote.objects import list_objects, read_object
+from megatron_packed_sft.remote.uploads import UNFINISHED, begin_upload, upload
 from megatron_packed_sft.storage.dataset_directory import DATASET, MAX_DATASET_BYTES, DatasetWriter, open_dataset
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.executors import Executor
-from megatron_packed_sft.tokens.materialize import materialize_shards, stored_width
+from megatron_packed_sft.tokens.materialize import stored_width
+from megatron_packed_sft.tokens.shards import write_shards
 from megatron_packed_sft.tokens.store import TokenStore
 
 MADE_BY = "packed-sft prepare"
@@ -75,16 +77,15 @@ def publish(
     """
     replace = published_provenance(request.output) is not None  # anything else was refused at the start
     try:
-        _write(request, plans, stores, replace, on_bins)
+        _write(request, plans, stores, work, replace, on_bins)
     except TargetExistsError as error:
         raise TargetExistsError(
             f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
             "again to replace it, or choose another output"
         ) from error
-    if request.url is not None:
-        upload(request.output, request.url, overwrite=True)  # what may be replaced was decided at the start
-        shutil.rmtree(request.output, ignore_errors=True)
     noted = {"published": _published(request), "tokenizer_path": request.tokenizer_path}
+    if request.url is not None:
+        noted["dataset"] = checksum(read_object(child(request.url, DATASET), MAX_DATASET_BYTES))
     work.write_receipt(_receipt_name(request), request.fingerprint, noted)
 
 
@@ -127,27 +128,42 @@ def _write(
     request: PublishRequest,
     plans: Mapping[str, PackPlan],
     stores: Mapping[str, TokenStore],
+    work: WorkDirectory,
     replace: bool,
     on_bins: Callable[[int], object],
 ) -> None:
     with DatasetWriter(request.output, storage=request.packed_storage, overwrite=replace) as dataset:
+        paths = {
+            split: [dataset.shard_path(split, number) for number in range(_num_shards(request, plan, stores[split]))]
+            for split, plan in plans.items()
+        }
+        if request.url is not None:
+            begin_upload(request.url, [f"{split}/{path.name}" for split, some in paths.items() for path in some])
         for split, plan in plans.items():
-            vocab_size = stores[split].manifest.vocab_size
-            num_files = num_shards(plan, request.packed_storage, request.shard_bytes, vocab_size)
-            paths = [dataset.shard_path(split, number) for number in range(num_files)]
-            written = materialize_shards(
+            written = write_shards(
                 plan,
                 stores[split],
-                paths,
+                paths[split],
                 storage=request.packed_storage,
                 executor=request.executor,
                 pad_id=request.pad_id,
                 on_bins=on_bins,
+                url=None if request.url is None else child(request.url, split),
+                scratch=work.scratch(),
             )
-            _tidy(paths)
-            for path, figures in zip(paths, written, strict=True):
-                dataset.record(path, figures)
+            if request.url is None:
+                _tidy(paths[split])
+            for path, one in zip(paths[split], written, strict=True):
+                dataset.record(path, one.figures, one.entry)
         dataset.finalize(provenance=request.provenance, card=request.card)
+    if request.url is not None:
+        sent = [f"{split}/{path.name}" for split, some in paths.items() for path in some]
+        upload(request.output, request.url, overwrite=True, elsewhere=sent)  # what may be replaced is decided already
+        shutil.rmtree(request.output, ignore_errors=True)
+
+
+def _num_shards(request: PublishRequest, plan: PackPlan, store: TokenStore) -> int:
+    return num_shards(plan, request.packed_storage, request.shard_bytes, store.manifest.vocab_size)
 
 
 def _tidy(paths: Sequence[Path]) -> None:

@@ -50,7 +50,8 @@ class RayExecutor:
         self.num_workers = num_workers or 1
 
     def fitting(self, num_bytes: int) -> RayExecutor:
-        """Return this one: idle nodes cost it nothing."""
+        """Return this one, which knows by now how much room the cluster has: idle nodes cost it nothing."""
+        self._connect()
         return self
 
     def run(

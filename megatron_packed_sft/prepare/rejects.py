@@ -18,20 +18,41 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.encode_stage import EncodedSources
 from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
 from megatron_packed_sft.prepare.sources import ScannedSource
-from megatron_packed_sft.prepare.work_directory import WorkDirectory, part_number, record_numbers_path, slice_receipt
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, part_number, slice_receipt
+from megatron_packed_sft.remote.filesystem import refuse_read_only
+from megatron_packed_sft.remote.objects import object_info, read_range
+from megatron_packed_sft.remote.uploads import uploading
 from megatron_packed_sft.support.drop_reasons import Severity
+from megatron_packed_sft.support.paths import is_url, local_path, refuse_special_file
 
+_LONGEST_LINE = 1 << 20
 _KEYS = {"file", "line", "reason", "detail"}
 
 
-def refuse_other_file(path: Path) -> None:
+def rejects_place(path: str) -> Path | str:
+    """Return where the rejects go: a path, or a URL."""
+    return path if is_url(path) else local_path(path, "rejects")
+
+
+def refuse_other_file(path: Path | str) -> None:
     """Refuse to replace anything but an earlier rejects file."""
-    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+    if isinstance(path, str):
+        refuse_read_only(path, "rejects")
+        info = object_info(path)
+        if info is None or info.size == 0:
+            return
+    elif not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
     try:
-        with open(path, "rb") as file:
-            first = json.loads(file.readline())
+        if isinstance(path, str):
+            first = json.loads(read_range(path, 0, _LONGEST_LINE).partition(b"\n")[0])
+        else:
+            refuse_special_file(path)
+            with open(path, "rb") as file:
+                first = json.loads(file.readline())
         is_ours = isinstance(first, dict) and set(first) == _KEYS
+    except StorageIOError:
+        raise  # nobody knows what is there
     except (OSError, ValueError):
         is_ours = False
     if not is_ours:
@@ -39,7 +60,7 @@ def refuse_other_file(path: Path) -> None:
 
 
 def write_rejects(
-    path: Path,
+    path: Path | str,
     sources: Sequence[ScannedSource],
     encoded: EncodedSources,
     plans: Mapping[str, PackPlan],
@@ -51,10 +72,14 @@ def write_rejects(
     Records that the options leave out on purpose (duplicates, a weight below 1, packing.min_len and packing.max_len)
     are only counted.
     """
+    if isinstance(path, str):
+        with uploading(path, overwrite=True) as local:
+            write_rejects(local, sources, encoded, plans, options, work)
+        return
     too_long = _dropped_by_plans(encoded, plans, options, work)
     with Staging(path, overwrite=True) as staging:
         with os_errors("write", path), open(staging.path / path.name, "w", encoding="utf-8") as file:
-            for number, name in enumerate(encoded.slice_sources):
+            for number, name in encoded.slice_sources.items():
                 noted = work.receipt(slice_receipt(number), None)
                 if noted is None:
                     raise _damaged(work)
@@ -99,7 +124,7 @@ def _dropped_by_plans(
 
 
 def _record_numbers(work: WorkDirectory, split: str, number: int) -> Sequence[int]:
-    path = record_numbers_path(work.tokens, split, number)
+    path = work.record_numbers(split, number)
     noted = work.receipt(slice_receipt(number), None)
     try:
         if noted is not None and checksum(path.read_bytes()) == noted["record_numbers"][split]:
@@ -113,9 +138,9 @@ def _record_numbers(work: WorkDirectory, split: str, number: int) -> Sequence[in
 def _current_path(noted: str, source: str, sources: Sequence[ScannedSource]) -> str:
     """Return where a file is now; it may have been moved since it was encoded."""
     files = next(one.files for one in sources if one.source.name == source)
-    same_name: Iterator[str] = (file.path for file in files if basename(file.path) == basename(noted))
-    return noted if any(file.path == noted for file in files) else next(same_name, noted)
+    same_name: Iterator[str] = (file.shown for file in files if file.name == basename(noted.split("?")[0]))
+    return noted if any(file.shown == noted for file in files) else next(same_name, noted)
 
 
 def _damaged(work: WorkDirectory) -> StorageIOError:
-    return StorageIOError(f"the receipts in {work.path} are damaged, so rejects cannot be written; add --force")
+    return StorageIOError(f"the receipts in {work.place} are damaged, so rejects cannot be written; add --force")

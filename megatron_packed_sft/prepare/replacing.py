@@ -35,12 +35,21 @@ def refuse_other_files(output: Path | str) -> None:
         raise TargetExistsError(f"output {output} holds other files ({shown}); choose another output")
 
 
-def refuse_replacing(output: Path | str, provenance: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Refuse to replace a dataset of other settings or inputs, unless the user asked for it; say what differs."""
+def refuse_replacing(
+    output: Path | str, provenance: Mapping[str, Any], *, overwrite: bool, by_size: bool = False
+) -> None:
+    """Refuse to replace a dataset of other settings or inputs, unless the user asked for it; say what differs.
+
+    Args:
+        output: a path or a URL.
+        provenance: what would be published.
+        overwrite: what the user said.
+        by_size: the checksums of the files are not known; their names and sizes are compared.
+    """
     published = published_provenance(output)
     if published is None or overwrite:
         return
-    differences = list(_differences(_deciding(published), _deciding(provenance), ""))
+    differences = list(_differences(_deciding(published, by_size), _deciding(provenance, by_size), ""))
     if not differences:
         return
     shown = ", ".join(differences[:_MOST_DIFFERENCES])
@@ -52,8 +61,13 @@ def refuse_replacing(output: Path | str, provenance: Mapping[str, Any], *, overw
     )
 
 
-def _deciding(provenance: Mapping[str, Any]) -> dict[str, Any]:
+def _deciding(provenance: Mapping[str, Any], by_size: bool) -> dict[str, Any]:
     sources = provenance.get("sources") or {}
+    if by_size:
+        sources = {
+            name: {**one, "files": [{**file, "checksum": None} for file in one.get("files") or ()]}
+            for name, one in sources.items()
+        }
     return {
         **{name: provenance.get(name) for name in _DECIDING},
         "sources": {

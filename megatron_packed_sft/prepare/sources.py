@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from posixpath import basename
 from typing import Any
 
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import InputFile, find_files
+from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
 from megatron_packed_sft.records.schemas.registry import TAKES
 from megatron_packed_sft.records.slices import FileSlice, scan_slices
 
@@ -34,6 +34,7 @@ class Source:
         weight: how often its training records are packed.
         split: the split of all its records, or None to go by content.
         take: the side of preference data that is taken, or None to refuse such data.
+        max_record_bytes: records with more are errors, and are not parsed.
     """
 
     name: str
@@ -43,12 +44,15 @@ class Source:
     weight: float = 1.0
     split: str | None = None
     take: str | None = None
+    max_record_bytes: int = MAX_RECORD_BYTES
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidInputError(
                 f"sources.{self.name}: the name of a source may have letters, digits, '_', '.' and '-'"
             )
+        if self.max_record_bytes < 1:
+            raise InvalidInputError(f"max_record_bytes is {self.max_record_bytes}; it must be a positive integer")
         if not self.paths:
             raise InvalidInputError(f"sources.{self.name}.path names no file; give a path, a glob or a list")
         if not 0 < self.weight <= 1000:
@@ -63,18 +67,34 @@ class Source:
                 "set one of them"
             )
 
+    @property
+    def unusual(self) -> dict[str, Any]:
+        """What decides its records and is left out where it is as usual, so that earlier work stays valid."""
+        return {
+            **({"take": self.take} if self.take else {}),
+            **({} if self.max_record_bytes == MAX_RECORD_BYTES else {"max_record_bytes": self.max_record_bytes}),
+        }
+
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """A source and the files it stands for."""
+    """A source and the files it stands for.
+
+    Args:
+        source: as it is configured.
+        files: with their checksums, unless only looked at.
+        known: path -> the slices of files that somebody else has cut, without any content.
+    """
 
     source: Source
     files: tuple[InputFile, ...]
+    known: Mapping[str, Sequence[tuple[FileSlice, int]]] = field(default_factory=dict)
 
-    def slices(self) -> Iterator[tuple[FileSlice, int]]:
-        """Yield its slices, each with its share of the file's bytes; the cuts depend on the files alone."""
-        for file in self.files:
-            yield from _with_shares(file)
+    def slices_of(self, file: InputFile) -> Iterator[tuple[FileSlice, int]]:
+        """Yield the slices of a file, each with its share of its bytes; the cuts depend on the file alone."""
+        return (
+            iter(self.known[file.path]) if file.path in self.known else _with_shares(file, self.source.max_record_bytes)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -88,10 +108,8 @@ class ScannedSource:
             "mapping": dict(self.source.mapping),
             "weight": self.source.weight,
             "split": self.source.split,
-            **({"take": self.source.take} if self.source.take else {}),
-            "files": [
-                {"name": basename(file.path), "size": file.size, "checksum": file.checksum} for file in self.files
-            ],
+            **self.source.unusual,
+            "files": [{"name": file.name, "size": file.size, "checksum": file.checksum} for file in self.files],
         }
 
 
@@ -150,7 +168,7 @@ def slice_bytes(file: InputFile) -> int:
     return min(max(file.size // _SLICES_PER_FILE, _SMALLEST_SLICE), _LARGEST_SLICE)
 
 
-def _with_shares(file: InputFile) -> Iterator[tuple[FileSlice, int]]:
+def _with_shares(file: InputFile, max_record_bytes: int) -> Iterator[tuple[FileSlice, int]]:
     """Share a file's stored bytes among its slices, for progress: nearly right for each, exact for all together."""
     num_read = num_given = 0
 
@@ -158,7 +176,8 @@ def _with_shares(file: InputFile) -> Iterator[tuple[FileSlice, int]]:
         nonlocal num_read
         num_read += num_bytes
 
-    slices = ((one, num_read) for one in scan_slices(file, slice_bytes(file), read))
+    found = scan_slices(file, slice_bytes(file), read, max_record_bytes=max_record_bytes)
+    slices = ((one, num_read) for one in found)
     current = next(slices, None)
     while current is not None:
         following = next(slices, None)
@@ -169,16 +188,21 @@ def _with_shares(file: InputFile) -> Iterator[tuple[FileSlice, int]]:
         current = following
 
 
-def scan(sources: Sequence[Source], on_read: Callable[[int], None] | None = None) -> list[ScannedSource]:
+def scan(
+    sources: Sequence[Source], on_read: Callable[[int], None] | None = None, *, with_checksums: bool = True
+) -> list[ScannedSource]:
     """Find and fingerprint the files of all sources; a file in two sources is an error."""
-    scanned = [ScannedSource(source, tuple(find_files(source.paths, on_read))) for source in sources]
+    scanned = [
+        ScannedSource(source, tuple(find_files(source.paths, on_read, with_checksums=with_checksums)))
+        for source in sources
+    ]
     owners: dict[str, str] = {}
     for one in scanned:
         for file in one.files:
             other = owners.setdefault(file.path, one.source.name)
             if other != one.source.name:
                 raise InvalidInputError(
-                    f"{file.path} belongs to the sources {other} and {one.source.name}; name it in one of them "
+                    f"{file.shown} belongs to the sources {other} and {one.source.name}; name it in one of them "
                     "(weight repeats its records)"
                 )
     return scanned

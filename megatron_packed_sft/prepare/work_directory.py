@@ -3,12 +3,14 @@
 OUTPUT.work/
   lock                                    held while a preparation runs; the calls of an array hold it together
   tokens/train/part_000000 ...            the token store of a split, one part per slice of the input
+  scan/0123456789abcdef.json              checksum and cuts of a file, from the call of an array that read it
   tokens/receipts/slice_000000.json       what became of each slice; its parts have the same number
   tokens/receipts/slice_000000.train.npy  line of each of its sequences in the input file
   encode.json                             the receipt of all slices
   array.json, array.lock, calls/          how many calls of an array share the slices, and which are running
   plans/train.npz, train.json             the plan of a split, and its receipt
   published/OUTPUT-1a2b3c4d.json          the receipt of each output that was made from here
+  scratch/                                what is on its way to an object store
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError
-from megatron_packed_sft.remote.trees import fetch_tree, send_tree
+from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.prepare.sources import SPLITS
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path
 
-_LAYOUT = 3  # of this directory; work that was done in another layout is done again
+_LAYOUT = 4  # of this directory; work that was done in another layout is done again
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> str:
@@ -59,9 +62,8 @@ class WorkDirectory:
         3
     """
 
-    def __init__(self, path: str | os.PathLike[str], url: str | None = None, *, shared: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:
         self.path = Path(os.path.abspath(path))
-        self._url = url
         self._held: list[int] = []
         with os_errors("create", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -76,22 +78,86 @@ class WorkDirectory:
             raise InvalidInputError(
                 f"another preparation is working in {self.path}; wait for it, or choose another output or work_dir"
             )
-        if url is not None:
-            fetch_tree(url, self.path, _is_kept)
+        if not shared:
+            shutil.rmtree(self.path / "scratch", ignore_errors=True)  # of a run that was killed
 
-    def keep(self) -> None:
-        """Send what was done to the store, if this directory is kept in one."""
-        if self._url is not None:
-            send_tree(self.path, self._url, _is_kept)
+    @property
+    def place(self) -> str:
+        """What the user calls it, for messages."""
+        return str(self.path)
+
+    def scratch(self) -> Path:
+        """Return a directory for what is on its way to a store; it is emptied when a run begins."""
+        with os_errors("create", self.path / "scratch"):
+            (self.path / "scratch").mkdir(exist_ok=True)
+        return self.path / "scratch"
 
     @property
     def tokens(self) -> Path:
         """The directory of the token stores, one per split."""
         return self.path / "tokens"
 
-    def plan(self, split: str) -> Path:
-        """Return the file of a split's plan."""
+    def load_plan(self, split: str) -> PackPlan:
+        """Return the plan that was saved for a split; an error if it is damaged or gone."""
+        return PackPlan.load(self._plan_file(split))
+
+    def save_plan(self, split: str, plan: PackPlan) -> None:
+        """Save the plan of a split; its receipt comes after it."""
+        file = self._plan_file(split)
+        with os_errors("create", file.parent):
+            file.parent.mkdir(exist_ok=True)
+        plan.save(file)
+
+    def _plan_file(self, split: str) -> Path:
         return self.path / "plans" / f"{split}.npz"
+
+    def has_slice(self, number: int, noted: Mapping[str, Any]) -> bool:
+        """Return whether everything that the receipt of a slice vouches for is there, as far as opening it tells."""
+        for split, fingerprint in noted["parts"].items():
+            try:
+                if TokenPart.open(part_path(self.tokens / split, number)).fingerprint != fingerprint:
+                    return False
+            except PackedSFTError:
+                return False
+            if not record_numbers_path(self.tokens, split, number).exists():
+                return False
+        return True
+
+    def record_numbers(self, split: str, number: int) -> Path:
+        """Return the file that says from which line of the input each sequence of a part came."""
+        return record_numbers_path(self.tokens, split, number)
+
+    def fetch_record_numbers(self) -> None:
+        """Make sure that the files of `record_numbers` are here, for a page that names lines."""
+
+    def open_stores(self, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
+        """Return the token stores of some splits, if all are there with these fingerprints."""
+        stores = {}
+        for split, fingerprint in fingerprints.items():
+            with suppress(PackedSFTError):
+                store = open_token_store(self.tokens / split)
+                if store.fingerprint == fingerprint:
+                    stores[split] = store
+        return stores if len(stores) == len(fingerprints) else None
+
+    def publish_parts(self, parts: Mapping[str, Mapping[int, str]]) -> dict[str, TokenStore]:
+        """List the parts of this run as token stores, and remove those that other runs left.
+
+        Args:
+            parts: split -> number of a part -> its fingerprint.
+        """
+        stores = {split: _publish_parts(self.tokens / split, list(some)) for split, some in sorted(parts.items())}
+        for split in SPLITS if stores else ():
+            if split not in stores:
+                shutil.rmtree(self.tokens / split, ignore_errors=True)
+        return stores
+
+    def remove_damaged_parts(self, stores: Iterable[TokenStore], *, progress: bool) -> int:
+        """Check every byte of every part, remove the damaged ones and return how many there were.
+
+        Opening a store checks sizes only. Without this, a flipped bit would get a new, matching checksum in a shard.
+        """
+        return _remove_damaged_parts(stores, progress=progress)
 
     def receipt(self, name: str, fingerprint: str | None) -> dict[str, Any] | None:
         """Return what a stage noted when it had done this work; None when it has not, or the receipt is damaged.
@@ -100,21 +166,17 @@ class WorkDirectory:
             name: of the receipt.
             fingerprint: of everything that decides the result; None takes whatever is noted.
         """
-        file = self.path / f"{name}.json"
         try:
-            document = json_document.parse(file.read_bytes(), str(file))
-        except (OSError, ManifestError):
+            return parsed_receipt((self.path / f"{name}.json").read_bytes(), fingerprint)
+        except OSError:
             return None
-        result = document.get("result")
-        matches = fingerprint is None or document.get("fingerprint") == fingerprint
-        return result if matches and isinstance(result, dict) else None
 
     def write_receipt(self, name: str, fingerprint: str, result: Mapping[str, Any]) -> None:
         """Note that work is done. Call it last: what the receipt vouches for must be durable."""
         file = self.path / f"{name}.json"
         with os_errors("create", file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json_document.render({"fingerprint": fingerprint, "result": dict(result)}))
+        replace_file(file, rendered_receipt(fingerprint, result))
 
     def is_alone(self) -> bool:
         """Whether no other call of an array works here; if so, none begins before this one ends or calls `share`."""
@@ -152,17 +214,14 @@ class WorkDirectory:
         with os_errors("clear", self.path):
             for name in ("encode.json", "array.json"):
                 (self.path / name).unlink(missing_ok=True)
-            for name in ("tokens", "plans", "published"):
+            for name in ("tokens", "plans", "published", "scan", "scratch"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.keep()
-        finally:
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """Release all locks."""
@@ -180,15 +239,25 @@ def _try_lock(lock: int, kind: int) -> bool:
     return True
 
 
-def _is_kept(name: str) -> bool:
-    """Return whether a file of a work directory is worth keeping in a store: finished work, and its receipts.
+def parsed_receipt(data: bytes, fingerprint: str | None) -> dict[str, Any] | None:
+    """Return what a receipt notes, if it is whole and of this fingerprint; None stands for any."""
+    try:
+        document = json_document.parse(data, "the receipt")
+    except ManifestError:
+        return None
+    result = document.get("result")
+    matches = fingerprint is None or document.get("fingerprint") == fingerprint
+    return result if matches and isinstance(result, dict) else None
+
+
+def rendered_receipt(fingerprint: str, result: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a receipt.
 
     Example:
-        >>> _is_kept("tokens/train/part_000000/ids.npy"), _is_kept("tokens/train/.part_000001.staging/ids.npy")
-        (True, False)
+        >>> parsed_receipt(rendered_receipt("ab12", {"num_bins": 3}), "ab12")
+        {'num_bins': 3}
     """
-    is_hidden = any(part.startswith(".") for part in name.split("/"))
-    return not is_hidden and name.partition("/")[0] in ("tokens", "plans", "published", "encode.json")
+    return json_document.render({"fingerprint": fingerprint, "result": dict(result)})
 
 
 def slice_receipt(number: int) -> str:
@@ -211,18 +280,7 @@ def part_number(part: TokenPart) -> int:
     return int(part.path.name.removeprefix("part_"))
 
 
-def open_stores(tokens: Path, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
-    """Return the token stores of some splits, if all are there with these fingerprints."""
-    stores = {}
-    for split, fingerprint in fingerprints.items():
-        with suppress(PackedSFTError):
-            store = open_token_store(tokens / split)
-            if store.fingerprint == fingerprint:
-                stores[split] = store
-    return stores if len(stores) == len(fingerprints) else None
-
-
-def publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
+def _publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
     """List the parts of this run in store.json, and remove those that other runs left."""
     wanted = {part_path(store, number).name for number in numbers}
     with os_errors("clear", store):
@@ -237,7 +295,7 @@ def publish_parts(store: Path, numbers: Sequence[int]) -> TokenStore:
     return publish_store(store)
 
 
-def remove_damaged_parts(stores: Iterable[TokenStore], *, progress: bool) -> int:
+def _remove_damaged_parts(stores: Iterable[TokenStore], *, progress: bool) -> int:
     """Check every byte of every part, remove the damaged ones and return how many there were.
 
     Opening a store checks sizes only. Without this, a flipped bit would get a new, matching checksum in a shard.

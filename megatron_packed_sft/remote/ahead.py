@@ -48,6 +48,13 @@ class FetchAhead:
                 self._wanted.pop(key, None)
                 self._held.pop(key, None)
 
+    def let_go(self) -> None:
+        """Hold nothing any more: somebody needs the room now."""
+        with self._changed:
+            held, self._held = self._held, {}
+        for hold, _ in held.values():
+            hold.release()
+
     def step(self) -> float | None:
         """Fetch one shard; return how long to pause, or None when there is nothing left to do."""
         cache = self._cache()

@@ -12,7 +12,8 @@ from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import file_checksum
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ShardFileError, StorageIOError
-from megatron_packed_sft.remote.filesystem import child, download_file, is_missing
+from megatron_packed_sft.remote.filesystem import child, is_missing
+from megatron_packed_sft.remote.objects import download_file
 from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 8
@@ -37,18 +38,27 @@ class Contents(NamedTuple):
         return sum(record.bytes for record in self.files.values())
 
 
-def download(url: str, contents: Contents, target: Path, on_bytes: Callable[[int], object] | None = None) -> None:
+def download(
+    url: str,
+    contents: Contents,
+    target: Path,
+    on_bytes: Callable[[int], object] | None = None,
+    *,
+    durable: bool = True,
+) -> None:
     """Download all files of a shard; `target` becomes a directory, or a file if the URL is one object.
 
     Args:
         url: of the shard.
         contents: its files.
-        target: must not exist.
+        target: must not exist, or be an empty directory.
         on_bytes: called with the size of each file.
+        durable: wait until the disk has it.
     """
     if "" not in contents.files:
         with os_errors("create", target):
-            target.mkdir()
+            for folder in {target, *((target / name).parent for name in contents.files)}:
+                folder.mkdir(parents=True, exist_ok=True)
     for name, data in contents.ready.items():
         with os_errors("write", target / name):
             (target / name).write_bytes(data)
@@ -56,7 +66,7 @@ def download(url: str, contents: Contents, target: Path, on_bytes: Callable[[int
     # A pool of its own: threads of a shared one would not survive a fork.
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-download") as threads:
         try:
-            for name in threads.map(lambda name: _fetch(url, name, contents, target), files):
+            for name in threads.map(lambda name: _fetch(url, name, contents, target, durable), files):
                 if on_bytes is not None:
                     on_bytes(contents.files[name].bytes)
         except BaseException:
@@ -64,7 +74,7 @@ def download(url: str, contents: Contents, target: Path, on_bytes: Callable[[int
             raise
 
 
-def _fetch(url: str, name: str, contents: Contents, target: Path) -> str:
+def _fetch(url: str, name: str, contents: Contents, target: Path, durable: bool) -> str:
     source, path = (child(url, name), target / name) if name else (url, target)
     record = contents.files[name]
     try:
@@ -75,6 +85,9 @@ def _fetch(url: str, name: str, contents: Contents, target: Path) -> str:
             raise ShardFileError(f"{redacted(source)} is missing; the data is incomplete, publish it again") from None
         raise
     _check(url, name, record, contents.algorithm, target)
+    if durable:
+        with os_errors("write", path, record.bytes), open(path, "rb") as file:
+            os.fsync(file.fileno())
     return name
 
 
@@ -85,5 +98,3 @@ def _check(url: str, name: str, record: FileRecord, algorithm: str, target: Path
             f"{redacted(child(url, name) if name else url)} does not have the checksum that its manifest says; it was "
             "damaged or replaced: publish it again"
         )
-    with os_errors("write", path, record.bytes), open(path, "rb") as file:
-        os.fsync(file.fileno())

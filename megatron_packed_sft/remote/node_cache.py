@@ -2,11 +2,13 @@
 
     CACHE/
       entries/KEY/entry.json, shard_000000/   one shard, verified; KEY is of its URL and checksum
+      entries/KEY/durable                     it would survive a loss of power
       entries/.KEY.4711-9f3c/                 a download; removed by the next process if its own was killed
       documents/KEY                           dataset.json files, with the tag that the store gave them
       fetching.lock                           a byte is locked while its shard is downloaded
       in_use.lock                             a byte is locked, by any number of processes, while its shard is mapped
       room.lock                               locked while somebody makes room
+      short                                   touched by a process that finds none: the others unmap what they can
 
 The least recently used shards leave first; one that is mapped stays. The locks of a process that dies are gone with it.
 """
@@ -18,6 +20,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,15 +28,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, replace_file, write_file
+from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import POOL
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError
 from megatron_packed_sft.remote.ahead import FetchAhead
+from megatron_packed_sft.remote.cache_upkeep import (
+    DURABLE,
+    POLL_SECONDS,
+    SHORT,
+    boot,
+    kept_document,
+    make_durable,
+    make_durable_later,
+    recorded_boot,
+    soon,
+    watch_room,
+)
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import base_name, object_info, read_object
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.remote.range_locks import RangeLocks, alone
 from megatron_packed_sft.remote.sizes import parse_size
+from megatron_packed_sft.support.own_directories import user_cache
 from megatron_packed_sft.support.paths import local_path, redacted
 from megatron_packed_sft.support.wording import byte_count
 
@@ -42,6 +59,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "PACKED_SFT_CACHE_DIR"
 SIZE_VARIABLE = "PACKED_SFT_CACHE_SIZE"
 _ENTRY = "entry.json"
+_SECONDS_FOR_OTHERS = 0.5
 _DEFAULT_SHARE = 0.8  # of what is free and what the cache has
 
 
@@ -109,7 +127,9 @@ class NodeCache:
         self._num_holds: dict[str, int] = {}
         self._released: deque[str] = deque()
         self._known: dict[str, dict[str, Any]] = {}
-        self._warned = False
+        self._sound: set[str] = set()
+        self._fetched: deque[Path] = deque()  # what is not durable yet
+        self._warned = self._is_watching = False
         self.ahead = FetchAhead(self)
 
     @property
@@ -123,6 +143,7 @@ class NodeCache:
         """Return a shard's local path, held; it is downloaded now if it is not there, by one process of the node."""
         key = item.key
         self._retain(key)
+        self._heed_others()
         try:
             if not self._is_there(key):
                 self._fetch(item, wait=True)
@@ -132,6 +153,13 @@ class NodeCache:
             self._let_go(key, os.getpid())
             raise
         return Hold(self, key, self.path_of(item))
+
+    def _heed_others(self) -> None:
+        """Watch from now on for processes that are short of room."""
+        with self._mutex:
+            is_first, self._is_watching = not self._is_watching, True
+        if is_first:
+            threading.Thread(target=watch_room, args=(weakref.ref(self),), name="packed-sft-room", daemon=True).start()
 
     def try_fetch(self, item: CacheItem) -> Hold | None:
         """Download a shard ahead of its use and hold it; None when another process is at it, or there is no room."""
@@ -144,6 +172,22 @@ class NodeCache:
             raise
         self._let_go(item.key, os.getpid())
         return None
+
+    def adopt(self, item: CacheItem, path: Path, num_bytes: int) -> bool:
+        """Move what was written here, and sent to the store, into the cache; False if there is no room for it."""
+        with alone(self.directory / "fetching.lock", item.key, wait=False) as is_mine:
+            if not is_mine or self._is_there(item.key):
+                return False
+            staging = self._reserve(item, num_bytes, is_needed=False) if num_bytes <= self.size else None
+            if staging is None:
+                return False
+            try:
+                os.rename(path, staging / (base_name(item.url) or "data"))
+                os.rename(staging, self._entries / item.key)
+            except OSError:  # another file system
+                shutil.rmtree(staging, ignore_errors=True)
+                return False
+            return True
 
     def size_of(self, key: str) -> int:
         """Return the bytes of a shard that is there."""
@@ -167,22 +211,23 @@ class NodeCache:
         key = checksum(url.encode())
         file, tag_file = self.directory / "documents" / key, self.directory / "documents" / f"{key}.tag"
         with alone(self.directory / "fetching.lock", key):
-            has_copy = file.exists() and tag_file.exists()
+            copy = kept_document(file, tag_file)
             try:
-                info = object_info(url, num_attempts=1 if has_copy else None)
+                info = object_info(url) if copy is None else soon(url)
             except StorageIOError as error:
-                if not has_copy:
+                if copy is None:
                     raise
                 logger.warning("%s; taking the copy in the cache", error)
-                return file.read_bytes()
+                return copy[0]
             if info is None:
                 raise StorageIOError(f"{redacted(url)} does not exist; check the URL")
-            if has_copy and info.tag and tag_file.read_text() == info.tag:
-                return file.read_bytes()
+            if copy is not None and info.tag and copy[1] == info.tag:
+                return copy[0]
             data = read_object(url, limit)
-            tag_file.unlink(missing_ok=True)
-            replace_file(file, data)
-            replace_file(tag_file, info.tag.encode())
+            with os_errors("write", file):  # not durable: what a loss of power cuts does not have its checksum
+                tag_file.unlink(missing_ok=True)
+                file.write_bytes(data)
+                tag_file.write_text(f"{checksum(data)} {info.tag}")
             return data
 
     def has_document(self, url: str) -> bool:
@@ -192,7 +237,7 @@ class NodeCache:
     def entries(self) -> Iterator[Entry]:
         """Yield what is in the cache, the least recently used first."""
         for used, num_bytes, key in sorted((used, num_bytes, key) for key, num_bytes, used in self._sizes()):
-            if key.startswith("."):
+            if key.startswith(".") or key not in self._known:
                 continue
             document = self._known[key]
             with alone(self.directory / "in_use.lock", key, wait=False) as is_free:
@@ -203,21 +248,35 @@ class NodeCache:
         with alone(self.directory / "in_use.lock", key, wait=False) as is_free:
             if not is_free:
                 return False
-            trash = self._entries / f".{key}.{os.getpid()}-{secrets.token_hex(4)}"
-            with os_errors("remove", self._entries / key):
-                try:
-                    os.rename(self._entries / key, trash)
-                except FileNotFoundError:
-                    return True
-            shutil.rmtree(trash, ignore_errors=True)
+            self._discard(key)
             return True
+
+    def _discard(self, key: str) -> None:
+        trash = self._entries / f".{key}.{os.getpid()}-{secrets.token_hex(4)}"
+        with os_errors("remove", self._entries / key):
+            try:
+                os.rename(self._entries / key, trash)
+            except FileNotFoundError:
+                return
+        shutil.rmtree(trash, ignore_errors=True)
 
     @property
     def _entries(self) -> Path:
         return self.directory / "entries"
 
     def _is_there(self, key: str) -> bool:
-        return (self._entries / key / _ENTRY).exists()
+        return (self._entries / key / _ENTRY).exists() and (key in self._sound or self._is_sound(key))
+
+    def _is_sound(self, key: str) -> bool:
+        """Return whether a shard cannot have lost bytes: it was made durable, or there was no reboot since then."""
+        folder = self._entries / key
+        try:
+            is_sound = (folder / DURABLE).exists() or recorded_boot(folder / _ENTRY) in (None, boot())
+        except (OSError, ManifestError):
+            return False
+        if is_sound:
+            self._sound.add(key)
+        return is_sound
 
     def _fetch(self, item: CacheItem, *, wait: bool) -> bool:
         with alone(self.directory / "fetching.lock", item.key, wait=wait) as is_mine:
@@ -225,20 +284,39 @@ class NodeCache:
                 return False
             if self._is_there(item.key):  # another process has just finished
                 return True
-            contents = item.contents()
+            contents, path_name = item.contents(), base_name(item.url) or "data"
             staging = self._reserve(item, contents.num_bytes, is_needed=wait)
             if staging is None:
                 return False
+            path = self._entries / item.key
             try:
                 with os_errors("create", staging):
-                    download(item.url, contents, staging / (base_name(item.url) or "data"))
+                    download(item.url, contents, staging / path_name, durable=boot() is None)
                 with os_errors("publish", staging):
-                    fsync_directory(staging)
-                    os.rename(staging, self._entries / item.key)
+                    if path.exists():  # not sound, so nobody uses it
+                        self._discard(item.key)
+                    os.rename(staging, path)
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)
                 raise
+            if boot() is not None:
+                self._make_durable_later(path)
             return True
+
+    def make_durable(self) -> None:
+        """Wait until the disk has all that this process has fetched."""
+        while self._fetched:
+            make_durable(self._fetched.popleft())
+
+    def _make_durable_later(self, path: Path) -> None:
+        """Leave it to the kernel to write a shard to disk, which may be slower than the network, and then note it."""
+        with self._mutex:
+            is_first = not self._fetched
+            self._fetched.append(path)
+        if is_first:
+            threading.Thread(
+                target=make_durable_later, args=(weakref.ref(self),), name="packed-sft-fsync", daemon=True
+            ).start()
 
     def _reserve(self, item: CacheItem, num_bytes: int, *, is_needed: bool) -> Path | None:
         """Make room for a shard, and return the directory to download it into, which counts from now on.
@@ -256,8 +334,7 @@ class NodeCache:
             if missing > 0 and not is_needed:
                 return None
             if missing > 0:
-                POOL.unmap_all(lambda shard: shard.holder is not None)  # they are mapped again when they are needed
-                missing = self._make_room(num_bytes, limit)
+                missing = self._make_room_with_others(num_bytes, limit)
             if missing > 0 and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -267,10 +344,10 @@ class NodeCache:
                     byte_count(missing),
                 )
             staging = self._entries / f".{item.key}.{os.getpid()}-{secrets.token_hex(4)}"
+            document = {"url": redacted(item.url), "group": redacted(item.group), "bytes": num_bytes, "boot": boot()}
             with os_errors("create", staging):
                 staging.mkdir()
-            document = {"url": redacted(item.url), "group": redacted(item.group), "bytes": num_bytes}
-            write_file(staging / _ENTRY, json_document.render(document))
+                (staging / _ENTRY).write_bytes(json_document.render(document))
         return staging
 
     def _make_room(self, needed: int, limit: int) -> int:
@@ -285,6 +362,22 @@ class NodeCache:
             elif self.evict(key):
                 excess -= num_bytes
         return excess
+
+    def _make_room_with_others(self, needed: int, limit: int) -> int:
+        """Make room once more, after all processes of the node have unmapped what they do not use at this moment."""
+        self.unmap()
+        missing = self._make_room(needed, limit)
+        end = time.monotonic() + _SECONDS_FOR_OTHERS
+        while missing > 0 and time.monotonic() < end:
+            (self.directory / SHORT).touch()
+            time.sleep(POLL_SECONDS)
+            missing = self._make_room(needed, limit)
+        return missing
+
+    def unmap(self) -> None:
+        """Unmap the shards of this process, and let go those that were fetched ahead; they are mapped when needed."""
+        POOL.unmap_all(lambda shard: shard.holder is not None)
+        self.ahead.let_go()
 
     def _remove_leftover(self, name: str) -> bool:
         """Remove a download whose process died."""
@@ -308,8 +401,7 @@ class NodeCache:
                     document = self._known[entry.name]
                 found.append((entry.name, int(document["bytes"]), used))
             except (OSError, ManifestError, KeyError):
-                if entry.name.startswith("."):
-                    found.append((entry.name, 0, 0.0))  # begun, or removed at this moment
+                found.append((entry.name, 0, 0.0))  # begun, removed at this moment, or cut by a loss of power
         return found
 
     def _retain(self, key: str) -> None:
@@ -367,7 +459,10 @@ def node_cache(directory: str | os.PathLike[str] | None = None, size: str | int 
 
 def default_directory() -> Path:
     """Return packed-sft in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packed-sft"
+    cache = user_cache()
+    if cache is None:
+        raise InvalidInputError("this user has no home, so no place for a cache; set XDG_CACHE_HOME to a directory")
+    return Path(cache, "packed-sft")
 
 
 def _start_anew_after_fork() -> None:

@@ -17,9 +17,10 @@ from megatron_packed_sft.disk.atomic import os_errors, write_at
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.npy import MAX_HEADER
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import ObjectInfo, child, list_objects, read_range
+from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, read_range
 from megatron_packed_sft.remote.uploads import scratch_directory
 from megatron_packed_sft.support.paths import redacted
 
@@ -56,15 +57,19 @@ class Outline:
         with scratch_directory() as scratch:
             path = scratch / "outline"
             path.mkdir()
-            yield cls(url, path, objects)
+            outline = cls(url, path, objects)
+            try:
+                yield outline
+            except PackedSFTError as error:
+                error.args = tuple(outline.at_home(one) if isinstance(one, str) else one for one in error.args)
+                raise
 
     @contextlib.contextmanager
     def whole(self, name: str) -> Iterator[Path]:
-        """Fill one file or directory of the outline with all of its bytes while the block runs."""
+        """Fill one file or directory of the outline, or "" for all, with all of its bytes while the block runs."""
         path = self.path / name
-        inside = {
-            one.removeprefix(f"{name}/"): info for one, info in self._objects.items() if one.startswith(f"{name}/")
-        }
+        prefix = f"{name}/" if name else ""
+        inside = {one.removeprefix(prefix): info for one, info in self._objects.items() if one.startswith(prefix)}
         if name in self._objects:
             inside = {"": self._objects[name]}
         if not inside:
@@ -74,11 +79,18 @@ class Outline:
         os.rename(path, aside)
         files = {one: FileRecord(info.size, "") for one, info in inside.items()}
         try:
-            download(child(self.url, name), Contents(files, DEFAULT_ALGORITHM), path)
+            download(child(self.url, name) if name else self.url, Contents(files, DEFAULT_ALGORITHM), path)
             yield path
         finally:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             os.rename(aside, path)
+
+    def fill(self, name: str, start: int, stop: int) -> None:
+        """Fetch the bytes [start, stop) of a file into the outline; maps of the file see them."""
+        path, stop = self.path / name, min(stop, self._objects[name].size)
+        data = read_range(child(self.url, name), start, stop) if start < stop else b""
+        with os_errors("write", path), open(path, "r+b") as file:
+            write_at(file.fileno(), data, start)
 
     def at_home(self, text: str) -> str:
         """Return a message about the outline as one about the store."""
@@ -88,7 +100,7 @@ class Outline:
         path, size = self.path / name, self._objects[name].size
         with os_errors("create", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        is_document = name.endswith(".json") and size <= _MAX_DOCUMENT
+        is_document = name.endswith((".json", ".jsonl")) and size <= _MAX_DOCUMENT
         known = size if is_document or size <= _SMALL else MAX_HEADER
         data = read_range(child(self.url, name), 0, known) if known else b""
         with os_errors("write", path), open(path, "xb") as file:

@@ -1,12 +1,8 @@
-"""A directory of work kept in a store between runs: what is new is sent, what is missing is fetched.
-
-Documents go after the arrays that they vouch for, so that a copy that was cut is work not yet done, never wrong work.
-"""
+"""Files of a directory and their copies in a store, brought up to date: what is missing or different is moved."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,54 +10,52 @@ from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import ObjectInfo, child, file_md5, list_objects, upload_file
+from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.objects import ObjectInfo, file_md5, list_objects, upload_file
 
-_NUM_THREADS = 4
+_NUM_THREADS = 16
 
 
-def send_tree(local: Path, url: str, wanted: Callable[[str], bool]) -> int:
-    """Send the files that are new or changed; return how many. Nothing is removed from the store.
+def fetch_files(url: str, local: Path, there: Mapping[str, ObjectInfo]) -> int:
+    """Fetch the files that are missing or different here; return how many.
+
+    Args:
+        url: of a directory in a store.
+        local: its copy.
+        there: the objects to fetch, by their names below the URL, as the store lists them.
+    """
+    for name in there:
+        child(url, name)  # refuses names that lead elsewhere, before anything is touched
+    names = [name for name, info in there.items() if not _is_same(local / name, info)]
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-fetch") as threads:
+        list(threads.map(lambda name: _fetch(url, local, name, there[name]), names))
+    return len(names)
+
+
+def send_files(local: Path, url: str, names: Sequence[str]) -> int:
+    """Send the files that are missing or different there; return how many. Nothing is removed from the store.
 
     Args:
         local: a directory.
         url: what it is called in the store.
-        wanted: whether a file belongs to the tree, by its name there.
+        names: of the files, below it.
     """
     there = list_objects(url)
-    names = [
-        name
-        for folder, _, files in os.walk(local)
-        for file in files
-        if wanted(name := os.path.relpath(os.path.join(folder, file), local))
-    ]
-    changed = [name for name in names if not _is_same(local / name, there.get(name))]
-    for rank in range(3):
-        batch = [name for name in changed if _rank(name) == rank]
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            list(threads.map(lambda name: upload_file(local / name, child(url, name)), batch))
+    changed = [name for name in names if name not in there or not _is_same(local / name, there[name])]
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-send") as threads:
+        list(threads.map(lambda name: upload_file(local / name, child(url, name)), changed))
     return len(changed)
 
 
-def fetch_tree(url: str, local: Path, wanted: Callable[[str], bool]) -> int:
-    """Fetch the files that are missing or different here; return how many."""
-    there = {name: info for name, info in list_objects(url).items() if wanted(name)}
-    names = [name for name, info in there.items() if not _is_same(local / name, info)]
-    for name in sorted(names, key=_rank):
-        path = local / name
-        with os_errors("create", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-        download(child(url, name), Contents({"": FileRecord(there[name].size, "")}, DEFAULT_ALGORITHM), path)
-    return len(names)
+def _fetch(url: str, local: Path, name: str, info: ObjectInfo) -> None:
+    path = local / name
+    with os_errors("create", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    download(child(url, name), Contents({"": FileRecord(info.size, "")}, DEFAULT_ALGORITHM), path)
 
 
-def _rank(name: str) -> int:
-    if not name.endswith(".json"):
-        return 0
-    return 1 if name.endswith(("manifest.json", "store.json")) else 2  # receipts last
-
-
-def _is_same(local: Path, there: ObjectInfo | None) -> bool:
-    if there is None or not local.is_file() or local.stat().st_size != there.size:
+def _is_same(local: Path, there: ObjectInfo) -> bool:
+    if not local.is_file() or local.stat().st_size != there.size:
         return False
     return there.md5 is not None and there.md5 == file_md5(local)

@@ -1,6 +1,7 @@
 """A local directory to a store: whole or not readable. The document that readers begin with goes last.
 
     arrays ─▶ manifest.json of each shard ─▶ dataset.json
+    tensors of a checkpoint ───────────────▶ training_state.json
 
 While an upload runs, .upload.json lists every object that it writes or replaces. So a run after a crash knows what is
 ours, sends only what is missing or different, and removes what an older dataset left; anything else is never touched.
@@ -12,7 +13,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +21,10 @@ from typing import NamedTuple
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
-from megatron_packed_sft.remote.filesystem import (
+from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, refuse_read_only
+from megatron_packed_sft.remote.objects import (
     ObjectInfo,
-    base_name,
-    child,
     file_md5,
-    is_missing,
     list_objects,
     object_info,
     read_object,
@@ -34,11 +33,13 @@ from megatron_packed_sft.remote.filesystem import (
     upload_file,
     write_object,
 )
+from megatron_packed_sft.remote.part_tags import is_tag_of_parts
 from megatron_packed_sft.support.paths import redacted
 
 UNFINISHED = ".upload.json"  # there while an upload runs, and after one that was cut
 _DATASET = "dataset.json"
-_CLOSING = (_DATASET, json_document.MANIFEST)  # a reader begins with the first of these that there is
+# A reader begins with the first of these that there is; the last one belongs to checkpoints.
+_CLOSING = (_DATASET, json_document.MANIFEST, "training_state.json")
 _MAX_LIST_BYTES = 64 << 20
 _BLOCK = 16 << 20
 _NUM_THREADS = 4
@@ -80,8 +81,56 @@ def uploading(url: str, *, overwrite: bool = False) -> Iterator[Path]:
         upload(local, url, overwrite=overwrite)
 
 
+def begin_upload(url: str, shards: Sequence[str]) -> None:
+    """Announce shards that many processes will send, each with `send_shard`; `upload` of the rest ends it.
+
+    What is published there is not readable any more, and may be replaced.
+
+    Args:
+        url: of the dataset.
+        shards: their names below it.
+    """
+    there = list_objects(url)
+    ours = _listed(url, there) | set(shards) | {f"{name}/" for name in shards}
+    published = next((name for name in _CLOSING if name in there), None)
+    if published is not None:
+        ours |= _published_names(url, published)
+    write_object(child(url, UNFINISHED), json_document.render({"objects": sorted(ours)}))
+    if published is not None:
+        remove_object(child(url, published))
+
+
+def send_shard(local: Path, url: str) -> int:
+    """Send the files of a shard that are not there yet, its manifest last, and remove others; return the bytes sent.
+
+    Every object is checked as by `upload`.
+    """
+    if local.is_file():
+        return _send(local, url, object_info(url), None) or 0
+    there = list_objects(url)
+    names = [os.path.relpath(os.path.join(folder, name), local) for folder, _, some in os.walk(local) for name in some]
+    num_bytes = 0
+    for batch in _in_order(sorted(names)):
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-upload") as threads:
+            sent = threads.map(lambda name: _send(local / name, child(url, name), there.get(name), None), batch)
+            num_bytes += sum(size or 0 for size in sent)
+    for name in there.keys() - set(names):
+        remove_object(child(url, name))
+    return num_bytes
+
+
+def send_file(local: Path, url: str) -> None:
+    """Send a file and check the object, without a look at what is there."""
+    _send(local, url, None, None)
+
+
 def upload(
-    local: Path, url: str, *, overwrite: bool = False, on_bytes: Callable[[int], object] | None = None
+    local: Path,
+    url: str,
+    *,
+    overwrite: bool = False,
+    on_bytes: Callable[[int], object] | None = None,
+    elsewhere: Sequence[str] = (),
 ) -> UploadReport:
     """Publish a local shard, file or dataset directory under a URL.
 
@@ -93,6 +142,7 @@ def upload(
         url: what it will be called.
         overwrite: replace other data that was published there. Objects that no publication lists are never removed.
         on_bytes: called with the size of each file after it was checked.
+        elsewhere: names of shards that are there already, after `begin_upload` and `send_shard`.
 
     Example:
         >>> import tempfile; home = Path(tempfile.mkdtemp()); _ = (home / "manifest.json").write_text("{}")
@@ -105,16 +155,20 @@ def upload(
     closing = next(name for name in _CLOSING if name in names)
     there = list_objects(url)
     replaced = _refuse_others(url, names, closing, there, local, overwrite=overwrite)
-    stale = sorted((replaced - set(names)) & set(there))
+    lost = set(elsewhere) - {_shard_of(name) for name in there}
+    if lost:
+        raise StorageIOError(f"{redacted(child(url, min(lost)))} was sent, but is not there; run again")
+    kept = {*names, UNFINISHED, *elsewhere, *(f"{name}/" for name in elsewhere)}
+    stale = sorted(name for name in replaced & set(there) if not _is_covered(name, kept))
     is_whole = closing in there and not stale and UNFINISHED not in there
     if is_whole and all(_is_same(local / name, child(url, name), there.get(name)) for name in names):
         return UploadReport(0, len(names), 0, 0)
-    write_object(child(url, UNFINISHED), json_document.render({"objects": sorted(replaced | set(names))}))
+    write_object(child(url, UNFINISHED), json_document.render({"objects": sorted(replaced | kept)}))
     if closing in there:
         remove_object(child(url, closing))  # from here on until the end there is nothing that a reader would open
         there.pop(closing)
     num_sent = num_bytes = 0
-    for batch in _in_order(names):
+    for batch in _in_order(names, closing):
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-upload") as threads:
             sent = list(
                 threads.map(lambda name: _send(local / name, child(url, name), there.get(name), on_bytes), batch)
@@ -127,8 +181,31 @@ def upload(
     return UploadReport(num_sent, len(names) - num_sent, len(stale), num_bytes)
 
 
+def remove_published(url: str) -> int:
+    """Remove what was published under a URL, whole or in part; return how many objects. Strangers are left alone.
+
+    Example:
+        >>> import tempfile; home = Path(tempfile.mkdtemp()); _ = (home / "manifest.json").write_text("{}")
+        >>> _ = upload(home, "memory://doc/removed")
+        >>> remove_published("memory://doc/removed"), list_objects("memory://doc/removed")
+        (1, {})
+    """
+    there = list_objects(url)
+    closing = next((name for name in _CLOSING if name in there), None)
+    listed = _listed(url, there) | (set() if closing is None else _published_names(url, closing))
+    ours = sorted(listed & set(there))
+    if ours:  # as for an upload: whoever comes after a crash knows what is ours
+        write_object(child(url, UNFINISHED), json_document.render({"objects": ours}))
+    for name in sorted(ours, key=lambda name: name != closing):  # not readable from the first one on
+        remove_object(child(url, name))
+    if ours or UNFINISHED in there:
+        remove_object(child(url, UNFINISHED))
+    return len(ours)
+
+
 def refuse_existing(url: str, *, overwrite: bool = False) -> None:
     """Refuse a URL with something in it, before hours of work; what an upload that was cut left there is fine."""
+    refuse_read_only(url)
     there = list_objects(url)
     if not there or overwrite or (UNFINISHED in there and not any(name in there for name in _CLOSING)):
         return
@@ -140,16 +217,16 @@ def _files_below(local: Path) -> list[str]:
         os.path.relpath(os.path.join(folder, name), local) for folder, _, some in os.walk(local) for name in some
     )
     if not any(name in found for name in _CLOSING):
-        raise ShardError(f"{local} has no {_DATASET} and no {json_document.MANIFEST}; it is not whole, write it again")
+        raise ShardError(f"{local} has none of {', '.join(_CLOSING)}; it is not whole, write it again")
     return found
 
 
-def _in_order(names: Sequence[str]) -> Iterator[list[str]]:
+def _in_order(names: Sequence[str], closing: str | None = None) -> Iterator[list[str]]:
     """Yield what may be sent at the same time: everything that a document vouches for comes before it."""
-    is_manifest = {name: name.rpartition("/")[2] == json_document.MANIFEST for name in names}
-    yield [name for name in names if not is_manifest[name] and name != _DATASET]
-    yield [name for name in names if is_manifest[name]]
-    yield [name for name in names if name == _DATASET]
+    manifests = [name for name in names if name.rpartition("/")[2] == json_document.MANIFEST and name != closing]
+    yield sorted(set(names) - {closing, *manifests})
+    yield manifests
+    yield [] if closing is None else [closing]
 
 
 def _refuse_others(
@@ -164,11 +241,22 @@ def _refuse_others(
             raise _exists(url, there)
         ours |= _published_names(url, published)
         return ours | {name for name in names if name in there}
-    strangers = {name for name in there if name not in ours and name not in names}
+    strangers = {name for name in there if name not in names and not _is_covered(name, ours)}
     if strangers:
         shown = ", ".join(sorted(strangers)[:3])
         raise TargetExistsError(f"{redacted(url)} holds other objects ({shown}); choose another URL")
-    return ours
+    return {name for name in there if _is_covered(name, ours)} | ours
+
+
+def _is_covered(name: str, listed: Set[str]) -> bool:
+    """Return whether a list has a name, or a directory of it: those end with a slash."""
+    parts = name.split("/")
+    return name in listed or any("/".join(parts[:depth]) + "/" in listed for depth in range(1, len(parts)))
+
+
+def _shard_of(name: str) -> str:
+    """Return SPLIT/SHARD of SPLIT/SHARD/FILE."""
+    return "/".join(name.split("/")[:2])
 
 
 def _listed(url: str, there: dict[str, ObjectInfo]) -> set[str]:
@@ -229,6 +317,8 @@ def _is_same(local: Path, url: str, there: ObjectInfo | None) -> bool:
     if there is None or there.size != local.stat().st_size:
         return False
     if there.md5 is not None and there.md5 == file_md5(local):
+        return True
+    if is_tag_of_parts(local, there.tag):
         return True
     # No MD5, or one of something else than the content (encryption, parts): read it back.
     hasher = new_hasher(DEFAULT_ALGORITHM)

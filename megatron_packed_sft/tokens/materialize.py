@@ -7,31 +7,25 @@ Memory is two blocks, however many bins there are; tokens are read through the s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, TargetExistsError
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures
+from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.interface import PackedShardWriter
-from megatron_packed_sft.storage.loss_weights import cannot_keep
-from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
-from megatron_packed_sft.support.executors import Executor, LocalExecutor
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.tokens.gathered import GatheredSequences
 from megatron_packed_sft.tokens.store import TokenStore
 
 _BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
 
 
-class _Placements(NamedTuple):
+class Placements(NamedTuple):
     """Where the items of a block of bins come from and go to: one entry per item, bin after bin."""
 
     sequences: npt.NDArray[np.int64]
@@ -53,7 +47,7 @@ class _Buffer(NamedTuple):
     weights: npt.NDArray[np.float32] | None
 
     @classmethod
-    def of(cls, shape: tuple[int, int], store: TokenStore) -> _Buffer:
+    def of(cls, shape: tuple[int, int], store: TokenStore | GatheredSequences) -> _Buffer:
         """Return empty arrays for bins of a store."""
         weights = np.empty(shape, np.float32) if store.has_weights else None
         return cls(np.empty(shape, store.manifest.dtype), np.empty(shape, np.uint8), weights)
@@ -106,128 +100,24 @@ def materialize(
     """
     chosen = plan.bin_order.astype(np.int64) if bins is None else np.asarray(bins, np.int64)
     width = plan.pack_size if width is None else width
-    _check_fit(plan, store, width)
-    return _write_bins(plan, store, writer, chosen, width, pad_id, on_bins or _no_progress)
+    check_fit(plan, store, width)
+    return write_bins(plan, store, writer, chosen, width, pad_id, on_bins or no_progress)
 
 
-def materialize_shards(
+def no_progress(num_bins: int) -> None:
+    """Take a number of bins and do nothing with it."""
+
+
+def write_bins(
     plan: PackPlan,
-    store: TokenStore,
-    paths: Sequence[str | os.PathLike[str]],
-    *,
-    storage: str = DEFAULT_STORAGE,
-    num_workers: int = 1,
-    executor: Executor | None = None,
-    pad_id: int = 0,
-    on_bins: Callable[[int], object] | None = None,
-) -> list[BinFigures]:
-    """Write a plan as several shards, with any number of processes; the bytes are always the same.
-
-    The bins are cut, in reading order, into as many even runs as there are paths. A shard that exists already is an
-    error. If one shard fails, those published before it stay; to get all or none, publish them below one staged
-    directory, as `DatasetWriter` does.
-
-    Args:
-        plan: from `pack`, over `store.lengths`.
-        store: the token store.
-        paths: of the shards.
-        storage: of the shards.
-        num_workers: processes of this machine.
-        executor: who writes the shards instead. It may write one again when a worker died.
-        pad_id: fills bins and padded sequences.
-        on_bins: called with the number of bins after each block or shard.
-    """
-    if not 1 <= len(paths) <= plan.num_bins:
-        raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
-    if num_workers < 1:
-        raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
-    if store.has_weights and not storage_named(storage).keeps_weights:
-        raise cannot_keep(str(store.path), storage)
-    _check_fit(plan, store, stored_width(plan))
-    places = [local_path(path) for path in paths]
-    runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
-    job = _Job(plan, store, max(plan.pack_size, stored_width(plan)), pad_id, storage_named(storage).name)
-    on_bins = on_bins or _no_progress
-    executor = executor or LocalExecutor(num_workers)
-    if isinstance(executor, LocalExecutor) and (executor.num_workers == 1 or len(paths) == 1):
-        return [job.write_shard(path, run, on_bins) for path, run in zip(places, runs, strict=True)]
-    for path in places:
-        if os.path.lexists(path):
-            raise TargetExistsError(f"{path} exists already; remove it or choose another path")
-    tasks = [_ShardTask(*task) for task in zip(count(), places, runs, strict=False)]
-    written: dict[int, BinFigures] = {}
-    for number, figures in executor.run(_write_shard, tasks, _receive, job):
-        written[number] = figures
-        on_bins(len(runs[number]))
-    return [figures for _, figures in sorted(written.items())]
-
-
-def _no_progress(num_bins: int) -> None:
-    """No-op progress callback."""
-
-
-class _Job(NamedTuple):
-    """What all shards of one call share."""
-
-    plan: PackPlan
-    store: TokenStore
-    width: int
-    pad_id: int
-    storage: str
-
-    def write_shard(
-        self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object], *, overwrite: bool = False
-    ) -> BinFigures:
-        """Write and publish one shard; return its figures."""
-        manifest, storage = self.store.manifest, storage_named(self.storage)
-        with storage.create_writer(
-            path,
-            num_bins=len(bins),
-            pack_size=self.width,
-            vocab_size=manifest.vocab_size,
-            pad_id=self.pad_id,
-            provenance={
-                "tokenizer": manifest.tokenizer,
-                "chat_template_fingerprint": manifest.chat_template_fingerprint,
-                "plan_fingerprint": self.plan.order_fingerprint,
-                "pad_seq_to_mult": self.plan.pad_seq_to_mult,
-            },
-            overwrite=overwrite,
-        ) as writer:
-            _write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
-            writer.finalize()
-            return writer.figures or storage.figures(storage.open(path))
-
-
-class _ShardTask(NamedTuple):
-    """One shard to write."""
-
-    number: int
-    path: Path
-    bins: npt.NDArray[np.int64]
-
-
-_received: list[_Job] = []  # in a worker process: the job, sent once and not with every shard
-
-
-def _receive(job: _Job) -> None:
-    _received[:] = [job]
-
-
-def _write_shard(task: _ShardTask) -> tuple[int, BinFigures]:
-    # A worker may die after it published a shard and before it said so; then another one writes the same bytes again.
-    return task.number, _received[0].write_shard(task.path, task.bins, _no_progress, overwrite=True)
-
-
-def _write_bins(
-    plan: PackPlan,
-    store: TokenStore,
+    store: TokenStore | GatheredSequences,
     writer: PackedShardWriter,
     bins: npt.NDArray[np.int64],
     width: int,
     pad_id: int,
     on_bins: Callable[[int], object],
 ) -> int:
+    """Write some bins of a plan, block by block; return the tokens written."""
     num_tokens = 0
     blocks = _blocks(plan, store, bins, max(1, _BLOCK_BYTES // (width * 5)), width, pad_id)
     for first, block in _one_ahead(blocks):
@@ -246,7 +136,8 @@ def _one_ahead(blocks: Iterator[tuple[int, BinBlock]]) -> Iterator[tuple[int, Bi
             yield block
 
 
-def _check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
+def check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
+    """Refuse a plan that was made from other sequences, or that needs wider bins."""
     needed = stored_width(plan)
     if needed > width:
         raise InvalidInputError(
@@ -270,7 +161,7 @@ def _check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
 
 def _blocks(
     plan: PackPlan,
-    store: TokenStore,
+    store: TokenStore | GatheredSequences,
     bins: npt.NDArray[np.int64],
     bins_at_once: int,
     width: int,
@@ -284,7 +175,7 @@ def _blocks(
     buffers = [_Buffer.of(shape, store) for _ in range(num_buffers)]
     for number, first in enumerate(range(0, len(bins), bins_at_once)):
         ids, mask, weights = buffers[number % num_buffers]
-        items = _place(plan, bins[first : first + bins_at_once])
+        items = place(plan, bins[first : first + bins_at_once])
         num_bins = len(items.counts)
         if weights is not None:
             weights[:] = 0
@@ -323,7 +214,8 @@ def _blocks(
         )
 
 
-def _place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Placements:
+def place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> Placements:
+    """Return where the items of some bins come from and go to."""
     first = plan.bin_offsets[bins]
     counts = plan.bin_offsets[bins + 1] - first
     offsets = np.concatenate(([0], np.cumsum(counts)))
@@ -339,7 +231,7 @@ def _place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> _Placements:
             array[items].astype(np.int64)
             for array in (plan.chunks.sequence, plan.chunks.start, plan.chunks.masked_prefix)
         )
-    return _Placements(
+    return Placements(
         sequences=sequences,
         starts=starts,
         lengths=lengths,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +14,15 @@ import numpy.typing as npt
 from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.file_maps import LazyMaps
+from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, file_checksum
+from megatron_packed_sft.disk.file_maps import Holder, LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardChangedError, ShardError
+from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardError
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
-from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.tokens.manifest import TokenPartManifest, parse_part_manifest, part_arrays
-
-STORE = "store.json"
-STORE_FORMAT = "token_store_index_v1"
-MAX_STORE_BYTES = 64 << 20
-_PART_NAME = re.compile(r"part_[0-9]{6,}")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+from megatron_packed_sft.support.paths import is_url, local_path
+from megatron_packed_sft.tokens.manifest import OFFSETS, TokenPartManifest, parse_part_manifest, part_arrays
+from megatron_packed_sft.tokens.store_index import MAX_STORE_BYTES, PART_NAME, STORE, STORE_FORMAT, parse_store
 
 
 class PartArrays(NamedTuple):
@@ -45,7 +39,13 @@ class PartArrays(NamedTuple):
 
 
 class TokenPart(LazyMaps[PartArrays]):
-    """An open part: its manifest is checked, its arrays are mapped at the first read."""
+    """An open part: its manifest is checked, its arrays are mapped at the first read.
+
+    Of a part in an object store, `path` is a directory with its manifest and offsets only, and `holder` fetches all of
+    it, on whatever node it is read.
+    """
+
+    has_copies: bool | None = None  # whether neighbours are equal, where somebody has looked
 
     def __init__(self, path: Path, manifest: TokenPartManifest, fingerprint: str) -> None:
         self.path = path
@@ -62,8 +62,37 @@ class TokenPart(LazyMaps[PartArrays]):
                 directory.array(spec, manifest.files[spec.name])
         return cls(location, manifest, fingerprint)
 
+    @classmethod
+    def outlined(cls, path: Path, holder_of: Callable[[str], Holder]) -> TokenPart:
+        """Open a part of an object store, of which only manifest and offsets are here.
+
+        Args:
+            path: where they are.
+            holder_of: returns what fetches the part with a fingerprint.
+        """
+        with CheckedDirectory.open(path) as directory:
+            part = cls(path, *_read_manifest(directory))
+        part.holder = holder_of(part.fingerprint)
+        return part
+
     def __len__(self) -> int:
         return self.manifest.num_sequences
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The length of every sequence, read without touching, or fetching, a token."""
+        if self.holder is None:
+            return _lengths(self.arrays.offsets)
+        spec = next(one for one in part_arrays(self.manifest) if one.name == OFFSETS)
+        record = self.manifest.files[OFFSETS]
+        with CheckedDirectory.open(self.path) as directory:
+            offsets = directory.array(spec, record).map()
+            if (
+                file_checksum(self.path / OFFSETS, self.manifest.checksum_algorithm or DEFAULT_ALGORITHM)
+                != record.checksum
+            ):
+                raise ShardError(f"{self.path / OFFSETS} is damaged; remove it, and it is fetched again")
+        return _lengths(offsets)
 
     def spans(self, sequences: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (start, length) of each sequence inside the part's flat arrays; damaged offsets are an error."""
@@ -78,7 +107,7 @@ class TokenPart(LazyMaps[PartArrays]):
         return starts, ends - starts
 
     def _open_arrays(self, keep: object) -> PartArrays:
-        with CheckedDirectory.open(self.path) as directory:
+        with CheckedDirectory.open(getattr(keep, "path", self.path)) as directory:
             manifest, fingerprint = _read_manifest(directory)
             if fingerprint != self.fingerprint:
                 raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
@@ -132,28 +161,28 @@ class TokenStore:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """The length of every sequence, read without touching a token."""
-        return np.concatenate([np.diff(part.arrays.offsets.view(np.int64)) for part in self.parts])
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its tokens are in an object store."""
+        return any(part.holder is not None for part in self.parts)
 
     def copies(self) -> npt.NDArray[np.int64] | None:
         """Return one number per sequence, the same for neighbours of the same tokens and weights; None when all differ.
 
         Weights above 1 store the copies of a sequence next to each other. `pack(copies_of=...)` takes the result.
         """
-        from megatron_packed_sft.tokens import gather_kernel
+        return self.numbered(map(copies_of_part, self.parts))
 
-        numbers = np.empty(len(self), np.int64)
+    def numbered(self, copies: Iterable[npt.NDArray[np.int64] | None]) -> npt.NDArray[np.int64] | None:
+        """Join what `copies_of_part` found in each part."""
+        numbers = np.arange(len(self))
         found = False
-        for first, part in zip(self._first_sequence[:-1].tolist(), self.parts, strict=True):
-            part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
-            offsets = part.arrays.offsets.view(np.int64)
-            found |= gather_kernel.number_copies(
-                part.arrays.ids,
-                part.arrays.train,
-                part.arrays.kernel_weights(),
-                offsets,
-                first,
-                numbers[first : first + len(part)],
-            )
+        for first, part, inside in zip(self._first_sequence[:-1].tolist(), self.parts, copies, strict=True):
+            if inside is not None:
+                numbers[first : first + len(part)] = first + inside
+                found = True
         return numbers if found else None
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
@@ -192,29 +221,38 @@ class TokenStore:
         return groups
 
 
+def copies_of_part(part: TokenPart) -> npt.NDArray[np.int64] | None:
+    """Return, for each sequence of a part, the first of the neighbours that equal it; None when all differ."""
+    from megatron_packed_sft.tokens import gather_kernel
+
+    part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
+    arrays = part.arrays
+    numbers = np.empty(len(part), np.int64)
+    offsets = arrays.offsets.view(np.int64)
+    found = gather_kernel.number_copies(arrays.ids, arrays.train, arrays.kernel_weights(), offsets, 0, numbers)
+    return numbers if found else None
+
+
 def open_token_store(path: str | os.PathLike[str]) -> TokenStore:
-    """Open a token store, or a single part of one."""
+    """Open a token store, or a single part of one.
+
+    Args:
+        path: of the store, or its URL: then it is fetched whole into the cache of the node.
+    """
+    if is_url(path):
+        from megatron_packed_sft.tokens.remote_store import fetch_store
+
+        path = fetch_store(os.fspath(path))
     location = local_path(path)
     if (location / MANIFEST).exists():
         return TokenStore(location, [TokenPart.open(location)])
     with CheckedDirectory.open(location) as directory:
         data = directory.read(STORE, MAX_STORE_BYTES)
     file = str(location / STORE)
-    document = json_document.parse(data, file)
-    values = json_document.Fields(document, file)
-    listed = document.get("parts")
-    if values.text("format") != STORE_FORMAT or json_document.SELF_CHECKSUM not in document:
-        raise ManifestError(f"{file} is not the index of a token store; restore it or write the store again")
-    if not isinstance(listed, list) or not listed:
-        raise values.error("parts", "is not a list of parts")
     parts = []
-    for number, entry in enumerate(listed):
-        fields = json_document.Fields(entry if isinstance(entry, dict) else {}, f"{file}: parts[{number}]")
-        name, digest = fields.text("name"), fields.text("manifest_checksum")
-        if not _PART_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
-            raise fields.error("name or manifest_checksum", "is not of the right form")
-        part = TokenPart.open(location / name)
-        if part.fingerprint != digest:
+    for listed in parse_store(data, file):
+        part = TokenPart.open(location / listed.name)
+        if part.fingerprint != listed.manifest_checksum:
             raise ShardError(f"{part.path} is not the part that {file} lists; it was swapped or written again")
         parts.append(part)
     return TokenStore(location, parts)
@@ -228,10 +266,17 @@ def publish_store(path: str | os.PathLike[str]) -> TokenStore:
     """
     location = local_path(path)
     with os_errors("list", location):
-        names = sorted(entry.name for entry in os.scandir(location) if _PART_NAME.fullmatch(entry.name))
+        names = [entry.name for entry in os.scandir(location) if PART_NAME.fullmatch(entry.name)]
+    names.sort(key=lambda name: (len(name), name))  # by number
     if not names:
         raise InvalidInputError(f"{location} holds no part_NNNNNN; write at least one part first")
     store = TokenStore(location, [TokenPart.open(location / name) for name in names])
+    write_index(store)
+    return store
+
+
+def write_index(store: TokenStore) -> None:
+    """Write the store.json of a store, whose parts are all there, in one step."""
     document = {
         "format": STORE_FORMAT,
         "version": "1.0",
@@ -243,8 +288,12 @@ def publish_store(path: str | os.PathLike[str]) -> TokenStore:
         "num_tokens": store.num_tokens,
         "created_by": CREATED_BY,
     }
-    replace_file(location / STORE, json_document.render(document))
-    return store
+    replace_file(store.path / STORE, json_document.render(document))
+
+
+def _lengths(offsets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    ends: npt.NDArray[np.int64] = offsets.view(np.int64)
+    return ends[1:] - ends[:-1]
 
 
 def _read_manifest(directory: CheckedDirectory) -> tuple[TokenPartManifest, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,17 +12,23 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
-from megatron_packed_sft.tokens.store import STORE, TokenPart, open_token_store
+from megatron_packed_sft.tokens.store import TokenPart, open_token_store
+from megatron_packed_sft.tokens.store_index import STORE
 
 _BLOCK = 1 << 18  # values read at once
 
 
 def is_token_store(path: str | os.PathLike[str]) -> bool:
     """Return whether a directory looks like a token store or one of its parts."""
+    if is_url(path):
+        from megatron_packed_sft.tokens.remote_store import is_remote_store
+
+        return is_remote_store(os.fspath(path))
     location = Path(path)
     return (location / STORE).exists() or (location / OFFSETS).exists()
 
@@ -29,25 +36,43 @@ def is_token_store(path: str | os.PathLike[str]) -> bool:
 def validate_token_store(
     path: str | os.PathLike[str], *, level: Level = "full", max_findings: int = 100, progress: bool = False
 ) -> ValidationReport:
-    """Check a token store or a part of one, and report as `validate` does for shards."""
+    """Check a token store or a part of one, and report as `validate` does for shards.
+
+    Of a URL `structure` reads documents and headers only, and `full` downloads one part after the other.
+    """
+    if is_url(path):
+        report = ValidationReport("", level, max_findings=max_findings)
+        with Outline.of(os.fspath(path)) as outline:
+            _validate(outline.path, report, progress, outline)
+            report.rename(redacted(os.fspath(path)), outline.at_home)
+        return report
     report = ValidationReport(str(local_path(path)), level, max_findings=max_findings)
+    _validate(local_path(path), report, progress)
+    return report
+
+
+def _validate(path: Path, report: ValidationReport, progress: bool, outline: Outline | None = None) -> None:
     try:
         store = open_token_store(path)
     except PackedSFTError as error:
-        report.add(Finding(report.path, str(error)))
-        return report
+        report.add(Finding(str(path), str(error)))
+        return
     with Progress("validate", None, "B", quiet=not progress) as bar:
         for part in store.parts:
             report.num_shards += 1
             report.num_sequences += len(part)
             report.num_tokens += part.manifest.num_tokens
             report.num_loss_tokens += part.manifest.num_trained_tokens
-            if level == "full":
+            if report.level == "full":
                 try:
-                    _check_part(part, report, bar)
+                    with contextlib.nullcontext() if outline is None else outline.whole(_name_in(outline, part.path)):
+                        _check_part(part, report, bar)
                 except PackedSFTError as error:
                     report.add(Finding(str(part.path), str(error)))
-    return report
+
+
+def _name_in(outline: Outline, path: Path) -> str:
+    return "" if path == outline.path else path.relative_to(outline.path).as_posix()
 
 
 def _check_part(part: TokenPart, report: ValidationReport, bar: Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed_sft.prepare.shares import LookedAt, Share
+from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records
@@ -64,31 +67,67 @@ def test_the_last_call_says_how_much_is_missing_and_what_to_run_again(settings: 
     assert early.code != 0
     assert "no call with executor.index has worked in" in early.err
     done = prepare(*arguments, *call(1, 5))
-    assert "share 1 of 5: 2 slices: 0 reused, 2 encoded" in done.out
+    assert "share 1 of 5: 1 slice: 0 reused, 1 encoded" in done.out
     assert "without executor.index to plan and publish" in done.out
     failed = prepare(*arguments, *call(None, 5))
     assert failed.code != 0
-    assert "5 of 7 slices are not encoded; run executor.index=0,2-4 of executor.count=5 again" in failed.err
+    assert f"5 of 7 files are not read yet, such as {tmp_path}/rows/" in failed.err
+    assert "; run executor.index=0,2-4 of executor.count=5 again" in failed.err
     assert failed.err.count("\n") == 1
     assert not (tmp_path / "data").exists()
     local = prepare(*arguments)
-    assert "7 slices: 2 reused, 5 encoded" in local.out, "a local run encodes the rest itself"
+    assert "7 slices: 1 reused, 6 encoded" in local.out, "a local run encodes the rest itself"
 
 
 def test_a_damaged_share_is_named_by_the_last_call(settings: list[str], tmp_path: Path) -> None:
     arguments = [*settings, f"output={tmp_path}/data"]
     for index in range(4):
         assert prepare(*arguments, *call(index, 4)).code == 0
-    damaged = next((tmp_path / "data.work/tokens/train/part_000006").glob("*ids*"))
+    damaged = next((tmp_path / "data.work/tokens/train/part_6000000").glob("*ids*"))
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
     failed = prepare(*arguments, *call(None, 4))
-    assert "1 of 7 slices are not encoded; run executor.index=2 of executor.count=4 again" in failed.err
+    found = re.search(r"1 of 7 slices are not encoded; run executor.index=(\d) of executor.count=4 again", failed.err)
+    assert found is not None, failed.err
     assert not (tmp_path / "data").exists()
-    again = prepare(*arguments, *call(2, 4))
-    assert "share 2 of 4: 2 slices: 1 reused, 1 encoded" in again.out
+    again = prepare(*arguments, *call(int(found[1]), 4))
+    assert "slices: 1 reused, 1 encoded" in again.out
     assert prepare(*arguments, *call(None, 4)).code == 0
+    assert prepare(*settings, f"output={tmp_path}/local").code == 0
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "local")
+
+
+_opened: list[str] = []
+sys.addaudithook(lambda event, arguments: _opened.append(str(arguments[0])) if event == "open" else None)
+
+
+def test_every_call_reads_its_own_files_and_the_last_one_none(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, f"output={tmp_path}/data"]
+    read: list[set[str]] = []
+    for more in (call(0, 3), call(1, 3), call(2, 3), call(None, 3)):
+        _opened.clear()
+        done = prepare(*arguments, *more)
+        assert done.code == 0, done.err
+        read.append({name for name in _opened if name.startswith(f"{tmp_path}/rows/")})
+    # A file on the border of two shares is read for both; the first call tries the first records of four files.
+    assert sum(map(len, read)) <= NUM_FILES + 2 + 2
+    assert len(set.union(*read)) == NUM_FILES
+    assert not read[-1]
+
+
+def test_input_that_changed_after_a_call_read_it_is_refused(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, f"output={tmp_path}/data"]
+    for index in range(3):
+        assert prepare(*arguments, *call(index, 3)).code == 0
+    file = tmp_path / "rows/4.jsonl"
+    file.write_text(file.read_text().replace("Yes.", "Nay."))
+    failed = prepare(*arguments, "executor=array")
+    found = re.search(r"4.jsonl changed after a call had read it; run executor.index=([0-9,-]+) of", failed.err)
+    assert found is not None, failed.err
+    for index in map(int, re.split("[,-]", found[1])):
+        assert prepare(*arguments, *call(index, 3)).code == 0
+    assert prepare(*arguments, "executor=array").code == 0
     assert prepare(*settings, f"output={tmp_path}/local").code == 0
     assert files_of(tmp_path / "data") == files_of(tmp_path / "local")
 
@@ -121,7 +160,7 @@ def test_calls_that_do_not_belong_together_are_one_sentence(
 def test_a_work_directory_that_other_nodes_cannot_see_is_refused(settings: list[str], more: list[str]) -> None:
     failed = prepare(*settings, *more, *call(0, 3))
     assert failed.code == 2
-    assert "set work_dir to a path on a disk that all nodes share" in failed.err
+    assert "set work_dir to a path on a disk that all nodes share, or to the URL of a store" in failed.err
 
 
 def test_other_settings_begin_a_new_array_unless_calls_of_the_old_one_run(settings: list[str], tmp_path: Path) -> None:
@@ -166,8 +205,10 @@ def test_calls_at_once_one_of_them_killed_and_run_again_give_the_bytes_of_a_loca
         subprocess.Popen([*arguments, *call(index, 2)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         for index in range(2)
     ]
-    receipts = tmp_path / "data.work/tokens/receipts"
-    while not (receipts / "slice_000001.json").exists() and runs[1].poll() is None:
+    share = Share(LookedAt.of([Source("input", (f"{folder}/*.jsonl",))]), count=2, index=1)
+    numbers = [int(Path(file.path).stem) for file in share.looked.sources[0].files if share.owners_of(file) == [1]]
+    receipts = [tmp_path / f"data.work/tokens/receipts/slice_{1_000_000 * number:06d}.json" for number in numbers]
+    while not any(one.exists() for one in receipts) and runs[1].poll() is None:
         time.sleep(0.002)
     runs[1].send_signal(signal.SIGKILL)
     _, error = runs[0].communicate(timeout=300)
@@ -176,7 +217,7 @@ def test_calls_at_once_one_of_them_killed_and_run_again_give_the_bytes_of_a_loca
     assert runs[1].stderr is not None
     runs[1].stderr.close()
     missing = prepare(*settings, f"output={tmp_path}/data", *call(None, 2))
-    assert "run executor.index=1 of executor.count=2 again" in missing.err
+    assert "; run executor.index=1 of executor.count=2 again" in missing.err
     again = prepare(*settings, f"output={tmp_path}/data", *call(1, 2))
     assert again.code == 0, again.err
     assert ": 0 reused" not in again.out

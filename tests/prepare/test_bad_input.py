@@ -104,7 +104,6 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
         ("encode.truncation=middle", "encode.truncation is 'middle'"),
         ("packing.overflow=single", "choose from error, drop, truncate, split"),
         ("max_drop_share=2", "max_drop_share is 2; it must be from 0 to 1"),
-        ("rejects=s3://bucket/x", "rejects s3://bucket/x is a URL"),
     ],
 )
 def test_wrong_settings_are_one_sentence(tmp_path: Path, tokenizer_path: str, override: str, sentence: str) -> None:

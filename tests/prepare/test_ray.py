@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,11 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.ray_executor import RayExecutor
+from megatron_packed_sft.remote.objects import list_objects
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records
+from tests.remote.object_store import BUCKET, FaultProxy, free_port, moto_server
+from tests.remote.test_dataset_urls import stored
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
@@ -28,20 +30,16 @@ ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYT
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class Cluster:
     """A head node, and nodes that join it, with processes that are all ours."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: FaultProxy) -> None:
+        self.store = store
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self.folder = folder  # short: Ray's sockets are in it, and their paths have at most 107 characters
         self.environment = {**os.environ, **ENVIRONMENT, "HOME": str(folder), "TMPDIR": str(folder)}
+        self.environment.pop("PACKED_SFT_CACHE_DIR", None)
         head = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         self.head = self.start(*head, f"--temp-dir={folder}/head")
 
@@ -112,10 +110,27 @@ def stopped_in(task: str, node: subprocess.Popen[bytes], run: subprocess.Popen[s
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    """A real S3 server, in the environment of every process that is started here."""
+    s3fs, _ = pytest.importorskip("s3fs"), pytest.importorskip("moto")
+    folder = tmp_path_factory.mktemp("moto")
+    with moto_server(folder / "log") as port, pytest.MonkeyPatch.context() as patch:
+        proxy = FaultProxy(port)
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "not-to-be-told")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir(BUCKET)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(store: FaultProxy) -> Iterator[Cluster]:
     pytest.importorskip("ray")
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    started = Cluster(folder)
+    started = Cluster(folder, store)
     yield started
     end(started.head)
     shutil.rmtree(folder, ignore_errors=True)
@@ -146,7 +161,43 @@ def part_of(files: dict[str, bytes], name: str) -> dict[str, bytes]:
     return {path.removeprefix(f"{name}/"): data for path, data in files.items() if path.startswith(f"{name}/")}
 
 
-@pytest.mark.parametrize("task", ["hash_slice", "encode_slice", "_write_shard"])
+@pytest.mark.parametrize("task", ["encode_slice_and_send", "_write_shard"])
+def test_a_worker_killed_in_the_middle_of_a_stage_changes_no_byte_of_what_is_in_a_store(
+    cluster: Cluster, settings: list[str], local: dict[str, bytes], task: str
+) -> None:
+    cluster.store.requests.clear()
+    url = f"s3://{BUCKET}/{task}"
+    with cluster.run([*settings, f"output={url}"]) as run:
+        worker = stopped_in(task, cluster.head, run)
+        assert "dataset.json" not in list_objects(url)
+        worker.kill()
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    assert "slices: 0 reused, " in out
+    assert stored(url) == part_of(local, "plain")
+    assert any(name.startswith("tokens/receipts/") for name in list_objects(f"{url}.work"))
+
+
+def test_a_driver_killed_while_it_plans_is_run_again_and_fetches_no_tokens(
+    cluster: Cluster, settings: list[str], local: dict[str, bytes]
+) -> None:
+    store, url = cluster.store, f"s3://{BUCKET}/plan"
+    store.trouble, store.num_troubles = {f"PUT /{BUCKET}/plan.work/plans/": ["slow"]}, 0
+    store.requests.clear()
+    with cluster.run([*settings, f"output={url}"]) as run:
+        while not store.num_troubles:
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.002)
+        run.send_signal(signal.SIGKILL)
+    assert not [name for name in store.fetched() if name.endswith("ids.npy")], "lengths are enough for a plan"
+    with cluster.run([*settings, f"output={url}"]) as run:
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    assert ", 0 encoded" in out
+    assert stored(url) == part_of(local, "plain")
+
+
+@pytest.mark.parametrize("task", ["hash_slice", "_write_shard"])
 def test_a_worker_killed_in_the_middle_of_a_stage_changes_no_byte(
     cluster: Cluster, settings: list[str], local: dict[str, bytes], tmp_path: Path, task: str
 ) -> None:
@@ -180,20 +231,43 @@ def test_a_node_killed_in_the_middle_of_encode_changes_no_byte(
     assert files_of(tmp_path / "data") == part_of(local, "plain")
 
 
-def test_a_killed_driver_is_run_again_and_reuses_what_its_tasks_had_done(
-    cluster: Cluster, settings: list[str], local: dict[str, bytes], tmp_path: Path
-) -> None:
-    arguments = [*settings, f"output={tmp_path}/data"]
-    with cluster.run(arguments) as run:
-        while not (tmp_path / "data.work/tokens/receipts/slice_000000.json").exists() and run.poll() is None:
-            time.sleep(0.002)
-        run.send_signal(signal.SIGKILL)
-    assert not (tmp_path / "data").exists()
-    with cluster.run(arguments) as run:
-        out, err = run.communicate(timeout=100)
-    assert run.returncode == 0, err
-    assert "slices: 0 reused" not in out
-    assert files_of(tmp_path / "data") == part_of(local, "plain")
+BOUNDED = """
+import sys
+from megatron_packed_sft.prepare.ray_executor import RayExecutor
+
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024
+
+taken = done = most = 0
+
+def tasks():
+    global taken, most
+    for _ in range(300):
+        taken += 1
+        most = max(most, taken - done)
+        yield bytes(1 << 20)
+
+executor = RayExecutor(sys.argv[1], num_workers=3)
+executor.fitting(0)
+before = resident()
+for size in executor.run(len, tasks(), int):
+    assert size == 1 << 20
+    done += 1
+grown = resident() - before
+executor.close()  # which gives stdout back
+print(done, most, grown)
+"""
+
+
+def test_few_tasks_are_under_way_and_the_memory_of_the_driver_does_not_grow_with_them(cluster: Cluster) -> None:
+    script = [sys.executable, "-c", BOUNDED, cluster.address]
+    out = subprocess.run(
+        script, env=cluster.environment, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+    num_done, most_under_way, megabytes = map(int, out.split()[-3:])
+    assert num_done == 300
+    assert most_under_way <= 2 * 3
+    assert megabytes < 100, "300 MB went through"
 
 
 def test_a_bad_record_is_the_same_sentence_as_without_a_cluster(

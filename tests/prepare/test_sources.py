@@ -21,7 +21,7 @@ def test_slices_share_the_bytes_of_their_file_to_within_a_block_and_together_exa
     path = write_records(tmp_path / f"a.{suffix}", rows)
     monkeypatch.setattr(sources, "_SMALLEST_SLICE", 1 << 17)
     [scanned] = scan([Source("one", (str(path),))])
-    shares = [share for _, share in scanned.slices()]
+    shares = [share for file in scanned.files for _, share in scanned.slices_of(file)]
     assert sum(shares) == scanned.num_bytes
     assert len(shares) >= 8
     evenly = np.arange(1, len(shares) + 1) / len(shares)

@@ -17,13 +17,17 @@ from pathlib import Path
 BUCKET = "bucket"
 
 
-@contextlib.contextmanager
-def moto_server(log: Path) -> Iterator[int]:
-    """Start moto's server; yields its port."""
+def free_port() -> int:
+    """A port of loopback that nobody uses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    return port
+
+
+@contextlib.contextmanager
+def running_server(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """Run a server until the block ends, which begins when it answers."""
     with open(log, "wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
             for _ in range(300):
@@ -31,16 +35,25 @@ def moto_server(log: Path) -> Iterator[int]:
                     break
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.1)
-            yield port
+            yield
         finally:
             server.kill()
+
+
+@contextlib.contextmanager
+def moto_server(log: Path) -> Iterator[int]:
+    """Start moto's server; yields its port."""
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running_server(command, port, log):
+        yield port
 
 
 class FaultProxy:
     """Passes TCP connections on to a server, request by request, and misbehaves when told to.
 
     `requests` counts (method, object) of requests that were passed on. `trouble` maps a piece of a request line to a
-    list of troubles, each used once: "500", "503", "cut" (the answer is cut in the middle), "drop" (no answer),
+    list of troubles, each used once: "403", "500", "503", "cut" (the answer is cut in the middle), "drop" (no answer),
     "slow" (the answer takes its time). `delay` slows down every block of an answer, in seconds.
     """
 
@@ -49,6 +62,7 @@ class FaultProxy:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.trouble: dict[str, list[str]] = {}
         self.num_troubles = 0
+        self.num_bytes = 0  # of answers
         self.delay = 0.0
         self.is_down = False
         self._lock = threading.Lock()
@@ -61,6 +75,7 @@ class FaultProxy:
 
     def reset(self) -> None:
         self.requests.clear()
+        self.num_bytes = 0
         self.trouble, self.num_troubles, self.delay, self.is_down = {}, 0, 0.0, False
 
     def fetched(self) -> Counter[str]:
@@ -83,8 +98,8 @@ class FaultProxy:
                 line = head.split(b"\r\n", 1)[0].decode()
                 if self.is_down:
                     return
-                if (kind := self._next_trouble(line)) in ("500", "503"):
-                    code = {"500": "InternalError", "503": "SlowDown"}[kind]
+                if (kind := self._next_trouble(line)) in ("403", "500", "503"):
+                    code = {"403": "AccessDenied", "500": "InternalError", "503": "SlowDown"}[kind]
                     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
                     headers = f"Content-Type: application/xml\r\nContent-Length: {len(text)}"
                     client.sendall(f"HTTP/1.1 {kind} {code}\r\n{headers}\r\n\r\n{text}".encode())
@@ -131,6 +146,7 @@ class FaultProxy:
                     return False
                 client.sendall(answer)
                 sent += len(answer)
+                self.num_bytes += len(answer)
                 if self.delay:
                     time.sleep(self.delay)
                 answer = server.recv(65536)

@@ -11,8 +11,8 @@ import pytest
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
 from megatron_packed_sft.inspect.info.kinds import describe
-from megatron_packed_sft.remote.filesystem import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.node_cache import node_cache
+from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 from tests.packed_bins import make_bins
@@ -97,7 +97,7 @@ def test_other_data_is_replaced_only_when_asked_and_strangers_never(
     with pytest.raises(TargetExistsError, match="exists already"):
         upload(other, URL)
     report = upload(other, URL, overwrite=True)
-    assert report.num_removed == 12  # two shards fewer
+    assert report.num_removed == 14  # two shards fewer
     assert stored(URL) == {**files(other), "notes.txt": b"mine"}
     write_object("s3://bucket/strange/notes.txt", b"mine")
     with pytest.raises(TargetExistsError, match=r"holds other objects \(notes.txt\)"):
@@ -194,7 +194,7 @@ def test_a_damaged_a_missing_and_a_longer_object_are_one_sentence_each(published
     write_object(f"{URL}/{name}", good[:100])
     with pytest.raises(ShardFileError, match=f"{URL}/{name} is shorter than"):
         dataset[6]
-    from megatron_packed_sft.remote.filesystem import remove_object
+    from megatron_packed_sft.remote.objects import remove_object
 
     remove_object(f"{URL}/{name}")
     with pytest.raises(ShardFileError, match=f"{URL}/{name} is missing"):
@@ -202,6 +202,19 @@ def test_a_damaged_a_missing_and_a_longer_object_are_one_sentence_each(published
     assert not [entry for entry in node_cache().entries() if "shard_000001" in entry.url]
     write_object(f"{URL}/{name}", good)
     dataset[6]
+
+
+def test_a_copy_that_is_damaged_in_the_cache_is_an_error_when_its_bin_is_read(published: FaultProxy) -> None:
+    dataset = create_sft_dataset(URL, 0)
+    dataset[6]
+    [path] = dataset.source.shard(1).path.glob("input_ids.npy")  # type: ignore[attr-defined]
+    path.chmod(0o644)
+    ids = np.load(path, mmap_mode="r+")
+    ids[3, 0] ^= 1
+    ids.flush()
+    with pytest.raises(ShardFileError, match=r"input_ids.npy is damaged at bin 3.*after `packed-sft cache clear`"):
+        dataset.fetch_batch([6, 9])
+    dataset.fetch_batch([6, 8])
 
 
 def test_validate_by_url_reads_headers_or_every_byte(published: FaultProxy, local: Path) -> None:

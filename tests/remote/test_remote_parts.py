@@ -10,7 +10,9 @@ import pytest
 from megatron_packed_sft import PackedLoader, create_sft_dataset
 from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StateMismatchError, StorageIOError
-from megatron_packed_sft.remote.filesystem import child, read_object, retried, write_object
+from megatron_packed_sft.remote.client_errors import is_final
+from megatron_packed_sft.remote.filesystem import child, retried
+from megatron_packed_sft.remote.objects import read_object, write_object
 from megatron_packed_sft.remote.sizes import parse_size
 from megatron_packed_sft.remote.uploads import upload
 from megatron_packed_sft.support.paths import redacted
@@ -49,6 +51,16 @@ def test_errors_of_a_store_hold_no_credentials(monkeypatch: pytest.MonkeyPatch) 
     assert message.startswith("cannot read s3://***@bucket/key?***: denied for https://***@host/key?*** with ***")
     assert not any(secret in message for secret in ("password", "abc", "not-to-be-told"))
     assert redacted("s3://bucket/key") == "s3://bucket/key"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=also-not-to-be-told==;x=y")
+    assert redacted("denied: also-not-to-be-told==") == "denied: ***"
+
+
+def test_an_answer_that_was_cut_is_asked_for_again() -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    error = aiohttp.ClientPayloadError("Response payload is not completed")
+    error.__cause__ = aiohttp.http_exceptions.ContentLengthError("not enough data")
+    assert error.__cause__.code == 400
+    assert not is_final(error)
 
 
 @pytest.mark.parametrize("name", ["..", "a/../b", "/etc/passwd", "", "a//b", "a\\b", "a\0b"])

@@ -13,10 +13,14 @@ import pytest
 
 from megatron_packed_sft import create_sft_dataset, open_dataset, validate, write_memmap_to_cloud
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.remote.filesystem import list_objects
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.node_cache import node_cache
+from megatron_packed_sft.remote.objects import list_objects, read_object
+from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.train.checkpoint_copies import CopiedRun
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.prepare.preparing import chat, write_records
 from tests.remote.object_store import FaultProxy
@@ -39,15 +43,26 @@ def test_prepare_to_a_store_gives_the_bytes_of_a_local_run(
     store: FaultProxy, chats: Path, tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    settings = (f"input={chats}", f"tokenizer.path={tokenizer_path}", *ENCODING)
-    assert main(["prepare", f"output={tmp_path / 'local'}", *settings]) == 0
-    assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
-    assert stored(URL) == files(tmp_path / "local")
+    with open(chats, "a") as file:
+        file.write('{"messages": []}\n')
+    settings = (f"input={chats}", f"tokenizer.path={tokenizer_path}", "on_error=skip", *ENCODING)
+    local = tmp_path / "my_dataset"
+    noted = {"here": (f"rejects={tmp_path / 'rejects.jsonl'}",), "there": ("rejects=s3://bucket/rejects.jsonl",)}
+    assert main(["prepare", f"output={local}", *settings, *noted["here"], "report=true"]) == 0
+    there = ("work_dir=s3://bucket/work", *noted["there"], "report=true")
+    assert main(["prepare", f"output={URL}", *settings, *there]) == 0
+    assert stored(URL) == files(local)
+    page = read_object(f"{URL}.report.html", 1 << 24)
+    assert page == local.with_name("my_dataset.report.html").read_bytes()
+    rejects = read_object("s3://bucket/rejects.jsonl", 1 << 20)
+    assert rejects == (tmp_path / "rejects.jsonl").read_bytes() != b""
+    assert b"not-to-be-told" not in page + rejects
     assert validate(URL).ok
     assert any(name.startswith("tokens/train/part_000000") for name in list_objects("s3://bucket/work"))
     store.requests.clear()
     assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
-    assert not [name for method, name in store.requests if method == "PUT"], "a second run has nothing to send"
+    sent = [name for method, name in store.requests if method == "PUT"]
+    assert sent == ["work/lock.json"], "a second run has nothing to send"
     for name, data in stored(URL).items():
         assert b"not-to-be-told" not in data, name
     # Another machine, which has nothing but the work directory in the store.
@@ -76,9 +91,13 @@ def in_shards(source: Path, target: Path) -> Path:
     return target
 
 
-def test_two_ranks_train_from_a_store_as_from_a_local_disk(store: FaultProxy, tmp_path: Path) -> None:
+def test_two_ranks_train_from_a_store_as_from_a_local_disk_and_go_on_elsewhere_from_a_copy(
+    store: FaultProxy, tmp_path: Path
+) -> None:
     local = in_shards(write_chats(tmp_path / "one", 40), tmp_path / "data")
+    other = "s3://bucket/sets/same_dataset"  # so that the server can tell the runs apart
     upload(local, URL)
+    upload(local, other)
     num_bytes = sum(len(data) for name, data in files(local).items() if name.startswith("train"))
     store.requests.clear()
 
@@ -89,23 +108,54 @@ def test_two_ranks_train_from_a_store_as_from_a_local_disk(store: FaultProxy, tm
             "train.steps=4",
             "train.global_batch_size=4",
             f"model.vocab_size={VOCAB_SIZE}",
+            "optimizer.decay_style=constant",
             *more,
         ]
 
-    small = f"data.cache_size={num_bytes // 2}"
-    run_in_turn(
+    def losses(name: str) -> list[float]:
+        return [one["loss"] for one in read_metrics(tmp_path / name / "metrics.jsonl")]
+
+    # In shuffled order four bins of a step lie in four shards; the cache has room for three and a half of six.
+    cache, size = f"data.cache_dir={tmp_path / 'node'}", num_bytes * 7 // 12
+    small = (f"data.cache_dir={tmp_path / 'small_node'}", f"data.cache_size={size}")
+    copied = ("checkpoint.copy_to=s3://bucket/copies", "checkpoint.every=2")
+    printed = run_in_turn(
         2,
         [
-            arguments("local", local),
-            arguments("cold", URL, f"data.cache_dir={tmp_path / 'node'}"),
-            arguments("warm", URL, f"data.cache_dir={tmp_path / 'node'}"),
-            arguments("small", URL, f"data.cache_dir={tmp_path / 'small_node'}", small),
+            arguments("local", local, "train.steps=6"),
+            arguments("cold", URL, cache, *copied),
+            arguments("small", other, *small),
         ],
     )
-    losses = {name: [one["loss"] for one in read_metrics(tmp_path / name / "metrics.jsonl")] for name in
-              ("local", "cold", "warm", "small")}  # fmt: skip
-    assert len(losses["local"]) == 4
-    assert losses["cold"] == losses["warm"] == losses["small"] == losses["local"]
+    cold = {name: count for name, count in store.fetched().items() if name.startswith("sets/my_dataset/train/")}
+    assert len(cold) == 6 * 7, "six arrays and a manifest of each shard"
+    assert set(cold.values()) == {1}, "two ranks fetch every object once"
+    again = {name: count for name, count in store.fetched().items() if name.startswith("sets/same_dataset/train/")}
+    assert max(again.values()) > 1, "what had to go was fetched again"
+    left = node_cache(tmp_path / "small_node", size)
+    assert sum(entry.num_bytes for entry in left.entries()) <= size
+    assert "a full shuffle visits" in printed
+    assert printed.count("so shards will be fetched again and again; set data.shard_window=1 to visit few") == 1
+    assert "copied step_000004 to s3://bucket/copies" in printed
+
+    store.requests.clear()
+    copies = (*copied, "train.steps=6")
+    printed = run_in_turn(2, [arguments("warm", URL, cache), arguments("elsewhere", URL, cache, *copies)])
+    assert not [name for name in store.fetched() if name.startswith("sets/my_dataset/train/")], "a warm cache"
+    assert losses("cold") == losses("warm") == losses("small") == losses("local")[:4]
+    assert len(losses("local")) == 6
+    assert printed.count("fetched s3://bucket/copies/checkpoints/step_000004 (") == 1
+    assert losses("elsewhere") == losses("local"), "with the metrics of the first four steps"
+    fetched = {name: count for name, count in store.fetched().items() if name.endswith(".distcp")}
+    assert set(fetched.values()) == {1}
+    assert [copy.step for copy in CopiedRun("s3://bucket/copies").whole()] == [6, 4]
+    newest = "checkpoints/step_000006"
+    assert stored(f"s3://bucket/copies/{newest}") == files(tmp_path / "elsewhere" / newest)
+    assert describe(f"s3://bucket/copies/{newest}")["is_complete"]
+    assert describe("s3://bucket/copies")["total"]["step"] == 6
+    assert main(["export", "s3://bucket/copies", str(tmp_path / "model")]) == 0
+    assert main(["export", str(tmp_path / "elsewhere"), str(tmp_path / "same_model")]) == 0
+    assert files(tmp_path / "model") == files(tmp_path / "same_model")
 
 
 UPLOAD = """
@@ -191,6 +241,34 @@ def test_a_shard_goes_straight_to_a_file_system_of_the_callers(store: FaultProxy
     assert stored("s3://bucket/shards/one") == files(tmp_path / "one")
 
 
-def test_without_the_extra_the_message_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "gs://bucket/data"]) == 1
-    assert "pip install 'megatron-packed-sft[gs]'" in capsys.readouterr().err
+def test_folder_markers_of_a_console_and_hostile_keys_do_no_harm(store: FaultProxy, tmp_path: Path) -> None:
+    import boto3
+
+    client = boto3.client("s3")
+    for key in ("sets/my_dataset/", "sets/my_dataset/train/"):
+        client.put_object(Bucket="bucket", Key=key, Body=b"")
+    local = write_dataset(tmp_path / "data")
+    upload(local, URL)
+    assert validate(URL).ok
+    assert len(create_sft_dataset(URL.replace("s3:", "S3:"), 0)) == 24
+    assert stored(URL) == files(local)
+    precious = tmp_path / "precious.json"
+    precious.write_text("mine")
+    client.put_object(Bucket="bucket", Key="work/../precious.json", Body=b"theirs")
+    (tmp_path / "work").mkdir()
+    with pytest.raises(InvalidInputError, match="would lead elsewhere"):
+        fetch_files("s3://bucket/work", tmp_path / "work", list_objects("s3://bucket/work"))
+    assert precious.read_text() == "mine"
+
+
+def test_an_upload_to_a_versioned_bucket_replaces_and_a_rerun_sends_nothing(store: FaultProxy, tmp_path: Path) -> None:
+    import boto3
+
+    client, url = boto3.client("s3"), "s3://versioned/my_dataset"
+    client.create_bucket(Bucket="versioned")
+    client.put_bucket_versioning(Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
+    upload(write_dataset(tmp_path / "one"), url)
+    other = write_dataset(tmp_path / "other", seed=50, num_shards=2)
+    assert upload(other, url, overwrite=True).num_removed == 14
+    assert stored(url) == files(other)
+    assert upload(other, url).num_sent == 0

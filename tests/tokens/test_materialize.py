@@ -15,7 +15,8 @@ from megatron_packed_sft import create_shard_writer, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
+from megatron_packed_sft.tokens.materialize import materialize, stored_width
+from megatron_packed_sft.tokens.shards import materialize_shards
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from tests.packed_bins import files_of
 from tests.tokens.test_store import Sequences, make_sequences, write_store

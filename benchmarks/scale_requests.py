@@ -1,0 +1,132 @@
+"""How many requests a preparation in an object store makes, and a node that reads a dataset there: counted at a server.
+
+Requests are a sum: so many once, so many per slice, so many per shard. Small runs of three sizes give these numbers,
+two larger ones are predicted and counted. Bytes need no model: they are those of the files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import in_own_process
+from tests.remote.object_store import BUCKET, FaultProxy, moto_server
+
+# (slices, shards) of the runs: three to learn from, two to predict.
+SIZES = ((4, 1), (12, 1), (4, 5), (20, 3), (8, 10))
+METHODS = ("PUT", "HEAD", "GET", "LIST", "DELETE")
+_LISTED_AT_ONCE = 1000  # objects per answer of S3
+_TOKENS_PER_SHARD = 200_000  # of shards of 1 MB
+
+
+@dataclass(frozen=True)
+class RequestModel:
+    """Requests by method: once, per slice and per shard."""
+
+    by_method: dict[str, tuple[float, float, float]]
+
+    @classmethod
+    def learned(cls, cases: list[dict[str, float]]) -> RequestModel:
+        """Return the model that three counted runs give."""
+        matrix = np.array([[1, case["slices"], case["shards"]] for case in cases])
+        found = {}
+        for method in METHODS:
+            solved = np.linalg.solve(matrix, np.array([case[method] for case in cases]))
+            found[method] = (float(solved[0]), float(solved[1]), float(solved[2]))
+        return cls(found)
+
+    def at(self, num_slices: float, num_shards: float) -> dict[str, float]:
+        """Return the requests of a run, by method; listings are longer than an answer when there are many objects."""
+        found = {
+            method: once + per_slice * num_slices + per_shard * num_shards
+            for method, (once, per_slice, per_shard) in self.by_method.items()
+        }
+        num_objects = self.by_method["PUT"][1] * num_slices
+        found["LIST"] += 3 * math.floor(num_objects / _LISTED_AT_ONCE)
+        return {method: max(0.0, number) for method, number in found.items()}
+
+
+class CountingProxy(FaultProxy):
+    """Counts requests by method; a GET that lists objects is a listing."""
+
+    def __init__(self, port: int) -> None:
+        self.methods: Counter[str] = Counter()
+        super().__init__(port)
+
+    def _next_trouble(self, line: str) -> str | None:
+        method, path, _ = line.split(" ", 2)
+        with self._lock:
+            self.methods["LIST" if method == "GET" and "list-type=" in path else method] += 1
+        return None
+
+
+def request_cases(home: Path, tokenizer: str) -> list[dict[str, float]]:
+    """Run all sizes; return what each counted."""
+    return [in_own_process(request_case, str(home / f"requests_{one}"), tokenizer, *one) for one in SIZES]
+
+
+def request_case(home: str, tokenizer: str, num_slices: int, num_shards: int) -> dict[str, float]:
+    """Prepare to a store with a work directory there, then open every shard on a node with an empty cache."""
+    from benchmarks.scale_model import write_chats
+
+    Path(home).mkdir()
+    with moto_server(Path(home, "log")) as port:
+        proxy = CountingProxy(port)
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+            "AWS_ACCESS_KEY_ID": "anybody",
+            "AWS_SECRET_ACCESS_KEY": "anything",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        import fsspec
+
+        fsspec.filesystem("s3").mkdir(BUCKET)
+        num_records = math.ceil(num_shards * _TOKENS_PER_SHARD / 220 / num_slices)
+        for number in range(num_slices):
+            write_chats(Path(home, f"chats_{number:03d}.jsonl"), num_records)
+        proxy.methods.clear()
+        found = _prepare(home, tokenizer)
+        counted = {method: float(proxy.methods[method]) for method in METHODS}
+        proxy.methods.clear()
+        _open_all(home, f"s3://{BUCKET}/data")
+        return {**found, **counted, "open": float(proxy.methods.total())}
+
+
+def _prepare(home: str, tokenizer: str) -> dict[str, float]:
+    """Encode on one node, plan and publish on another one, which has nothing but the store."""
+    from megatron_packed_sft.encode.options import TemplateOptions
+    from megatron_packed_sft.prepare import pipeline
+    from megatron_packed_sft.prepare.config import ExecutorConfig, PrepareConfig, TokenizerConfig
+
+    config = PrepareConfig(
+        output=f"s3://{BUCKET}/data",
+        work_dir=f"s3://{BUCKET}/work",
+        input=f"{home}/chats_*.jsonl",
+        tokenizer=TokenizerConfig(path=tokenizer),
+        template=TemplateOptions("chatml"),
+        executor=ExecutorConfig("array", num_workers=1, index=0, count=1),
+        shard_megabytes=1,
+        quiet=True,
+    )
+    config.packing.pack_size = 4096
+    for node in ("encoding", "publishing"):
+        os.environ |= {"XDG_CACHE_HOME": f"{home}/{node}", "PACKED_SFT_CACHE_DIR": f"{home}/{node}/cache"}
+        if node == "encoding":
+            pipeline.Pipeline(config).run_share()
+    config.executor.index = None
+    report = pipeline.Pipeline(config).run()
+    num_files = len(list(Path(home).glob("chats_*.jsonl")))
+    return {"slices": float(num_files), "shards": float(report.splits["train"].num_shards)}
+
+
+def _open_all(home: str, url: str) -> None:
+    from megatron_packed_sft import create_sft_dataset
+
+    data = create_sft_dataset(url, 0, cache_dir=f"{home}/other_node")
+    for number in range(0, len(data), 10):
+        data[number]
