@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatron_packed_sft.config.command_line import parsed, quoted
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
@@ -18,6 +19,8 @@ from megatron_packed_sft.plugins import installed_plugins
 
 # Groups of settings that plugins extend: their registry, and the key that a choice sets, in which package.
 _PLUGGABLE = {"storage": ("storages", "packed_storage", "_global_"), "packing": ("strategies", "strategy", "packing")}
+# What Hydra notes of a composition itself.
+_NOTED = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override_dirname")
 
 
 def config_directory() -> Path:
@@ -64,29 +67,52 @@ class Files(NamedTuple):
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return what the files and the overrides say, without the application's defaults and checks."""
-        return self._composed([self._as_hydra_writes(one) for one in overrides], with_hydra=False)
+        composed = self._composed(self.name, [self._as_hydra_writes(one) for one in overrides])
+        if len(self.directories) > 1:
+            self._refuse_hydra_settings(composed.hydra)
+        with open_dict(composed):
+            del composed["hydra"]
+        return composed
 
     def groups(self) -> dict[str, list[str]]:
         """Return the groups that the main file chooses from, each with its choices."""
-        chosen = self._composed([], with_hydra=True).hydra.runtime.choices
+        chosen = self._composed(self.name, []).hydra.runtime.choices
         return {group: self.choices(group) for group in sorted(chosen) if "/" not in group}
 
-    def _composed(self, overrides: list[str], *, with_hydra: bool) -> DictConfig:
+    def _refuse_hydra_settings(self, found: DictConfig) -> None:
+        """Refuse files of the user's own that set what Hydra would run or hand to a job, such as hydra.job.env_set."""
+        values, plain = dict(_leaves(found)), dict(_leaves(self._composed(None, []).hydra))
+        differing = [key for key in values if key not in plain or values[key] != plain[key]]
+        main_file = self.directories[0] / f"{self.name}.yaml"
+        if OmegaConf.select(OmegaConf.load(main_file), "hydra.searchpath") is not None:
+            differing.append("hydra.searchpath")  # ours has replaced it
+        if differing:
+            raise InvalidInputError(
+                f"{main_file} or a file that it names sets {', '.join(differing)}: Hydra's own settings are not used "
+                "here; leave them out"
+            )
+
+    def _composed(self, name: str | None, overrides: list[str]) -> DictConfig:
         others = [quoted(f"file://{one}") for one in self.directories[1:]]
         if others:
             overrides = [*overrides, f"hydra.searchpath=[{','.join(others)}]"]
         for group, (_, key, package) in _PLUGGABLE.items():
-            for name in _plugins(group):
-                ConfigStore.instance().store(group=group, name=name, node={key: name}, package=package)
+            for plugin in _plugins(group):
+                ConfigStore.instance().store(group=group, name=plugin, node={key: plugin}, package=package)
         try:
             with initialize_config_dir(version_base="1.3", config_dir=str(self.directories[0])):
-                return compose(config_name=self.name, overrides=overrides, return_hydra_config=with_hydra)
+                return compose(config_name=name, overrides=overrides, return_hydra_config=True)
         except MissingConfigException as error:
             raise InvalidInputError(
                 f"{self.name}.yaml or a file that it names includes {error.missing_cfg_file}, which does not exist"
             ) from error
         except HydraException as error:
             raise InvalidInputError(" ".join(str(error).split())) from error
+        except (yaml.YAMLError, RecursionError) as error:  # also tags that would make objects of Python
+            reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+            raise InvalidInputError(
+                f"{self.name}.yaml or a file that it names is not plain YAML ({reason}); correct it"
+            ) from None
 
     def _as_hydra_writes(self, text: str) -> str:
         """Return an override as Hydra wants it: a key may be new to the files, a choice of a group must exist."""
@@ -107,3 +133,18 @@ class Files(NamedTuple):
 def _plugins(group: str) -> list[str]:
     """Return the names that installed packages add to a group of settings."""
     return sorted(installed_plugins(_PLUGGABLE[group][0])) if group in _PLUGGABLE else []
+
+
+def _leaves(values: Any, path: str = "hydra") -> Iterator[tuple[str, Any]]:
+    """Yield Hydra's settings by path, without what it notes itself; a choice of one of its groups is one of them."""
+    if path == "hydra":
+        choices = values.runtime.choices
+        yield from ((str(group), choices[group]) for group in choices if str(group).startswith("hydra/"))
+        values = OmegaConf.to_container(values, resolve=False)
+    if path in _NOTED:
+        return
+    if isinstance(values, dict) and values:
+        for name, inner in values.items():
+            yield from _leaves(inner, f"{path}.{name}")
+    else:
+        yield path, values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,19 +18,27 @@ from megatron_packed_sft.config.application import as_yaml, completions, run_app
 from megatron_packed_sft.data.order.state import LoaderState
 from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.errors import InvalidInputError, StateMismatchError
+from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
 from megatron_packed_sft.train.config_checks import check_config, check_parallel
-from megatron_packed_sft.train.ranks import lost_ranks_explained, num_ranks, one_rank_reports, own_rank
+from megatron_packed_sft.train.ranks import (
+    leave_with_torchrun,
+    lost_ranks_explained,
+    num_ranks,
+    one_rank_reports,
+    own_rank,
+)
 from megatron_packed_sft.train.step_schedule import StepSchedule, data_parallel_size, schedule_steps
 
 if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
+    from megatron_packed_sft.train.checkpoint_copies import CopiedRun
+    from megatron_packed_sft.train.copy_sender import CopySender
     from megatron_packed_sft.train.data import TrainingData
 
 _DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
@@ -60,6 +68,45 @@ class Resumption(NamedTuple):
     state: TrainingState
 
 
+class Copying(NamedTuple):
+    """Where the checkpoints are copied to, if anywhere, and what there is to tell of it."""
+
+    copies: CopiedRun | None
+    notes: Sequence[str]
+
+    def gathered(self) -> Copying:
+        """Return it with what all ranks have to tell, because any of them may have fetched; a collective call."""
+        import torch
+
+        found: list[Any] = [None] * num_ranks()
+        torch.distributed.all_gather_object(found, self.notes)
+        return self._replace(notes=list(dict.fromkeys(note for notes in found for note in notes)))
+
+    def lines(self) -> Iterator[str]:
+        """Yield what to print at the start."""
+        if self.copies is not None:
+            yield f"copies of checkpoints: {self.copies.shown}"
+        yield from self.notes
+
+    def sender(
+        self,
+        config: TrainConfig,
+        checkpoints: CheckpointDirectory,
+        resumption: Resumption | None,
+        say: Callable[[str], object],
+    ) -> CopySender | None:
+        """Start what copies; first the checkpoint that the run resumes from, if its copy is missing."""
+        from megatron_packed_sft.train.copy_sender import CopySender
+
+        if self.copies is None:
+            return None
+        keep = config.checkpoint.keep if config.checkpoint.keep_copies is None else config.checkpoint.keep_copies
+        sender = CopySender(self.copies, checkpoints, keep=keep, say=say)
+        if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
+            sender.add(resumption.checkpoint)
+        return sender
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training application and return its exit code.
 
@@ -85,20 +132,25 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
 
 def train(config: TrainConfig) -> None:
     """Train as configured; on every rank of the run."""
+    leave_with_torchrun()
     with one_rank_reports():
         _train(config)
 
 
 def _train(config: TrainConfig) -> None:
     # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
+    from megatron_packed_sft.megatron.weights.torch_dist import refuse_unreadable
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint, refuse_damaged
+    from megatron_packed_sft.train.checkpoint_copies import CopiedRun, bring_newest
     from megatron_packed_sft.train.data import open_data
     from megatron_packed_sft.train.pretrained import keep_model_files, model_shape, pretrained_shape
 
     check_config(config)
     output = local_path(config.output, "output")
     checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
-    checkpoint = find_checkpoint(config.resume, checkpoints)
+    copies = None if config.checkpoint.copy_to is None else CopiedRun(config.checkpoint.copy_to)
+    resume, copy_notes = bring_newest(config.resume, checkpoints, copies)
+    checkpoint = find_checkpoint(os.fspath(resume), checkpoints)
     resumption = None if checkpoint is None else Resumption(checkpoint, TrainingState.load(checkpoint))
     pretrained = pretrained_shape(config.model, None if resumption is None else resumption.state)
     data = open_data(config, pretrained)
@@ -110,6 +162,8 @@ def _train(config: TrainConfig) -> None:
     if resumption is not None:
         _refuse_other_run(resumption, config, data, shape, schedule)
         refuse_damaged(resumption.checkpoint, resumption.state.checksums, rank=own_rank(), num_ranks=num_ranks())
+        if own_rank() == 0:
+            refuse_unreadable(resumption.checkpoint)
     if own_rank() == 0:
         with os_errors("create", output):
             output.mkdir(parents=True, exist_ok=True)
@@ -120,7 +174,7 @@ def _train(config: TrainConfig) -> None:
 
     _silence_known_warnings()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron advises for tensor parallelism
-    from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
+    from megatron_packed_sft.megatron.backend import choose_backend, start_distributed
     from megatron_packed_sft.train.model_and_optimizer import refuse_without_gpu
 
     backend = choose_backend()
@@ -133,8 +187,9 @@ def _train(config: TrainConfig) -> None:
             context_parallel=config.parallel.context,
             seed=config.seed,
         )
-        _run(config, data, shape, checkpoints, resumption, backend)
-        stop_distributed()
+        missing = _run(config, data, shape, checkpoints, resumption, backend, Copying(copies, copy_notes))
+    if missing is not None:
+        raise StorageIOError(missing)
 
 
 def _run(
@@ -144,20 +199,24 @@ def _run(
     checkpoints: CheckpointDirectory,
     resumption: Resumption | None,
     backend: Backend,
-) -> None:
+    copying: Copying,
+) -> str | None:
+    """Train; return what is not copied at the end, if anything."""
     import torch
 
+    from megatron_packed_sft.megatron.backend import stop_distributed
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.loggers import open_trackers
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
     from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
-    from megatron_packed_sft.train.report import ConsoleReporter, Reporter
+    from megatron_packed_sft.train.report import NO_COPIES, ConsoleReporter, Reporter
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
+    copying = copying.gathered()
     _refuse_different_data(data.dataset.fingerprint)
     schedule = _schedule(config, data, resumption)
     weights = None
@@ -180,16 +239,28 @@ def _run(
     notes: list[str] = []
     if own_rank() == 0:
         output = local_path(config.output)
+        removed = checkpoints.remove_leftovers()
         trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
         metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
+        notes += [f"removed {name}, an unfinished checkpoint of a run that was killed" for name in removed]
     opening = _opening_lines(data, schedule, backend, resumption)
-    for line in [*opening, *_weights_lines(config, record, resumption), *notes]:
+    for line in [*opening, *_weights_lines(config, record, resumption), *copying.lines(), *notes]:
         reporter.say(line)
+    sender = copying.sender(config, checkpoints, resumption, reporter.say) if own_rank() == 0 else None
+    trainer.copies = sender
+    missing = None
     try:
-        reporter.summarize(trainer.run(reporter))
+        end = trainer.run(reporter)
+        stop_distributed()  # the other ranks need not wait for what is still being copied
+        if sender is not None:
+            missing = sender.finish(was_signalled=end is not None)
+        reporter.summarize(end, NO_COPIES if sender is None else sender.summary())
     finally:
+        if sender is not None:
+            sender.abandon()
         reporter.close()
+    return missing
 
 
 def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, output: Path) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: each complete or absent, verified by size and checksum, old ones removed.
 
 output/checkpoints/
-  .step_000040.staging-.../    being written; readers ignore it, and the next writer of that step removes it
+  .step_000040.staging-.../    being written; readers ignore it, and the next run removes it if its writer died
   step_000020/                 Megatron-Core's torch_dist files and training_state.json; appears by one rename
   latest                       the newest checkpoint's name, for scripts; written last
 """
@@ -9,22 +9,20 @@ output/checkpoints/
 from __future__ import annotations
 
 import os
-import queue
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
+from megatron_packed_sft.disk.atomic import Staging, os_errors, remove_leftovers, replace_file, write_file
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
@@ -33,11 +31,10 @@ STATE: Final = "training_state.json"
 LATEST: Final = "latest"
 FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
-_FULL_DISK_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 1 << 22
 # Checkpoints from before these were recorded have the only values there were.
 _BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
-_STEP_NAME = re.compile(r"step_(\d{6,})")
+STEP_NAME: Final = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +86,8 @@ class TrainingState:
         names = ("data", "scheduler", "model", "pretrained", "peft", "files", "checksums")
         mappings = {name: fields.optional_object(name) or {} for name in names}
         _refuse_missing(checkpoint, mappings["files"])
+        if unknown := sorted(mappings["checksums"].keys() - mappings["files"].keys()):
+            raise ShardFileError(f"{file} has a checksum of {unknown[0]}, which is not one of its files; restore it")
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
 
 
@@ -103,10 +102,18 @@ class CheckpointDirectory:
     def __init__(self, path: Path, *, keep: int = 0) -> None:
         self.path = path
         self._keep = keep
+        self.held: set[str] = set()  # names of old ones that must stay for now: they are being copied
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint: one that has its final name is complete."""
         return max(self._all(), default=(0, None))[1]
+
+    def remove_leftovers(self) -> list[str]:
+        """Remove checkpoints that runs on this host were killed while writing, and return their names."""
+        if not self.path.is_dir():
+            return []
+        with os_errors("clean", self.path):
+            return remove_leftovers(self.path)
 
     def save(self, tensors: Mapping[str, Any], state: TrainingState) -> Path:
         """Write a checkpoint; a collective call.
@@ -131,7 +138,7 @@ class CheckpointDirectory:
                 write_file(staging.path / STATE, complete.to_bytes())
                 staging.publish()
                 replace_file(self.path / LATEST, f"{target.name}\n".encode())
-                self._remove_old()
+                self.remove_old()
         finally:
             if staging is not None:
                 staging.discard()
@@ -142,13 +149,15 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return []
         with os_errors("list", self.path):
-            found = [(_STEP_NAME.fullmatch(entry.name), entry) for entry in self.path.iterdir()]
+            found = [(STEP_NAME.fullmatch(entry.name), entry) for entry in self.path.iterdir()]
         return sorted((int(name.group(1)), entry) for name, entry in found if name and entry.is_dir())
 
-    def _remove_old(self) -> None:
+    def remove_old(self) -> None:
+        """Remove all but the newest."""
         if self._keep:
             for _, checkpoint in self._all()[: -self._keep]:
-                shutil.rmtree(checkpoint, ignore_errors=True)
+                if checkpoint.name not in self.held:
+                    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
@@ -238,49 +247,6 @@ restore the old values, or choose another output
             f"{checkpoint} holds other adapters: {', '.join(differing)}; restore the old values, or choose another "
             "output"
         )
-
-
-def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> None:
-    """Write a sharded state dict with Megatron-Core; a collective call.
-
-    Args:
-        tensors: the sharded state dict.
-        folder: an existing one, where to.
-        target: what the folder will be called, for messages.
-    """
-    from megatron.core import dist_checkpointing
-
-    _gather_results_in_process()
-    with _write_errors(target):
-        dist_checkpointing.save(tensors, str(folder))
-
-
-def _gather_results_in_process() -> None:
-    """Keep Megatron-Core from starting a helper process to gather the results of its writers.
-
-    Only saving in the background needs one. torchrun forwards SIGTERM to all processes of a rank, so the helper would
-    be gone just when the run saves because of that signal. Megatron-Core has no public switch for this.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
-
-
-@contextmanager
-def _write_errors(target: Path) -> Iterator[None]:
-    """Turn Megatron-Core's write errors, which do not mention a full disk, into one sentence."""
-    try:
-        with os_errors("write", target):
-            yield
-    except CheckpointException as error:  # of all ranks, with the reasons on the first
-        reasons = "; ".join(str(reason) for reason, _ in error.failures.values()) or "see rank 0's output"
-        # torch's writer fills a disk to the last page and then reports "unexpected pos".
-        if shutil.disk_usage(target.parent).free < _FULL_DISK_BYTES:
-            reasons = "the disk is full"
-        raise StorageIOError(
-            f"cannot write {target}: {reasons}; free some space or choose another output, then run the same command "
-            "again"
-        ) from None
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:

@@ -62,6 +62,7 @@ LOOK_ALIKES: Final = {
         ("model_name_or_path", "pretrained_model_name_or_path", "pretrained_checkpoint", "hf_path"), "model.path"
     ),
     **dict.fromkeys(("save_interval", "save_steps"), "checkpoint.every"),
+    **dict.fromkeys(("remote_save_folder", "save_remote", "upload_to", "checkpoint.upload_to"), "checkpoint.copy_to"),
     **dict.fromkeys(("eval_interval", "eval_steps"), "validation.every"),
     **dict.fromkeys(("log_interval", "logging_steps"), "train.log_every"),
     **dict.fromkeys(("tp", "tensor_model_parallel_size", "tensor_parallel"), "parallel.tensor"),
@@ -162,6 +163,8 @@ class DataConfig:
         cache_dir: where shards of URLs are fetched to, once per node; null is $PACKED_SFT_CACHE_DIR, or the user's
             cache.
         cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
+        verify: when a bin is compared with its checksum: first_read, always or never.
+        access: mmap maps the files; pread reads each bin into memory, slower, but a file that is cut is an error.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
         allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
@@ -188,6 +191,8 @@ class DataConfig:
     shard_window: int | None = None
     cache_dir: str | None = None
     cache_size: str | None = None
+    verify: str = "first_read"
+    access: str = "mmap"
     pad_to_max_length: bool = False
     prefetch: int = 4
     allow_mismatch: list[str] = field(default_factory=list)
@@ -355,15 +360,20 @@ class LoggerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save.
+    """When to save, and where to copy to.
 
     Args:
         every: steps between two checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
         keep: how many of the newest checkpoints to keep; 0 keeps all.
+        copy_to: a URL such as s3://bucket/run, or another directory: every checkpoint is copied there in the
+            background, and resume=auto takes the newest of both places; null copies nothing.
+        keep_copies: how many of the newest copies to keep; 0 keeps all, null as many as keep.
     """
 
     every: int = 100
     keep: int = 2
+    copy_to: str | None = None
+    keep_copies: int | None = None
 
 
 @dataclass
@@ -380,7 +390,8 @@ class TrainConfig:
             it out.
         packing_full_is_oversized: a sample of exactly data.sequence_length counts as longer, too.
         output: the run's directory: checkpoints, metrics.jsonl, config.yaml, tensorboard.
-        resume: auto resumes from the newest checkpoint in output, never starts from scratch, or a checkpoint's path.
+        resume: auto resumes from the newest checkpoint in output or checkpoint.copy_to, never starts from scratch; or a
+            checkpoint's path or URL, or the URL of a copied run, which means its newest.
         seed: seed of the initial weights and of the data order.
         model: the model's shape.
         data: the data to train on.

@@ -13,8 +13,10 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import TARGETS
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
+from megatron_packed_sft.remote.filesystem import refuse_read_only
 from megatron_packed_sft.remote.sizes import parse_size
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.storage.read_options import ACCESS, VERIFY
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
     LoggerConfig,
@@ -35,7 +37,7 @@ GRADIENT_DTYPES: Final = ("float32", "bfloat16")
 RECOMPUTES: Final = ("none", "selective", "full")
 LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 BATCH_UNITS: Final = ("bins", "sequences")
-_MAY_BE_URLS: Final = ("data.path", "validation.paths")
+_MAY_BE_URLS: Final = ("data.path", "validation.paths", "resume", "checkpoint.copy_to")
 LOSSES: Final = ("per_token", "per_conversation")
 
 
@@ -52,6 +54,8 @@ def check_config(config: TrainConfig) -> None:
     for key, path in _paths(config):
         if key not in _MAY_BE_URLS:
             local_path(path, key)
+    if config.checkpoint.copy_to is not None and is_url(config.checkpoint.copy_to):
+        refuse_read_only(config.checkpoint.copy_to, "checkpoint.copy_to")
     if config.data.cache_size is not None:
         parse_size(config.data.cache_size, "data.cache_size")
 
@@ -68,14 +72,31 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _validation_problems(config.validation, config.parallel)
     yield from _logger_problems(config.logger)
     checkpoint = config.checkpoint
-    yield from _below(0, {"checkpoint.every": checkpoint.every, "checkpoint.keep": checkpoint.keep})
+    names = ("every", "keep", "keep_copies")
+    yield from _below(0, {f"checkpoint.{name}": getattr(checkpoint, name) for name in names})
+    yield from _copy_problems(config)
     yield from _below(0, {"seed": config.seed})
     yield from _model_problems(config.model, config.parallel)
+
+
+def _copy_problems(config: TrainConfig) -> Iterator[str]:
+    place, keep = config.checkpoint.copy_to, config.checkpoint.keep_copies
+    if place is None:
+        if keep is not None:
+            yield "checkpoint.keep_copies goes with checkpoint.copy_to; set that, or leave it out"
+    elif not place:
+        yield "checkpoint.copy_to is empty; give a URL or a directory, or leave the key out"
+    elif not is_url(place) and not is_url(config.output):
+        copies, output = local_path(place), local_path(config.output)
+        if copies == output or output in copies.parents:
+            yield f"checkpoint.copy_to={place} is in output={config.output}; choose a place outside"
 
 
 def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "output", config.output
     yield "resume", config.resume
+    if config.checkpoint.copy_to is not None:
+        yield "checkpoint.copy_to", config.checkpoint.copy_to
     for path in listed_paths(config.data.path):
         yield "data.path", path
     for path in named_paths(config.validation.paths).values():
@@ -120,6 +141,9 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     if data.shard_window is not None and any(one is not None for one in others):
         yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
     yield from _below(1, {"data.shard_window": data.shard_window})
+    for key, known in (("verify", VERIFY), ("access", ACCESS)):
+        if getattr(data, key) not in known:
+            yield f"data.{key} is {getattr(data, key)!r}; choose from {', '.join(known)}"
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"

@@ -15,11 +15,12 @@ from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_o
 from megatron_packed_sft.data.order.blend_order import BlendedSources
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.packing_modes import STATIC
+from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.remote.node_cache import node_cache
@@ -118,6 +119,8 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             max_seq_length=length,
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
+            verify=data.verify,
+            access=data.access,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
         )
 
@@ -126,7 +129,11 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         validation={name: dataset(opened) for name, opened in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
-        notes=[*(f"static packs: {line}" for line in static_lines), *_template_notes(tokenizers, sources)],
+        notes=[
+            *(f"static packs: {line}" for line in static_lines),
+            *_template_notes(tokenizers, sources),
+            *_cache_notes(config, trained.source),
+        ],
         tokenizer=tokenizer,
         blended=trained.blended,
         watched=_watched(config.validation, list(held_out)),
@@ -254,11 +261,13 @@ class CountedBatches(Iterator[Batch]):
     Args:
         batches: the batches of a loader.
         vocab_size: a larger id is an error: the model would crash on it, or silently learn nonsense.
+        source: where the batches come from; says whether such an id can be meant.
     """
 
-    def __init__(self, batches: Iterator[Batch], *, vocab_size: int) -> None:
+    def __init__(self, batches: Iterator[Batch], *, vocab_size: int, source: BinReader) -> None:
         self._batches = batches
         self._vocab_size = vocab_size
+        self._source = source
         self._num_tokens = 0
         self._num_positions = 0
 
@@ -269,17 +278,30 @@ class CountedBatches(Iterator[Batch]):
                 "a batch of the data holds only sequences of a single id, which predict nothing; leave them out of the "
                 "input of packed-sft prepare, or raise train.micro_batch_size"
             )
-        largest = max(int(batch[key].max()) for key in ("tokens", "labels"))
-        if largest >= self._vocab_size:
-            raise InvalidInputError(
-                f"the data has the token id {largest}, but the model's vocabulary ends at {self._vocab_size - 1}; set "
-                f"model.vocab_size to the tokenizer's, at least {largest + 1}"
-            )
+        for key in ("tokens", "labels"):
+            smallest, largest = batch[key].aminmax()
+            if smallest < 0 or largest >= self._vocab_size:
+                raise self._wrong_id(int(smallest if smallest < 0 else largest))
         num_positions = batch["tokens"].numel()
         self._num_positions += num_positions
         # Not `token_count`, which includes the padding between sequences.
         self._num_tokens += num_positions - int(batch["padding_mask"].sum())
         return batch
+
+    def _wrong_id(self, found: int) -> PackedSFTError:
+        source = self._source
+        recorded = [one.vocab_size for one in getattr(source, "sources", (source,))]
+        known = [size for size in recorded if size is not None]
+        if found < 0 or (len(known) == len(recorded) and found >= max(known)):
+            limit = "no id is negative" if found < 0 else f"its manifest says that all ids are below {max(known)}"
+            return ShardFileError(
+                f"{source.description} has the token id {found}, and {limit}, so a file of it is damaged; "
+                "packed-sft validate names the file; restore it, or prepare the data again"
+            )
+        return InvalidInputError(
+            f"the data has the token id {found}, but the model's vocabulary ends at {self._vocab_size - 1}; set "
+            f"model.vocab_size to the tokenizer's, at least {found + 1}"
+        )
 
     def take_counts(self) -> tuple[int, int]:
         """Return (tokens, positions) since the last call; positions without a token are padding."""
@@ -334,6 +356,11 @@ def _template_notes(tokenizers: Mapping[str, Tokenizer], sources: list[BinReader
                     "an exported model would carry; put the template of the data into the exported folder"
                 )
                 break  # once for all data
+
+
+def _cache_notes(config: TrainConfig, source: BinReader) -> Iterator[str]:
+    if config.data.shuffle and (found := shortage(source, config.data.shard_window, "data.{}")) is not None:
+        yield f"warning: {found}"
 
 
 def _refuse_larger_vocabulary(

@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from megatron_packed_sft.disk.atomic import Staging, fsync_directory
 from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
+from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.export import WrittenWeights, total_bytes, write_weights
@@ -28,10 +29,11 @@ from megatron_packed_sft.megatron.weights.torch_dist_writer import (
     sharded_weights,
     write_descriptions,
 )
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
-from megatron_packed_sft.train.checkpoint import make_durable, write_tensors
+from megatron_packed_sft.train.checkpoint import make_durable
 from megatron_packed_sft.train.export_files import write_model_files
-from megatron_packed_sft.train.export_source import Source, find_source
+from megatron_packed_sft.train.export_source import Source, open_source
 
 DTYPES: Final = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -85,8 +87,8 @@ def export_model(
     """Write a model as a Hugging Face folder or a Megatron checkpoint, which appears when it is complete.
 
     Args:
-        source: a run (its newest checkpoint), a checkpoint, a torch_dist checkpoint of Megatron, or a Hugging Face
-            folder.
+        source: a run (its newest checkpoint), a checkpoint, the URL of a copy of either, a torch_dist checkpoint of
+            Megatron, or a Hugging Face folder.
         target: the folder to publish.
         to: huggingface, with adapters merged in; megatron for the torch_dist checkpoint that Megatron-LM and
             Megatron-Bridge start from; adapter for the adapters alone, as `peft` loads them.
@@ -99,31 +101,48 @@ def export_model(
     """
     if to not in FORMATS:
         raise InvalidInputError(f"--to is {to!r}; choose from {', '.join(FORMATS)}")
-    found = find_source(source, like)
-    limit = parse_size(max_shard_size)
+    local_path(target, "OUTPUT")  # refuses a URL, before a download
+    options = _Options(to, dtype, parse_size(max_shard_size), tokenizer, overwrite, progress)
+    _dtype(dtype)
+    with open_source(source, like) as found:
+        return _export(found, target, options)
+
+
+class _Options(NamedTuple):
+    """The settings of `export_model`, with the size as a number."""
+
+    to: str
+    dtype: str | None
+    max_shard_bytes: int
+    tokenizer: str | os.PathLike[str] | None
+    overwrite: bool
+    progress: bool
+
+
+def _export(found: Source, target: str | os.PathLike[str], options: _Options) -> ExportReport:
     recorded = {} if found.state is None else found.state.pretrained
-    wanted = _dtype(recorded.get("dtype") if dtype is None else dtype)
-    with Staging(target, overwrite=overwrite) as staging, found.open() as weights:
+    wanted = _dtype(recorded.get("dtype") if options.dtype is None else options.dtype)
+    with Staging(target, overwrite=options.overwrite) as staging, found.open() as weights:
         stored = weights.dtype if wanted is None else wanted
         needed = total_bytes(weights.weights(), stored)
         _refuse_full_disk(staging.path, needed)
         notes: list[str] = []
-        with Progress("weights", needed, "B", quiet=not progress) as bar:
-            if to == "megatron":
+        with Progress("weights", needed, "B", quiet=not options.progress) as bar:
+            if options.to == "megatron":
                 written = _write_megatron(staging.path, staging.target, weights, stored, bar.update)
-            elif to == "adapter":
+            elif options.to == "adapter":
                 written = _write_adapter(staging.path, found, weights, stored, bar.update)
             else:
-                notes = _write_small_files(staging.path, found, tokenizer, stored)
+                notes = _write_small_files(staging.path, found, options.tokenizer, stored)
                 written = write_weights(
                     staging.path,
                     weights.weights(),
                     weights.read,
                     dtype=stored,
-                    max_shard_bytes=limit,
+                    max_shard_bytes=options.max_shard_bytes,
                     on_bytes=bar.update,
                 )
-        if dtype is None and stored.itemsize < weights.dtype.itemsize:
+        if options.dtype is None and stored.itemsize < weights.dtype.itemsize:
             trained, kept = (str(one).removeprefix("torch.") for one in (weights.dtype, stored))
             notes = [
                 *notes,
@@ -132,7 +151,7 @@ def export_model(
             ]
         staging.publish()
     return ExportReport(
-        source=str(found.path),
+        source=found.name or str(found.path),
         target=str(staging.target),
         family=found.shape.family,
         dtype=str(stored).removeprefix("torch."),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
@@ -17,11 +17,10 @@ from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, H
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.megatron.weights.torch_dist import METADATA, TorchDistCheckpoint
 from megatron_packed_sft.megatron.weights.torch_dist_writer import RELEASE, TRACKER
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, refuse_damaged
+from megatron_packed_sft.train.checkpoint_copies import CHECKPOINTS, fetched_run
 from megatron_packed_sft.train.pretrained import MODEL_FILES, lora_settings
-
-_CHECKPOINTS: Final = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,7 @@ class Source:
         model_files: the folder with the small files of the model, if there is one.
         state: what a run of ours recorded; None for what others made.
         folder: the weights, if they are in a Hugging Face folder.
+        name: what to call it, if not by its path.
     """
 
     path: Path
@@ -43,6 +43,7 @@ class Source:
     model_files: Path | None
     state: TrainingState | None = None
     folder: HuggingFaceFolder | None = None
+    name: str | None = None
 
     @contextmanager
     def open(self) -> Iterator[CheckpointWeights | AdaptedWeights | FolderWeights]:
@@ -58,6 +59,16 @@ class Source:
             yield weights if settings is None else AdaptedWeights(weights, checkpoint, settings)
 
 
+@contextmanager
+def open_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Iterator[Source]:
+    """Yield the model that a path or the URL of a copy means; the copy is fetched into TMPDIR for so long."""
+    if not is_url(path):
+        yield find_source(path, like)
+        return
+    with fetched_run(os.fspath(path)) as (checkpoint, copy):
+        yield replace(find_source(checkpoint, like), name=copy.shown)
+
+
 def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Source:
     """Return the model that a path means.
 
@@ -70,8 +81,8 @@ def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | Non
     described = None if like is None else local_path(like, "--like")
     if (folder / STATE).is_file():
         return _own(folder, described)
-    if (folder / _CHECKPOINTS).is_dir():
-        newest = CheckpointDirectory(folder / _CHECKPOINTS).newest()
+    if (folder / CHECKPOINTS).is_dir():
+        newest = CheckpointDirectory(folder / CHECKPOINTS).newest()
         if newest is None:
             raise InvalidInputError(f"{folder} has no checkpoint yet; wait until the run has saved one")
         return _own(newest, described)

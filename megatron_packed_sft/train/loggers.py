@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. /]")
 
 class Tracker(Protocol):
     """Something that shows numbers over steps."""
+
+    name: str
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Show some numbers of a step."""
@@ -59,7 +62,10 @@ def open_trackers(
         if kind == TENSORBOARD and importlib.util.find_spec(TENSORBOARD) is None:
             notes.append("note: TensorBoard is not installed, so there are no files for it; metrics.jsonl has it all")
         elif kind == TENSORBOARD:
-            trackers.append(TensorBoardTracker(output / TENSORBOARD, first_step=first_step))
+            try:
+                trackers.append(TensorBoardTracker(output / TENSORBOARD, first_step=first_step))
+            except OSError as error:
+                notes.append(f"warning: cannot write to {output / TENSORBOARD} ({error.strerror}); training goes on")
         elif kind == WANDB:
             trackers.append(WandbTracker(settings, output, name, config))
         else:
@@ -70,24 +76,38 @@ def open_trackers(
 class TensorBoardTracker:
     """Event files in output/tensorboard."""
 
+    name = TENSORBOARD
+
     def __init__(self, directory: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         make: Callable[..., Any] = SummaryWriter  # it has no type annotations
         self._writer = make(str(directory), purge_step=first_step + 1)
+        self._hook, threading.excepthook = threading.excepthook, self._hear
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # so that an error appears here and not in its own thread, minutes later
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _hear(self, failure: threading.ExceptHookArgs) -> None:
+        # What its writing thread dies of comes out of the next call, too; there is no need to print a trace.
+        if not type(failure.thread).__module__.startswith(TENSORBOARD):
+            self._hook(failure)
 
 
 class WandbTracker:
     """Weights & Biases: files in output/wandb, sent at once or later by `wandb sync`."""
+
+    name = WANDB
 
     def __init__(self, settings: LoggerConfig, output: Path, name: str, config: Mapping[str, Any]) -> None:
         wandb = load("wandb", WANDB, "logger.names=[wandb]")
@@ -116,6 +136,8 @@ class WandbTracker:
 
 class MlflowTracker:
     """MLflow: files in output/mlflow, or a tracking server."""
+
+    name = MLFLOW
 
     def __init__(self, settings: LoggerConfig, output: Path, name: str, config: Mapping[str, Any]) -> None:
         if settings.mlflow_uri is None:

@@ -19,12 +19,13 @@ from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.data.order.blend_order import BlendOrder
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.errors import PackedSFTError, StorageIOError
 from megatron_packed_sft.megatron.backend import seed_random_numbers
 from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, recorded_model
 from megatron_packed_sft.train.config import TrainConfig
+from megatron_packed_sft.train.copy_sender import CopySender
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
 from megatron_packed_sft.train.early_stopping import EarlyStopping
 from megatron_packed_sft.train.metrics import StepMeter, step_record
@@ -87,6 +88,7 @@ class Trainer:
         self._forward_backward: Callable[..., list[dict[str, torch.Tensor]]] = get_forward_backward_func()
         self._stopping: EarlyStopping | None = None
         self._saved_step = -1
+        self.copies: CopySender | None = None  # told of every checkpoint; only the first rank has one
         self.step = 0
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
@@ -100,7 +102,7 @@ class Trainer:
         config = self._config
         meter = self._meter()
         self._data.dataset.fetch_batch([0])  # loads or compiles the kernels before the first step is timed
-        batches = CountedBatches(iter(self._loader), vocab_size=self._data.vocab_size)
+        batches = CountedBatches(iter(self._loader), vocab_size=self._data.vocab_size, source=self._data.dataset.source)
         self._stopping = self._early_stopping(reporter)
         with StopRequest() as stop:
             self._validate(self._owed_validations(reporter), reporter, stop)
@@ -214,7 +216,10 @@ class Trainer:
             pretrained=self._pretrained,
             peft=recorded_peft(self._config.peft),
         )
-        reporter.on_checkpoint(self._checkpoints.save(self._trained.sharded_state(), state))
+        checkpoint = self._checkpoints.save(self._trained.sharded_state(), state)
+        reporter.on_checkpoint(checkpoint)
+        if self.copies is not None:
+            self.copies.add(checkpoint)
         self._saved_step = self.step
 
     def _owed_validations(self, reporter: Reporter) -> list[str]:
@@ -233,7 +238,9 @@ class Trainer:
         self._trained.model.eval()
         for name in names:
             loader = validation_loader(self._data.validation[name], self._config, **self._ranks)
-            batches = CountedBatches(iter(loader), vocab_size=self._data.vocab_size)
+            batches = CountedBatches(
+                iter(loader), vocab_size=self._data.vocab_size, source=self._data.validation[name].source
+            )
             num_left = len(loader)
             if self._config.validation.steps is not None:
                 num_left = min(num_left, self._config.validation.steps * self._schedule.num_microbatches)
@@ -278,10 +285,14 @@ class Trainer:
         if is_complete and torch.distributed.get_rank() == 0:
             file = local_path(self._config.output) / "samples" / f"step_{self.step:06d}.txt"
             text = as_text(samples, step=self.step, name=name, tokenizer=self._data.tokenizer)
-            with os_errors("write", file):
-                file.parent.mkdir(exist_ok=True)
-            replace_file(file, text.encode())
-            reporter.on_samples(file)
+            try:
+                with os_errors("write", file):
+                    file.parent.mkdir(exist_ok=True)
+                replace_file(file, text.encode())
+            except StorageIOError as error:
+                reporter.say(f"warning: {error}; training goes on")
+            else:
+                reporter.on_samples(file)
 
     def _meter(self) -> StepMeter:
         return StepMeter(self._device, is_counted=self._is_counted)

@@ -8,6 +8,8 @@ The denominator is the number of trained tokens, the sum of their weights, or th
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
@@ -20,8 +22,9 @@ import torch
 
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.train.loggers import Tracker
+from megatron_packed_sft.train.unwritten import Unwritten
 
 METRICS: Final = "metrics.jsonl"
 
@@ -173,7 +176,7 @@ def step_record(
 
 
 class MetricsFile:
-    """The metrics.jsonl of a run, whose numbers also go to trackers.
+    """The metrics.jsonl of a run, whose numbers also go to trackers. What cannot be written is counted, not raised.
 
     Args:
         directory: the run's directory.
@@ -186,10 +189,12 @@ class MetricsFile:
         before = self._lines() if first_step else ()
         kept = [(line, record) for line, record in before if record["step"] <= first_step]
         self._validations = [record for _, record in kept if record["event"] == "validation"]
-        replace_file(self.path, b"".join(line for line, _ in kept))
-        with os_errors("open", self.path):
-            self._file = open(self.path, "ab")  # noqa: SIM115  # closed by close()
+        self._kept = b"".join(line for line, _ in kept)
+        self._file: io.FileIO | None = None
         self._trackers = tuple(trackers)
+        self.unwritten = Unwritten()
+        with self.unwritten.tolerated(METRICS, num_records=0):
+            self._open()
 
     def write_step(self, record: StepRecord) -> None:
         """Write the record of one or more steps."""
@@ -221,9 +226,12 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        if self._file is not None:
+            with self.unwritten.tolerated(METRICS, num_records=0):
+                self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            with self.unwritten.tolerated(tracker.name, num_records=0):
+                tracker.close()
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -237,14 +245,36 @@ class MetricsFile:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-        with os_errors("write", self.path):
-            # One write per line, so that a reader never sees half of it.
-            self._file.write(json.dumps({"event": event, **plain}).encode() + b"\n")
-            self._file.flush()
+        with self.unwritten.tolerated(METRICS), os_errors("write", self.path):
+            self._append(json.dumps({"event": event, **plain}).encode() + b"\n")
+
+    def _open(self) -> io.FileIO:
+        """Return the file; a disk that was full when the run began may have room later."""
+        if self._file is None:
+            replace_file(self.path, self._kept)
+            with os_errors("open", self.path):
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
+        return self._file
+
+    def _append(self, line: bytes) -> None:
+        # One write per line, so that a reader never sees half of it.
+        file = self._open()
+        before = os.fstat(file.fileno())
+        if before.st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was removed")
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "half a line was written")
+        except OSError:
+            os.ftruncate(file.fileno(), before.st_size)
+            raise
 
     def _draw(self, values: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
-            tracker.log(values, step)
+            with self.unwritten.tolerated(tracker.name):
+                if self.unwritten.is_given_up(tracker.name):
+                    raise PackedSFTError("it was given up")
+                tracker.log(values, step)
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         """Yield the lines of the resumed run with their parsed records."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.megatron.backend import Backend
 from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from megatron_packed_sft.megatron.lora import add_lora
@@ -55,11 +55,16 @@ class ModelAndOptimizer:
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
         """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
-        from megatron.core import dist_checkpointing
+        from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint
 
-        loaded = dist_checkpointing.load(self.sharded_state(is_loading=True), str(checkpoint))
-        self.model.module.load_state_dict(loaded["model"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        loaded = load_checkpoint(self.sharded_state(is_loading=True), checkpoint)
+        try:
+            self.model.module.load_state_dict(loaded["model"])
+            self.optimizer.load_state_dict(loaded["optimizer"])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
+            raise ShardFileError(
+                f"{checkpoint} does not fit the optimizer ({type(error).__name__}: {error}); restore the checkpoint"
+            ) from error
         self.scheduler.load_state_dict(dict(scheduler))
 
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.support.processes import signal_when_parent_dies
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ _LOST = re.compile(
 )
 _HEAD_START_SECONDS = 5.0
 # On Ctrl-C a terminal signals every process of the run, and torchrun then forwards its own: one request, heard twice.
-_ONE_REQUEST_SECONDS = 2.0
+ONE_REQUEST_SECONDS = 2.0
 
 
 def own_rank() -> int:
@@ -39,6 +40,12 @@ def own_rank() -> int:
 def num_ranks() -> int:
     """Return the number of processes in the run; 1 when this one runs alone."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def leave_with_torchrun() -> None:
+    """Have this rank save and stop when torchrun is killed, which else leaves its ranks running unattended."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_when_parent_dies(signal.SIGTERM, os.getppid())
 
 
 class LostRankError(PackedSFTError):
@@ -129,7 +136,7 @@ class StopRequest:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._received_at > _ONE_REQUEST_SECONDS:
+        elif number == signal.SIGINT and now - self._received_at > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.data.order.blend import SourceProgress
@@ -13,6 +15,8 @@ from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal, show_json
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals, perplexity_of
+
+NO_COPIES: Mapping[str, Any] = MappingProxyType({})
 
 
 class EarlyEnd(NamedTuple):
@@ -54,8 +58,8 @@ class Reporter:
     def on_samples(self, file: Path) -> None:
         """Report what the model says, once it is written."""
 
-    def summarize(self, end: EarlyEnd | None) -> None:
-        """Report the end of the run: finished, or why it ended early."""
+    def summarize(self, end: EarlyEnd | None, copies: Mapping[str, Any] = NO_COPIES) -> None:
+        """Report the end of the run: finished, or why it ended early; and what was copied of it."""
 
     def close(self) -> None:
         """Release the bars and files."""
@@ -89,7 +93,13 @@ class ConsoleReporter(Reporter):
 
     def say(self, text: str) -> None:
         """Print a line, above the bars while there are any."""
-        progress.say(text, stream=sys.stderr if self._as_json else sys.stdout)
+        try:
+            progress.say(text, stream=sys.stderr if self._as_json else sys.stdout)
+        except BrokenPipeError:
+            raise  # whoever reads this has left, which ends a command
+        except OSError as error:  # a log on a full disk
+            with self._metrics.unwritten.tolerated("the log"):
+                raise error
 
     def was_validated(self, name: str, step: int) -> bool:
         """Look it up in the metrics."""
@@ -102,6 +112,7 @@ class ConsoleReporter(Reporter):
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
         """Write the record; move the bar, or print a line."""
         self._metrics.write_step(record)
+        self._warn()
         self._records = [*self._records[:1], record]
         self._num_tokens += totals.num_tokens
         self._seconds += totals.seconds
@@ -132,6 +143,7 @@ class ConsoleReporter(Reporter):
         """Write and print the loss."""
         self._close_validation_bar()
         self._metrics.write_validation(name, step, loss, num_trained)
+        self._warn()
         self._validations[name] = {"step": step, "loss": _finite(loss), "num_trained": num_trained}
         self.say(
             f"step {step}: loss {loss:.4f} on {name} ({num_trained:,} trained tokens), perplexity "
@@ -152,13 +164,18 @@ class ConsoleReporter(Reporter):
         self._close_validation_bar()
         self._bar.close()
         self._metrics.close()
+        self._warn()
 
-    def summarize(self, end: EarlyEnd | None) -> None:
+    def _warn(self) -> None:
+        for warning in self._metrics.unwritten.take_warnings():
+            self.say(warning)
+
+    def summarize(self, end: EarlyEnd | None, copies: Mapping[str, Any] = NO_COPIES) -> None:
         """Print what was done, where it is, and how to resume."""
         self._close_validation_bar()
         self._bar.close()
         if self._as_json:
-            show_json(self._summary(end))
+            show_json({**self._summary(end), **copies})
             return
         if not self._records:
             done = f"all {self._num_steps} steps are done; raise train.steps or train.epochs to train longer, or choose"
@@ -177,7 +194,12 @@ class ConsoleReporter(Reporter):
             self.say(f"blend: {', '.join(_progress(name, source) for name, source in last.sources.items())}")
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
+        if copies.get("num_copies_skipped"):
+            num_skipped = counted(copies["num_copies_skipped"], "checkpoint")
+            self.say(f"not copied: {num_skipped}, because a newer one was there before the store was ready for it")
         self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
+        if unwritten := self._metrics.unwritten.summary():
+            self.say(unwritten)
 
     def _summary(self, end: EarlyEnd | None) -> dict[str, Any]:
         """Return the same facts for programs."""
@@ -194,6 +216,7 @@ class ConsoleReporter(Reporter):
             "tokens_per_second": self._num_tokens / self._seconds if self._seconds else None,
             "data_share": self._data_seconds / self._seconds if self._seconds else None,
             "metrics": str(self._metrics.path),
+            "num_not_written": dict(self._metrics.unwritten.counts),
             "checkpoint": None if self._checkpoint is None else str(self._checkpoint),
         }
 

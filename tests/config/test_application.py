@@ -173,17 +173,54 @@ class RunByHydra:
 @pytest.mark.parametrize("options", [[], ["--multirun", "packing.pack_size=8,16"]])
 def test_nothing_that_a_configuration_names_is_called(conf: Path, options: list[str]) -> None:
     target = {"_target_": f"{__name__}.RunByHydra"}
-    own = {
-        "callbacks": {"x": target},
-        "launcher": target,
-        "job_logging": {"version": 1, "root": {}, "handlers": target},
-    }
-    mine = {"defaults": ["sample", "_self_"], "hydra": own, "extra": {"x": target}}
-    (conf.parent / "mine.yaml").write_text(json.dumps(mine))
+    (conf.parent / "mine.yaml").write_text(json.dumps({"defaults": ["sample", "_self_"], "extra": {"x": target}}))
     code, seen = run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x", *options)
     assert code == 0
     assert seen[0].extra == {"x": target}
     assert not RunByHydra.ran
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"job": {"env_set": {"PYTHONPATH": "/evil"}}}, "hydra.job.env_set.PYTHONPATH"),
+        ({"job": {"env_copy": ["PATH"]}}, "hydra.job.env_set.PATH, hydra.job.env_copy"),
+        ({"callbacks": {"x": {"_target_": f"{__name__}.RunByHydra"}}}, "hydra.callbacks.x._target_"),
+        ({"launcher": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.launcher._target_"),
+        ({"sweeper": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.sweeper._target_"),
+        ({"job_logging": {"handlers": {"x": {"()": f"{__name__}.RunByHydra"}}}}, "hydra.job_logging.handlers.x.()"),
+        ({"hydra_logging": {"handlers": {"x": {"class": "evil"}}}}, "hydra.hydra_logging.handlers.x.class"),
+        ({"searchpath": [f"pkg://{__name__}"]}, "hydra.searchpath"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("place", ["main", "group"])
+def test_hydras_own_settings_in_a_file_are_refused_by_name(
+    conf: Path, own: dict[str, Any], named: str, place: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment = dict(os.environ)
+    home = conf.parent
+    (home / "storage").mkdir(exist_ok=True)
+    (home / "storage" / "third.yaml").write_text("# @package _global_\n" + json.dumps({"hydra": own}))
+    main: dict[str, Any] = {"defaults": ["sample", "_self_"], "hydra": own}
+    if place == "group":
+        main = {"defaults": ["sample", {"override storage": "third"}, "_self_"]}
+    (home / "mine.yaml").write_text(json.dumps(main))
+    assert run("--config-dir", str(home), "--config-name", "mine", "output=x") == (2, [])
+    said = capfd.readouterr().err
+    if (place, named) == ("group", "hydra.searchpath"):
+        assert "Overriding hydra.searchpath is only supported from the primary config" in said
+    else:
+        assert f"sets {named}: Hydra's own settings are not used here; leave them out" in said
+    assert said.count("\n") == 1
+    assert not RunByHydra.ran
+    assert dict(os.environ) == environment
+
+
+def test_a_choice_of_one_of_hydras_own_groups_is_refused(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (conf.parent / "mine.yaml").write_text("defaults: [sample, {override hydra/job_logging: none}, _self_]\n")
+    assert run("--config-dir", str(conf.parent), "--config-name", "mine", "output=x") == (2, [])
+    assert "sets hydra/job_logging" in capfd.readouterr().err
 
 
 def test_a_file_of_the_users_own_includes_ours_and_its_groups(conf: Path) -> None:

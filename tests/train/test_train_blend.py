@@ -253,6 +253,8 @@ def test_a_longer_run_is_refused_before_anything_starts(runs: Runs, capsys: pyte
 class Shown:
     """What a tracker is shown."""
 
+    name = "shown"
+
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
+from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import CountedBatches, open_data, training_loader, validation_loader
 from tests.packed_bins import make_bins, write_shard
@@ -117,7 +118,7 @@ def test_pipeline_stages_get_batches_of_one_shape(dataset: Path) -> None:
 
 def test_tokens_and_padding_are_counted_on_their_way(dataset: Path) -> None:
     batches = first_batches(config_of(str(dataset)), 3)
-    counted = CountedBatches(iter(batches), vocab_size=VOCAB_SIZE)
+    counted = CountedBatches(iter(batches), vocab_size=VOCAB_SIZE, source=source_of(dataset))
     assert list(counted) == batches
     num_positions = sum(batch["tokens"].numel() for batch in batches)
     num_padding = sum(int(batch["padding_mask"].sum()) for batch in batches)
@@ -126,21 +127,43 @@ def test_tokens_and_padding_are_counted_on_their_way(dataset: Path) -> None:
     assert counted.take_counts() == (0, 0)
 
 
+def source_of(dataset: Path) -> BinReader:
+    return open_data(config_of(str(dataset))).dataset.source
+
+
 def test_an_id_beyond_the_models_vocabulary_never_reaches_the_model(dataset: Path) -> None:
     [batch] = first_batches(config_of(str(dataset)), 1)
+    source = source_of(dataset)
     largest = int(batch["tokens"].max())
-    assert next(CountedBatches(iter([batch]), vocab_size=largest + 1)) is batch
+    assert next(CountedBatches(iter([batch]), vocab_size=largest + 1, source=source)) is batch
     with pytest.raises(
         InvalidInputError, match=f"has the token id {largest}.*ends at {largest - 1}; set model.vocab_size"
     ):
-        next(CountedBatches(iter([batch]), vocab_size=largest))
+        next(CountedBatches(iter([batch]), vocab_size=largest, source=source))
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"), [(VOCAB_SIZE + 44, "its manifest says that all ids are below 256"), (-7, "no id is negative")]
+)
+def test_an_id_that_the_manifest_excludes_is_damage_and_no_reason_for_a_larger_model(
+    dataset: Path, found: int, reason: str
+) -> None:
+    [batch] = first_batches(config_of(str(dataset)), 1)
+    batch["tokens"][0, 3] = found  # as a reader without checksums would hand it on
+    source = source_of(dataset)
+    with pytest.raises(ShardFileError) as caught:
+        next(CountedBatches(iter([batch]), vocab_size=VOCAB_SIZE, source=source))
+    assert str(caught.value) == (
+        f"{source.description} has the token id {found}, and {reason}, so a file of it is damaged; "
+        "packed-sft validate names the file; restore it, or prepare the data again"
+    )
 
 
 def test_a_batch_of_single_ids_is_refused_in_one_sentence(dataset: Path) -> None:
     [batch] = first_batches(config_of(str(dataset)), 1)
     empty = {key: value[:, :0] for key, value in batch.items() if key in ("tokens", "labels", "padding_mask")}
     with pytest.raises(InvalidInputError, match="only sequences of a single id"):
-        next(CountedBatches(iter([empty]), vocab_size=VOCAB_SIZE))
+        next(CountedBatches(iter([empty]), vocab_size=VOCAB_SIZE, source=source_of(dataset)))
 
 
 def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_wrong_key_or_value_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["output", "resume", "data.plan", "data.tokenizer"])
+@pytest.mark.parametrize("key", ["output", "data.plan", "data.tokenizer"])
 def test_a_url_is_refused_under_the_name_of_its_key(
     key: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pty
 import re
 import select
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,8 @@ from megatron_packed_sft.train.checkpoint import (
     refuse_damaged,
     refuse_other_model,
 )
-from megatron_packed_sft.train.config import TrainConfig
-from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker
+from megatron_packed_sft.train.config import LoggerConfig, TrainConfig
+from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker, open_trackers
 from megatron_packed_sft.train.metrics import (
     METRICS,
     MetricsFile,
@@ -180,6 +183,7 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
     # rich asks the process's own terminal, which a test may not have, and a quick machine has a long rate to show.
     monkeypatch.setenv("COLUMNS", "200")
     record, totals = make_record(1)
+    shown = b""
     for is_terminal in (True, False):
         with monkeypatch.context() as patch, open(terminal, "w", closefd=False) as stream:
             if is_terminal:
@@ -190,12 +194,13 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
             reporter.on_validation_progress(6)
             reporter.on_validation_end("validation", 0, 2.5, 100)
             reporter.on_steps(record, totals)
+            while is_terminal and b"loss 2.0000" not in shown and select.select([controller], [], [], 30)[0]:
+                shown += os.read(controller, 1 << 16)  # the bar is drawn some times a second
             reporter.summarize(None)
             reporter.close()
         printed = capsys.readouterr().out
         assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
         assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
-    shown = b""
     while select.select([controller], [], [], 0)[0]:  # a terminal hands out 4 KB at a time
         shown += os.read(controller, 1 << 16)
     plain = CONTROLS.sub("", shown.decode())
@@ -240,3 +245,98 @@ def test_as_json_the_summary_is_all_that_stdout_gets(tmp_path: Path, capsys: pyt
     assert summary["validation"] == {"validation": {"step": 0, "loss": None, "num_trained": 0}}
     assert summary["checkpoint"] == str(tmp_path / "step_000001")
     assert "step 1/4: loss 2.0000" in printed.err
+
+
+class Failing:
+    """A tracker whose server is gone."""
+
+    name = "failing"
+    num_calls = 0
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.num_calls += 1
+        raise ConnectionError("no route to host\nand a trace of many lines")
+
+    def close(self) -> None:
+        self.log({}, 0)
+
+
+def report_steps(metrics: MetricsFile, num_steps: int) -> None:
+    reporter = ConsoleReporter(metrics, first_step=0, num_steps=num_steps)
+    for step in range(1, num_steps + 1):
+        reporter.on_steps(*make_record(step))
+    reporter.on_validation_end("validation", num_steps, 2.5, 100)
+    reporter.on_checkpoint(Path("step_000001"))
+    reporter.summarize(None)
+    reporter.close()
+
+
+def test_a_tracker_that_fails_is_one_warning_and_a_count_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Failing()
+    report_steps(MetricsFile(tmp_path, first_step=0, trackers=[tracker]), 5)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: cannot write to failing (no route to host); training goes on\n") == 1
+    assert printed.splitlines()[-1] == "not written: 6 records of failing"
+    assert tracker.num_calls == 4  # given up after three; and closed
+    assert len(read_metrics(tmp_path / METRICS)) == 5
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # TensorBoard's, when it cannot write the rest
+def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there_is_room(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = TensorBoardTracker(small_disk / TENSORBOARD, first_step=0)
+    metrics = MetricsFile(small_disk, first_step=0, trackers=[tracker])
+    write_steps(metrics, range(1, 3))
+    ballast = small_disk / "ballast"
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+    write_steps(metrics, range(3, 40))
+    [about_metrics, about_tensorboard] = sorted(metrics.unwritten.take_warnings())
+    assert re.fullmatch(
+        r"warning: cannot write to metrics.jsonl \(cannot write .*metrics.jsonl: No space left on device; free some "
+        r"space or choose another disk\); training goes on",
+        about_metrics,
+    )
+    assert about_tensorboard.startswith("warning: cannot write to tensorboard (")
+    ballast.unlink()
+    write_steps(metrics, range(40, 42))
+    metrics.close()
+    steps = [record["step"] for record in read_metrics(small_disk / METRICS)]  # every line is whole
+    assert steps[:2] == [1, 2]
+    assert steps[-2:] == [40, 41]
+    assert len(steps) + metrics.unwritten.counts[METRICS] == 41
+
+
+def test_metrics_whose_file_is_removed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = MetricsFile(tmp_path, first_step=0)
+    metrics.path.unlink()
+    report_steps(metrics, 2)
+    printed = capsys.readouterr().out
+    assert printed.count("No such file or directory; check the path); training goes on\n") == 1
+    assert printed.splitlines()[-1] == "not written: 3 records of metrics.jsonl"
+
+
+def test_metrics_that_cannot_even_be_started_do_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / METRICS).mkdir()  # even root cannot write to that
+    (tmp_path / TENSORBOARD).touch()
+    trackers, notes = open_trackers(LoggerConfig(names=[TENSORBOARD]), tmp_path, first_step=0, config={})
+    assert (trackers, len(notes)) == ([], 1)
+    assert notes[0].startswith(f"warning: cannot write to {tmp_path / TENSORBOARD} (")
+    report_steps(MetricsFile(tmp_path, first_step=0), 2)
+    assert capsys.readouterr().out.splitlines()[-1] == "not written: 3 records of metrics.jsonl"

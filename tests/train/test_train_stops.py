@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -39,9 +40,9 @@ def arguments(data: Path, output: Path, num_steps: int) -> list[str]:
 
 
 @contextmanager
-def running(data: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+def running(data: Path, output: Path, *further: str) -> Iterator[subprocess.Popen[str]]:
     """A run on two ranks that would take very long, handed out when its fifth step is done."""
-    command = torchrun(2, RECIPE, *arguments(data, output, 100_000))
+    command = torchrun(2, RECIPE, *arguments(data, output, 100_000), *further)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     try:
         end = time.monotonic() + 120
@@ -101,7 +102,7 @@ def test_ctrl_c_saves_and_leaves_although_every_rank_hears_it_twice(data: Path, 
 
 
 def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_packed_sft.train.ranks._ONE_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_packed_sft.train.ranks.ONE_REQUEST_SECONDS", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
@@ -111,16 +112,69 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path: Path, lost: int) -> None:
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    return {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+
+
+def writer_of(rank: psutil.Process) -> psutil.Process:
+    """The process that Megatron-Core forks to write a checkpoint; waits for the next one."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for child in rank.children():
+            return child
+    raise AssertionError("nothing was saved for a minute")
+
+
+def frozen_writer_of(rank: psutil.Process) -> psutil.Process:
+    """Such a process, stopped in the middle of writing: before that it may not know yet with whom it has to die."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with suppress(psutil.NoSuchProcess):
+            writer = writer_of(rank)
+            writer.suspend()
+            if any(file.path.endswith(".distcp") for file in writer.open_files()):
+                return writer
+            writer.resume()
+    raise AssertionError("nothing was being written for a minute")
+
+
+def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path: Path) -> None:
     with running(data, tmp_path / "killed") as process:
-        ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
-        ranks[lost].kill()
+        ranks_of(process)[1].kill()
         printed, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"rank {1 - lost} lost the connection to another rank" in printed
+    assert "rank 0 lost the connection to another rank" in printed
     assert "run the same command again to resume from the last checkpoint" in printed
     assert "loop.py" not in printed  # no trace of ours
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_no_process_and_is_resumed_bit_for_bit(
+    data: Path, tmp_path: Path
+) -> None:
+    outputs = [tmp_path / name for name in ("rank_0_killed", "torchrun_killed", "undisturbed")]
+    with running(data, outputs[0], "checkpoint.every=1") as process:
+        ranks = ranks_of(process)
+        writer = frozen_writer_of(ranks[0])  # so that it is still writing when its rank is gone
+        ranks[0].kill()
+        printed, _ = process.communicate(timeout=60)  # also waits for whoever has its stdout
+        assert psutil.wait_procs([writer, *ranks.values()], timeout=60)[1] == []
+    assert "rank 1 lost the connection to another rank" in printed
+    [left] = [entry.name for entry in (outputs[0] / "checkpoints").iterdir() if entry.name.startswith(".step")]
+
+    with running(data, outputs[1], "checkpoint.every=1") as process:
+        ranks = ranks_of(process)
+        writer = writer_of(ranks[0])
+        process.kill()
+        assert psutil.wait_procs([writer, *ranks.values()], timeout=60)[1] == []
+        process.communicate(timeout=60)
+
+    until = max(map(num_steps, outputs)) + 3
+    printed = run_in_turn(2, [arguments(data, output, until) for output in outputs])
+    assert f"removed {left}, an unfinished checkpoint of a run that was killed\n" in printed
+    assert losses(outputs[0]) == losses(outputs[1]) == losses(outputs[2])
+    assert len(losses(outputs[0])) == until
+    for output in outputs:
+        assert [entry.name for entry in (output / "checkpoints").iterdir() if entry.name.startswith(".")] == []
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(data: Path, tmp_path: Path) -> None:
@@ -134,9 +188,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(data: Path,
         assert done.returncode == 1
         [line] = done.stderr.splitlines()
         checkpoints = disk / "run" / "checkpoints"
-        assert line == (
-            f"packed-sft train: error: cannot write {checkpoints / 'step_000001'}: the disk is full; free some space "
-            "or choose another output, then run the same command again"
+        assert re.fullmatch(
+            rf"packed-sft train: error: cannot write {checkpoints / 'step_000001'}: No space left on device; it needs "
+            r"[\d,]{9} bytes; free some space or choose another output, then run the same command again",
+            line,
         )
         assert list(checkpoints.iterdir()) == []
     finally:
