@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
-    from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
+    from megatron_packed_sft.tokens.materialize import materialize
+    from megatron_packed_sft.tokens.shards import materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
     from megatron_packed_sft.tokens.writer import TokenPartWriter
 
@@ -148,7 +149,7 @@ _HOMES = {
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
     "materialize": "tokens.materialize",
-    "materialize_shards": "tokens.materialize",
+    "materialize_shards": "tokens.shards",
     "open_dataset": "storage.dataset_directory",
     "open_shard": "storage.registry",
     "open_token_store": "tokens.store",

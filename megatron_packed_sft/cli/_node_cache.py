@@ -101,6 +101,7 @@ def prefetch(
     cache = node_cache(cache_dir, cache_size)
     with Progress("fetch", None, "shard", quiet=quiet) as bar:
         num_shards, num_bytes = fetch_dataset(url, cache, split, lambda: bar.update(1))
+        cache.make_durable()
     if as_json:
         show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
     elif not quiet:

@@ -14,7 +14,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
         packed-sft compare my_dataset repacked --max-differences 3 --json
     """
 )
-@argument("path_a", metavar="A", help="a dataset directory, a shard or a packed file of any storage")
+@argument("path_a", metavar="A", help="a dataset directory, a shard or a packed file of any storage, or its URL")
 @argument("path_b", metavar="B", help="what to compare it with")
 @click.option("--split", metavar="NAME", help="compare only this split (default: all)")
 @click.option(

@@ -13,6 +13,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
     examples="""
         packed-sft export runs/first my_model
         packed-sft export runs/first/checkpoints/step_000100 my_model --dtype bf16
+        packed-sft export s3://bucket/run my_model
         packed-sft export runs/first my_model --tokenizer my_tokenizer --max-shard-size 2GB
         packed-sft export megatron_checkpoints my_model --like Qwen3-0.6B
         packed-sft export Qwen3-0.6B megatron_checkpoints --to megatron --dtype bf16
@@ -21,8 +22,8 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 @argument(
     "source",
     metavar="RUN_OR_CHECKPOINT",
-    help="a run's output directory (its newest checkpoint), a checkpoint in it, a torch_dist checkpoint of "
-    "Megatron-LM or Megatron-Bridge, or a Hugging Face folder",
+    help="a run's output directory (its newest checkpoint), a checkpoint in it, the URL of a copy of either, a "
+    "torch_dist checkpoint of Megatron-LM or Megatron-Bridge, or a Hugging Face folder",
 )
 @argument("target", metavar="OUTPUT", help="the folder to publish")
 @click.option(

@@ -18,7 +18,8 @@ from megatron_packed_sft.cli._verb import argument, verb
 )
 @argument(
     "path",
-    help="a dataset directory, a shard, packed file or token stream, a token store, a plan, a checkpoint or a run",
+    help="a dataset directory, a shard, packed file or token stream, a token store, a plan, a checkpoint or a run; "
+    "or a URL",
 )
 @click.option("--deep", is_flag=True, help="also read the data and draw histograms of lengths, fullness and masks")
 def command(path: str, deep: bool, as_json: bool) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_packed_sft.cli._verb import ApplicationVerb
-from megatron_packed_sft.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from megatron_packed_sft.prepare.pipeline import Pipeline
@@ -23,11 +22,9 @@ def _page(pipeline: Pipeline) -> Callable[[], str]:
     from megatron_packed_sft.inspect.report.write import page_beside, refuse_other_file, write_report
 
     places = pipeline.places
-    if places.url is not None:
-        raise InvalidInputError("the page is written beside a local output, and output is a URL; leave the page out")
-    target = page_beside(places.output)
+    target = page_beside(places.target)
     refuse_other_file(target)
-    return lambda: write_report(places.output, target, work_dir=places.work_dir).path
+    return lambda: write_report(places.target, target, work_dir=places.work_dir).path
 
 
 def _complete(words: Sequence[str], incomplete: str) -> list[str]:

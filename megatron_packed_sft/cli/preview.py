@@ -25,7 +25,7 @@ from megatron_packed_sft.cli._verb import argument, complete_words, verb
     shell_complete=complete_words,
     metavar="PATH [KEY=VALUE ...]",
     help="a file of chats (anything that prepare reads), with prepare's keys; or packed data: a dataset directory, a "
-    "shard, a packed file, a token store or a token stream",
+    "shard, a packed file, a token store or a token stream; or a URL of these",
 )
 @click.option("--row", type=int, metavar="N", help="of chats: line or record N, counted from 1 (default: the first)")
 @click.option("--bin", "bin_number", type=int, metavar="N", help="of packed data: bin N, counted from 0 (default: 0)")

@@ -18,7 +18,8 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 @argument(
     "source",
     metavar="DATASET_OR_RUN",
-    help="a dataset directory, a shard or packed file of any storage, a directory of shards, or a run's output",
+    help="a dataset directory, a shard or packed file of any storage, a directory of shards, or a run's output; "
+    "or the URL of data",
 )
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="the page (default: NAME.report.html here)")
 @click.option(

@@ -10,25 +10,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_packed_sft.data.factory import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
 from megatron_packed_sft.inspect.opened_data import OpenedData, open_data
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder, tokens_of_bin
 from megatron_packed_sft.prepare.origins import BinOrigins, noted_tokenizer_paths
-from megatron_packed_sft.storage.dataset_directory import DATASET
-from megatron_packed_sft.storage.registry import shards_inside, storage_of
+from megatron_packed_sft.records.files import expand_path
+from megatron_packed_sft.records.streams import open_file
+from megatron_packed_sft.remote.filesystem import base_name, child
+from megatron_packed_sft.remote.objects import object_info
+from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset
+from megatron_packed_sft.storage.range_shard import RangeShard
+from megatron_packed_sft.storage.registry import shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.dependencies import load
-from megatron_packed_sft.support.paths import is_url
+from megatron_packed_sft.support.paths import is_url, redacted
+from megatron_packed_sft.tokens.range_store import RangeStore
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 
 _PACKED_COLUMNS = {"input_ids", "seq_start_id"}
+_RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class BinPreview:
 def refuse_nothing(path: str) -> None:
     """Raise an error for a path that shows nothing: no file, or the work directory of a preparation."""
     if is_url(path):
+        expand_path(path)
         return
     if not os.path.lexists(path) and not glob.glob(path, recursive=True):
         raise InvalidInputError(f"{path} does not exist and matches no file; check the path")
@@ -81,28 +94,47 @@ def refuse_nothing(path: str) -> None:
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is packed data or tokens, and not a file of chats."""
+    if is_url(path):
+        return _is_packed_url(os.fspath(path))
     location = Path(path)
-    if is_url(path) or not location.exists():
+    if not location.exists():
         return False
     if (location / DATASET).exists() or is_token_store(location):
         return True
     storage = storage_of(location)
     if storage is None:
         return location.is_dir() and any(one.name != "parquet" for _, one in shards_inside(location))
-    if storage.name != "parquet":
-        return True
+    return storage.name != "parquet" or _has_packed_columns(str(location))
+
+
+def _has_packed_columns(path: str) -> bool:
+    """Return whether a Parquet file, local or of a URL, holds bins: chats come in such files, too."""
     parquet = load("pyarrow.parquet", "parquet", "reading Parquet")
-    try:
-        return set(parquet.read_schema(location).names) >= _PACKED_COLUMNS
-    except Exception:  # pyarrow raises many types; whoever reads the file says what is wrong with it
+    with open_file(path) as file:
+        try:
+            return set(parquet.read_schema(file).names) >= _PACKED_COLUMNS
+        except Exception:  # pyarrow raises many types; whoever reads the file says what is wrong with it
+            return False
+
+
+def _is_packed_url(url: str) -> bool:
+    """Return whether a URL is packed data, by its name and by what is below it."""
+    name = base_name(url)
+    if name.endswith(_RECORD_SUFFIXES) or any(letter in url for letter in "*?["):
         return False
+    if name.endswith((".parquet", ".pq")):
+        return object_info(url) is not None and _has_packed_columns(url)
+    if name.endswith(".npy"):
+        return True
+    return has_dataset(url) or is_token_store(url) or object_info(child(url, MANIFEST)) is not None
 
 
 class PackedPreviewer:
     """Opens packed data and shows its bins.
 
     Args:
-        path: a dataset directory, a shard or file of any storage, a directory of shards, or a token store.
+        path: a dataset directory, a shard or file of any storage, a directory of shards, or a token store; or the URL
+            of one of these. Of memmap_v1 and token stores only the bins and sequences that are shown are fetched.
         split: of a dataset directory; None takes train, or the only one.
         tokenizer: the path of the tokenizer that made it, if it is not to be looked for.
         plan: of a token store: show its bins and not its sequences.
@@ -124,19 +156,23 @@ class PackedPreviewer:
         pack_sequences: bool = False,
         eos_id: int | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.url = os.fspath(path) if is_url(path) else None
+        self.path = Path(path) if self.url is None else Path(base_name(self.url))
+        self.where = str(path) if self.url is None else redacted(self.url)
+        self._ranges: dict[int, RangeShard] = {}
         self._opened: OpenedData | None = None
         self._reader: BinReader | None = None
-        self._store: TokenStore | None = None
+        self._store: TokenStore | RangeStore | None = None
         self._origins: BinOrigins | None = None
         self.found: FoundTokenizer
-        is_stream = isinstance(storage_of(self.path), TokenStreamStorage)
+        is_store = is_token_store(path)
+        is_stream = self.url is None and isinstance(storage_of(self.path), TokenStreamStorage)
         about_streams = {"--seq-length": seq_length, "--pack-sequences": pack_sequences or None, "--eos-id": eos_id}
         option = next((name for name, value in about_streams.items() if value is not None), None)
         if option is not None and not is_stream:
             raise InvalidInputError(f"{option} goes with a token stream, and {path} is none; leave it out")
         stream = self._stream_options(tokenizer, seq_length, pack_sequences, eos_id) if is_stream else None
-        if is_token_store(self.path):
+        if is_store:
             self._open_store(tokenizer, plan)
         else:
             if plan is not None:
@@ -159,37 +195,62 @@ class PackedPreviewer:
         )
 
     def _open_packed(self, split: str | None, tokenizer: Any, work_dir: Any, stream: StreamOptions | None) -> None:
-        opened = self._opened = open_data(self.path, work_dir=work_dir, stream=stream)
+        opened = self._opened = self._opened_data(work_dir, stream)
         if split is None:
             split = "train" if "train" in opened.splits else next(iter(opened.splits))
         if split not in opened.splits:
-            raise InvalidInputError(f"{self.path} has no split {split!r}; choose one of {', '.join(opened.splits)}")
+            raise InvalidInputError(f"{self.where} has no split {split!r}; choose one of {', '.join(opened.splits)}")
         self._reader = opened.splits[split]
-        is_dataset = bool(opened.provenance) or (self.path / DATASET).exists()
-        self.where = f"{self.path}, split {split}" if is_dataset else str(self.path)
+        if opened.is_dataset:
+            self.where = f"{self.where}, split {split}"
         if opened.prepared_from is not None:
             self._origins = opened.prepared_from.origins(split)
         self.found = opened.find_tokenizer(tokenizer)
+        if self.url is not None:
+            return
         parent = self.path.resolve().parent.parent
         if self.found.tokenizer is None and (parent / DATASET).exists():  # one shard of a dataset
             candidates = noted_tokenizer_paths(parent.with_name(f"{parent.name}.work"))
             self.found = find_tokenizer(opened.recorded_tokenizer, candidates=candidates)
 
+    def _opened_data(self, work_dir: Any, stream: StreamOptions | None) -> OpenedData:
+        """Open the data; of a single memmap_v1 shard in a store only its manifest and headers are fetched."""
+        if self.url is None or has_dataset(self.url) or object_info(child(self.url, MANIFEST)) is None:
+            return open_data(self.url or self.path, work_dir=work_dir, stream=stream)
+        shard = self._ranges[0] = RangeShard(self.url)
+        reader = ShardBinReader.of_shards(storage_named("memmap_v1"), [shard.shard.path])
+        return OpenedData(shard.shard.path, "memmap_v1", {"train": reader}, {}, None, {"train": 1}, url=self.url)
+
+    def _fetched(self, number: int) -> PackedBin:
+        """Return a bin; one in a store is fetched alone, unless its shard is in the cache of the node."""
+        reader = self._bins
+        if not isinstance(reader, ShardBinReader) or (reader.remote is None and not self._ranges):
+            return reader.bin(number)
+        lasts = np.cumsum([entry.num_bins for entry in reader.entries])
+        shard = int(np.searchsorted(lasts, number, side="right"))
+        inside = number - int(lasts[shard]) + reader.entries[shard].num_bins
+        if shard not in self._ranges and reader.remote is not None:
+            remote = reader.remote[shard]
+            if reader.storage.name != "memmap_v1" or remote.cache.has(remote.item):
+                return reader.bin(number)
+            self._ranges[shard] = RangeShard(remote.url, reader.entries[shard])
+        return self._ranges[shard][inside]
+
     def _open_store(self, tokenizer: Any, plan: Any) -> None:
-        store = open_token_store(self.path)
+        is_range = self.url is not None and plan is None
+        store = RangeStore(self.url or "") if is_range else open_token_store(self.url or self.path)
         recorded: Mapping[str, Any] | None = store.manifest.tokenizer
         candidates: list[str | os.PathLike[str]] = [*noted_tokenizer_paths(self.path.resolve().parents[1])]
         if recorded and recorded.get("name"):
             candidates.append(Path.cwd() / Path(str(recorded["name"])).name)
         self.found = find_tokenizer(recorded, given=tokenizer, candidates=candidates)
-        self.where = str(self.path)
         if plan is None:
             self._store = store
         else:
             made = self.found.tokenizer
             padding = () if made is None else (made.pad_id, made.eos_id)  # as prepare chooses it
             pad_id = next((one for one in padding if one is not None), 0)
-            self._reader = open_bins(self.path, plan=plan, pad_id=pad_id).source
+            self._reader = open_bins(self.url or self.path, plan=plan, pad_id=pad_id).source
 
     @property
     def is_store(self) -> bool:
@@ -205,6 +266,14 @@ class PackedPreviewer:
     def _bins(self) -> BinReader:
         assert self._reader is not None
         return self._reader
+
+    @property
+    def _pad_id(self) -> int | None:
+        """What fills bins up; asking a reader that does not know would fetch a shard."""
+        reader = self._bins
+        if reader.figures.pad_id is not None or not self._ranges:
+            return reader.figures.pad_id if reader.figures.pad_id is not None else reader.pad_id
+        return next(iter(self._ranges.values())).shard.figures.pad_id or 0
 
     def draw(self, count: int, seed: int | None) -> list[int]:
         """Draw numbers by lot, and return them in order."""
@@ -241,11 +310,11 @@ class PackedPreviewer:
         """Return a bin."""
         if self.is_store:
             raise InvalidInputError(
-                f"{self.path} is a token store, which has sequences and no bins; use --sequence, or add --plan FILE"
+                f"{self.where} is a token store, which has sequences and no bins; use --sequence, or add --plan FILE"
             )
         reader = self._bins
         self._refuse_outside("--bin", number, "bin")
-        packed = reader.bin(number)
+        packed = self._fetched(number)
         origins = [] if self._origins is None else self._origins.of_bin(number)
         return BinPreview(
             f"bin {number:,} of {len(reader):,}",
@@ -254,14 +323,14 @@ class PackedPreviewer:
             list(tokens_of_bin(packed, self.decoder)),
             [None if one is None else f"{one.file}, line {one.line}" for one in origins],
             reader.figures.pack_size,
-            reader.figures.pad_id if reader.figures.pad_id is not None else reader.pad_id,
+            self._pad_id,
             notes,
         )
 
     def sequence(self, number: int) -> BinPreview:
         """Return a sequence of a token store."""
         if self._store is None:
-            raise InvalidInputError(f"--sequence goes with a token store, and {self.path} has bins; use --bin")
+            raise InvalidInputError(f"--sequence goes with a token store, and {self.where} has bins; use --bin")
         self._refuse_outside("--sequence", number, "sequence")
         ids, weights = self._store.weighted(number)
         texts = self.decoder.texts(ids)

@@ -9,6 +9,7 @@ from megatron_packed_sft.inspect.bin_preview import BinPreview, PackedPreviewer
 from megatron_packed_sft.inspect.painting import LABEL, Painter
 from megatron_packed_sft.inspect.record_view import tokens_json, tokens_table
 from megatron_packed_sft.inspect.visible_text import visible
+from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import counted
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def bin_json(preview: BinPreview, previewer: PackedPreviewer) -> dict[str, Any]:
     """Return a preview as plain values."""
     tokenizer = previewer.found.tokenizer
     return {
-        "path": str(previewer.path),
+        "path": str(previewer.path) if previewer.url is None else redacted(previewer.url),
         "where": preview.where,
         "sequence" if previewer.is_store else "bin": preview.number,
         "of": previewer.num_entries,

@@ -54,7 +54,7 @@ def files_of(sources: Sequence[Source], only: str | None = None) -> list[SourceF
 def first_record(files: Sequence[SourceFile]) -> ChosenRecord:
     """Return the first record of the first file that has one."""
     for source, file in files:
-        for file_slice in scan_slices(file, _SLICE_BYTES):
+        for file_slice in scan_slices(file, _SLICE_BYTES, max_record_bytes=source.max_record_bytes):
             for raw in read_slice(file_slice):
                 return ChosenRecord(source, raw)
     raise InvalidInputError(f"{files[0].file.path} holds no record; check the file")
@@ -70,7 +70,7 @@ def record_numbered(files: Sequence[SourceFile], number: int) -> ChosenRecord:
             "name one of them"
         )
     [(source, file)] = files
-    found = next(_at(file, [number]), None)
+    found = next(_at(file, [number], source.max_record_bytes), None)
     if found is None:
         total = _num_records(file, _starts(file)[0])
         is_lines = file.format == "jsonl"
@@ -111,23 +111,23 @@ def draw_records(files: Sequence[SourceFile], count: int, seed: int | None = Non
     found: dict[int, ChosenRecord] = {}
     for place, (source, file) in enumerate(files):
         own = sorted(one - firsts[place] + 1 for one in drawn if bisect_right(firsts, one) - 1 == place)
-        for raw in _at(file, own):
+        for raw in _at(file, own, source.max_record_bytes):
             found[firsts[place] + raw.number - 1] = ChosenRecord(source, raw)
     chosen = set(islice((one for one in drawn if one in found), count))
     return Drawn([found[one] for one in sorted(chosen)], note)
 
 
-def _at(file: InputFile, numbers: Sequence[int]) -> Iterator[RawRecord]:
+def _at(file: InputFile, numbers: Sequence[int], max_record_bytes: int) -> Iterator[RawRecord]:
     """Yield the records with some numbers, ascending; blank lines and numbers beyond the end are left out."""
     if file.format == "hf_dataset":
         total = _num_records(file, [])
         for number in numbers:
             if number <= total:
-                yield from read_slice(FileSlice(file, 0, number - 1, number, number))
+                yield from read_slice(FileSlice(file, 0, number - 1, number, number, None, max_record_bytes))
         return
     waiting = list(numbers)
     previous: FileSlice | None = None
-    for current in scan_slices(file, _SLICE_BYTES):
+    for current in scan_slices(file, _SLICE_BYTES, max_record_bytes=max_record_bytes):
         if previous is not None:
             yield from _taken(previous, waiting, current.first_record)
             if not waiting:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.support.paths import is_url, redacted
 
 
 class FoundTokenizer(NamedTuple):
@@ -45,14 +46,14 @@ def find_tokenizer(
         tokenizer = load_tokenizer(given)
         if fingerprint and tokenizer.fingerprint != fingerprint:
             raise InvalidInputError(
-                f"the data was made with the tokenizer {name!r} ({fingerprint}), not with {os.fspath(given)} "
+                f"the data was made with the tokenizer {name!r} ({fingerprint}), not with {redacted(os.fspath(given))} "
                 f"({tokenizer.fingerprint}), so its text would be wrong; give that tokenizer"
             )
         return FoundTokenizer(tokenizer)
     if not fingerprint:
         return FoundTokenizer(None, "the data records no tokenizer; give its path with --tokenizer to see text")
     for path in dict.fromkeys(os.fspath(one) for one in candidates):
-        if not Path(path).exists():
+        if not is_url(path) and not Path(path).exists():
             continue
         try:
             tokenizer = load_tokenizer(path)

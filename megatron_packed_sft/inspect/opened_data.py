@@ -13,9 +13,11 @@ from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
 from megatron_packed_sft.prepare.origins import PreparedFrom
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
+from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class OpenedData:
     """Packed data of any storage.
 
     Args:
-        path: where it is.
+        path: where it is; of a URL, where the cache has it.
         storage: the name of its storage.
         splits: the bins of each split; data without splits is one, called train.
         provenance: what its dataset.json says it was made from.
         prepared_from: the work directory that made it, if it is still there.
         num_shards: of each split, where it is known.
+        is_dataset: whether it is a dataset directory.
+        url: where it is, if it is in an object store.
     """
 
     path: Path
@@ -37,6 +41,18 @@ class OpenedData:
     provenance: Mapping[str, Any]
     prepared_from: PreparedFrom | None
     num_shards: Mapping[str, int]
+    is_dataset: bool = False
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its last name."""
+        return self.path.name if self.url is None else base_name(self.url)
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages: a path, or a URL without credentials."""
+        return str(self.path) if self.url is None else redacted(self.url)
 
     @property
     def recorded_tokenizer(self) -> Mapping[str, Any] | None:
@@ -50,7 +66,8 @@ class OpenedData:
         if self.prepared_from is not None and self.prepared_from.tokenizer_path:
             candidates.append(self.prepared_from.tokenizer_path)
         if recorded and recorded.get("name"):
-            candidates += [folder / Path(str(recorded["name"])).name for folder in (self.path.parent, Path.cwd())]
+            beside = [] if self.url is not None else [self.path.parent]
+            candidates += [folder / Path(str(recorded["name"])).name for folder in (*beside, Path.cwd())]
         return find_tokenizer(recorded, given=given, candidates=candidates)
 
 
@@ -63,24 +80,27 @@ def open_data(
     """Open packed data: a dataset directory, a shard or file of any storage, or a directory of shards.
 
     Args:
-        path: the data.
-        work_dir: the work directory that made it, if that is not beside it.
+        path: the data, or its URL: its shards are fetched into the cache of the node when they are read.
+        work_dir: the work directory that made it, if that is not where `prepare` puts it.
         stream: how to read a token stream.
     """
-    location = local_path(path)
-    if (location / DATASET).exists():
-        dataset = open_dataset(location)
+    url = os.fspath(path) if is_url(path) else None
+    if has_dataset(path):
+        dataset = open_dataset(path)
         ordered = sorted(dataset.splits, key=lambda split: (split != "train", split))
         return OpenedData(
-            location,
+            dataset.path,
             dataset.storage.name,
             {split: ShardBinReader.of_dataset(dataset, split) for split in ordered},
             dataset.provenance,
             PreparedFrom.of(dataset, None if work_dir is None else local_path(work_dir, "work_dir")),
             {split: len(dataset.splits[split]) for split in ordered},
+            is_dataset=True,
+            url=url,
         )
+    location = local_path(path) if url is None else local_copy(url)
     reader = open_bins(location, stream=stream).source
     storage, num_shards = "several storages", {}
     if isinstance(reader, ShardBinReader):
         storage, num_shards = reader.storage.name, {"train": len(reader.paths)}
-    return OpenedData(location, storage, {"train": reader}, {}, None, num_shards)
+    return OpenedData(location, storage, {"train": reader}, {}, None, num_shards, url=url)

@@ -32,6 +32,7 @@ from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.records.record import Conversation, NotTakenError, Record, RecordError, TokenizedRecord
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.support.redaction import without_url_secrets
 
 
 class Drop(NamedTuple):
@@ -152,7 +153,7 @@ class RecordPreviewer:
         """Return what becomes of a record."""
         source, raw = chosen
         where = raw.where
-        found = RecordPreview(where.path, where.number, where.noun, source.name)
+        found = RecordPreview(without_url_secrets(where.path), where.number, where.noun, source.name)
         read = read_record(raw, adapter(source.schema, source.mapping or None, source.take))
         if isinstance(read, RecordError):
             reason = DropReason.NOT_TAKEN if isinstance(read, NotTakenError) else DropReason.BAD_RECORD

@@ -38,7 +38,7 @@ def compare(
     Storage, padding and dtype are no difference.
 
     Args:
-        path_a, path_b: dataset directories, shards or files of any storage, or directories of them.
+        path_a, path_b: dataset directories, shards or files of any storage, or directories of them; or their URLs.
         split: compare only this split.
         max_differences: how many of each kind to describe; all are counted.
         tokenizer: the path of the tokenizer that decodes them, if it is not found.
@@ -105,7 +105,7 @@ class _Result:
         num_differing = sum(one["num_differing"] for one in self.splits.values())
         missing = set(self.a.splits) ^ set(self.b.splits)
         sides = zip((self.a, self.b), self._num_tokens, strict=True)
-        described = [{"path": str(side.path), "storage": side.storage, "num_tokens": tokens} for side, tokens in sides]
+        described = [{"path": side.path, "storage": side.storage, "num_tokens": tokens} for side, tokens in sides]
         return {
             "equal": not num_differing and not missing,
             "a": described[0],

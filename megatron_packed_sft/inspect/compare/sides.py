@@ -17,10 +17,11 @@ from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_toke
 from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.storage.bins import BinBlock, PackedBin
 from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
-from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
+from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import PackedShard
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.storage.remote_shard import local_copy
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 Int64 = npt.NDArray[np.int64]
 
@@ -79,17 +80,18 @@ class Side:
     """One of two things to compare.
 
     Args:
-        path: where it is.
+        path: where it is, as messages call it.
         storage: the names of its storages.
         splits: its shards by split; data without splits is one, called train.
         recorded: tokenizer, chat template and pack size, as far as it records them.
         num_cleared: loss masks at the last token of a sequence, which predict nothing and are not compared.
     """
 
-    path: Path
+    path: str
     storage: str
     splits: Mapping[str, list[Part]]
     recorded: Mapping[str, Any]
+    dataset: DatasetDirectory | None = None
     num_cleared: int = 0
     _open: tuple[Part, PackedShard] | None = field(default=None, repr=False)  # one at a time: some are read whole
 
@@ -119,8 +121,8 @@ class Side:
 
     def find_tokenizer(self, given: str | None) -> FoundTokenizer:
         """Return the tokenizer that made the data: the given one, or one that it is known by."""
-        if os.path.lexists(self.path / DATASET):
-            return open_data(self.path).find_tokenizer(given)
+        if self.dataset is not None:
+            return open_data(self.dataset.url or self.dataset.path).find_tokenizer(given)
         return find_tokenizer(self.recorded.get("tokenizer"), given=given)
 
 
@@ -128,14 +130,14 @@ def open_side(path: str | os.PathLike[str], split: str | None = None) -> Side:
     """Open a dataset directory, a shard or file of any storage, or a directory of them; no shard is opened yet.
 
     Args:
-        path: the data.
+        path: the data, or its URL: each shard is fetched into the cache of the node when its turn comes.
         split: only this split of a dataset directory.
     """
-    location = local_path(path)
-    if not os.path.lexists(location):
-        raise InvalidInputError(f"{location} does not exist; check the path")
-    if os.path.lexists(location / DATASET):
-        return _of_dataset(location, split)
+    if not is_url(path) and not os.path.lexists(path):
+        raise InvalidInputError(f"{local_path(path)} does not exist; check the path")
+    if has_dataset(path):
+        return _of_dataset(open_dataset(path), split)
+    location = local_copy(os.fspath(path)) if is_url(path) else local_path(path)
     storage = storage_of(location)
     found = [(location, storage)] if storage is not None else shards_inside(location)
     if not found:
@@ -145,11 +147,11 @@ def open_side(path: str | os.PathLike[str], split: str | None = None) -> Side:
         )
     parts = [Part(one, functools.partial(its.open, one)) for one, its in found if its is not None]
     names = sorted({its.name for _, its in found if its is not None})
-    return Side(location, ", ".join(names), {split or "train": parts}, found[0][1].recorded(found[0][0]))
+    place = redacted(os.fspath(path)) if is_url(path) else str(location)
+    return Side(place, ", ".join(names), {split or "train": parts}, found[0][1].recorded(found[0][0]))
 
 
-def _of_dataset(location: Path, split: str | None) -> Side:
-    dataset = open_dataset(location)
+def _of_dataset(dataset: DatasetDirectory, split: str | None) -> Side:
     names = sorted(dataset.splits, key=lambda name: (name != "train", name)) if split is None else [split]
     splits = {
         name: [
@@ -158,7 +160,7 @@ def _of_dataset(location: Path, split: str | None) -> Side:
         ]
         for name in names
     }
-    return Side(location, dataset.storage.name, splits, vars(dataset.figures[names[0]]))
+    return Side(dataset.location, dataset.storage.name, splits, vars(dataset.figures[names[0]]), dataset)
 
 
 def _flat(block: BinBlock, path: Path) -> Chunk:

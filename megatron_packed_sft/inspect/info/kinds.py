@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.inspect.info import packed_data, training
+from megatron_packed_sft.remote.copies import copy_of
+from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.dataset_directory import DATASET
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
@@ -50,7 +52,7 @@ def describe(path: str | os.PathLike[str], *, deep: bool = False) -> Facts:
 
     Args:
         path: a dataset directory, a shard, file or stream of any storage, a token store, a plan, a checkpoint or a run;
-            or the URL of a dataset or a memmap_v1 shard.
+            or the URL of one: of directories documents and headers are read, single files are fetched.
         deep: also read the data, for histograms.
 
     Example:
@@ -84,12 +86,22 @@ def _describe_url(url: str, deep: bool) -> Facts:
     """Describe a dataset or shard of a store by its documents and headers alone."""
     if deep:
         raise InvalidInputError(f"--deep reads all data, and {redacted(url)} is a URL; copy the data, or leave it out")
+    if object_info(url) is not None:  # one file, whose facts may be anywhere in it
+        path = copy_of(url)
+        try:
+            return _at_home(describe(path), path, url)
+        except PackedSFTError as error:
+            error.args = (str(error).replace(str(path), redacted(url)),)
+            raise
     with Outline.of(url) as outline:
-        facts = describe(outline.path)
-        name = json.dumps(redacted(url))[1:-1]
-        place = json.dumps(str(outline.path))[1:-1]
-        at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
-        return at_home
+        return _at_home(describe(outline.path), outline.path, url)
+
+
+def _at_home(facts: Facts, path: Path, url: str) -> Facts:
+    """Return facts about a copy as ones about the store."""
+    place, name = (json.dumps(one)[1:-1] for one in (str(path), redacted(url)))
+    at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
+    return at_home
 
 
 def _what_else(path: Path) -> str:

@@ -23,6 +23,7 @@ Facts = dict[str, Any]
 _MOST_SHARDS_MEASURED = 1000  # the sizes of more are estimated: asking a file system for each takes too long
 # Names on disk are older than the glossary.
 _RENAMED = {"num_loss_tokens": "num_trained_tokens"}
+_OF_A_SHARD = ("dtype", "bin_checksum_algorithm", "plan_fingerprint", "created_by")
 _NUMBERS = (
     *(
         "num_files",
@@ -48,13 +49,15 @@ def dataset_facts(path: Path) -> Facts:
         for split in ordered
     }
     first = dataset.figures[ordered[0]]
+    size = _size_of(dataset)
     provenance = dataset.provenance
     prepared_from = PreparedFrom.of(dataset)
     return {
         "storage": dataset.storage.name,
         "splits": splits,
         "total": total_of(list(splits.values())),
-        **_size_of(dataset),
+        **size,
+        "notes": [*size.get("notes", ()), *_verification(dataset, ordered[0])],
         "tokenizer": first.tokenizer or provenance.get("tokenizer"),
         "tokenizer_path": None if prepared_from is None else prepared_from.tokenizer_path,
         "chat_template": provenance.get("chat_template") or _template(first.chat_template_fingerprint),
@@ -85,7 +88,7 @@ def shards_facts(path: Path) -> Facts:
         "num_bytes": sum(part["num_bytes"] for part in parts),
         "tokenizer": first.get("tokenizer"),
         "chat_template": _template(first.get("chat_template_fingerprint")),
-        **{name: first[name] for name in ("dtype", "plan_fingerprint", "created_by") if first.get(name)},
+        **{name: first[name] for name in _OF_A_SHARD if first.get(name)},
         "notes": list(dict.fromkeys(note for part in parts for note in part["notes"])),
         "how_to_use": how_to_use(
             str(path),
@@ -209,6 +212,7 @@ def _shard(path: Path, storage: Storage) -> Facts:
         **bin_facts(recorded),
         **{name: recorded.get(name) for name in ("tokenizer", "chat_template_fingerprint", "dtype", "created_by")},
         "plan_fingerprint": recorded.get("plan_fingerprint"),
+        "bin_checksum_algorithm": recorded.get("bin_checksum_algorithm"),
         "num_positions": recorded.get("max_input_len"),
         "fingerprint": storage.checksum(path) if storage.has_manifest else None,
         "num_bytes": stored_size(path),
@@ -234,6 +238,14 @@ def _size_of(dataset: DatasetDirectory) -> Facts:
         return {"num_bytes": num_bytes}
     share = sum(entry.num_bins for _, entry in entries) / max(sum(bins for bins, _ in measured), 1)
     return {"num_bytes": round(num_bytes * share), "num_bytes_is_estimated": True, "notes": missing}
+
+
+def _verification(dataset: DatasetDirectory, split: str) -> list[str]:
+    """Return what the first shard says of itself, such as that its bins cannot be verified; dataset.json does not."""
+    path = dataset.shard_path(split, dataset.splits[split][0])
+    if dataset.url is not None or not dataset.storage.has_manifest or not os.path.lexists(path):
+        return []
+    return [f"{path}: {note}" for note in dataset.storage.recorded(path).get("notes", ())]
 
 
 def _source(recorded: Mapping[str, Any]) -> Facts:

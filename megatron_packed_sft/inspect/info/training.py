@@ -47,14 +47,18 @@ def checkpoint_facts(path: Path) -> Facts:
     file = path / TRAINING_STATE
     with os_errors("read", file):
         state = json_document.parse(file.read_bytes(), str(file))
-    data = state.get("data", {})
-    files: dict[str, int] = state.get("files", {})
+    fields = json_document.Fields(state, str(file))
+    data, files = (fields.optional_object(name) or {} for name in ("data", "files"))
+    sizes = json_document.Fields(files, f"{file}, files")
+    files = {name: sizes.integer(name, 0, 1 << 62) for name in files}
     wrong = [name for name, size in files.items() if _size(path / name) != size]
-    epoch = data["consumed_samples"] / data["num_samples"] if data.get("num_samples") else None
+    counts = json_document.Fields(data, f"{file}, data")
+    consumed, num_samples = (counts.optional_integer(name, 0, 1 << 62) for name in ("consumed_samples", "num_samples"))
+    epoch = (consumed or 0) / num_samples if num_samples else None
     return {
         "total": {
             "step": state.get("step"),
-            "consumed_samples": data.get("consumed_samples"),
+            "consumed_samples": consumed,
             "epoch": epoch,
             "seed": data.get("seed"),
             "num_files": len(files),
@@ -75,12 +79,12 @@ def checkpoint_facts(path: Path) -> Facts:
 def foreign_checkpoint_facts(path: Path) -> Facts:
     """Return what can be told of a checkpoint of Megatron-LM or Megatron-Bridge: its back end and its size."""
     with os_errors("read", path / "metadata.json"):
-        recorded = json.loads((path / "metadata.json").read_text())
+        recorded = json_document.parse((path / "metadata.json").read_bytes(), str(path / "metadata.json"))
     files = [one for one in path.rglob("*") if one.is_file()]
     return {
         "total": {"num_files": len(files)},
         "num_bytes": sum(one.stat().st_size for one in files),
-        "format": recorded.get("sharded_backend") if isinstance(recorded, dict) else None,
+        "format": recorded.get("sharded_backend"),
         "how_to_use": ["As a Hugging Face folder:", f"  packed-sft export {path} my_model --like FOLDER"],
     }
 

@@ -55,7 +55,7 @@ def dataset_page(
         splits[split] = _split(data, split, reader, decoder, in_page, shape, asked, room[split])
     return {
         "kind": "dataset",
-        "title": data.path.name,
+        "title": data.name,
         "version": __version__,
         "storage": data.storage,
         "tokenizer": dict(data.recorded_tokenizer or {}) or None,

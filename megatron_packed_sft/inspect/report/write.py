@@ -14,9 +14,13 @@ from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
 from megatron_packed_sft.inspect.report.dataset_page import TOKENS_IN_PAGE, dataset_page
 from megatron_packed_sft.inspect.report.run_page import is_run, run_page
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.remote.filesystem import base_name, refuse_read_only
+from megatron_packed_sft.remote.objects import object_info, read_range
+from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 SUFFIX = ".report.html"
+_HEAD_BYTES = 2048  # the page says in these what it is
 LARGEST_PAGE = 5_000_000  # bytes; more is slow to open on a phone, and hard to send
 
 
@@ -55,18 +59,22 @@ def write_report(
     """Write the page of a dataset or of a run.
 
     Args:
-        source: packed data of any storage, or the output directory of a training run.
-        output: the page; by default NAME.report.html in the current directory. An earlier page is replaced.
+        source: packed data of any storage, or its URL; or the output directory of a training run.
+        output: the page, or its URL; by default NAME.report.html in the current directory. An earlier page is replaced.
         tokenizer: of the data; by default it is looked for where the data was prepared.
         work_dir: the work directory of the preparation, if it is not beside the data.
         global_batch: bins per step, for the balance over ranks.
         ranks: data-parallel ranks.
         bins: further bins to put into the page.
     """
-    location = local_path(source)
-    target = Path.cwd() / f"{location.resolve().name}{SUFFIX}" if output is None else local_path(output, "output")
+    location = source if is_url(source) else local_path(source)
+    if output is None:
+        name = base_name(os.fspath(location)) if is_url(location) else Path(location).resolve().name
+        target: Path | str = Path.cwd() / f"{name}{SUFFIX}"
+    else:
+        target = os.fspath(output) if is_url(output) else local_path(output, "output")
     refuse_other_file(target)
-    if is_run(location):
+    if isinstance(location, Path) and is_run(location):
         page = run_page(location)
         return _write(page, assemble(page), target)
     data = open_data(location, work_dir=work_dir)
@@ -87,18 +95,23 @@ def write_report(
         tokens_in_page //= 2
 
 
-def _write(page: dict[str, Any], html: bytes, target: Path) -> WrittenReport:
-    with os_errors("create a directory for", target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, html)
+def _write(page: dict[str, Any], html: bytes, target: Path | str) -> WrittenReport:
+    if isinstance(target, str):
+        with uploading(target, overwrite=True) as local:
+            local.write_bytes(html)
+    else:
+        with os_errors("create a directory for", target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, html)
+    place = redacted(str(target))
     if page["kind"] == "run":
-        return WrittenReport(str(target), "run", len(html))
+        return WrittenReport(place, "run", len(html))
     suspicious: dict[str, int] = {}
     for split in page["splits"].values():
         for one in split["suspicions"]:
             suspicious[one["kind"]] = suspicious.get(one["kind"], 0) + one["num_found"]
     return WrittenReport(
-        str(target),
+        place,
         "dataset",
         len(html),
         page["num_bins_shown"],
@@ -108,22 +121,27 @@ def _write(page: dict[str, Any], html: bytes, target: Path) -> WrittenReport:
     )
 
 
-def page_beside(path: Path) -> Path:
-    """Return where `prepare report=true` writes the page of a dataset.
+def page_beside(path: Path | str) -> Path | str:
+    """Return where `prepare report=true` writes the page of a dataset: a path, or a URL.
 
     Example:
-        >>> page_beside(Path("data/my_dataset")).name
-        'my_dataset.report.html'
+        >>> page_beside("s3://bucket/my_dataset")
+        's3://bucket/my_dataset.report.html'
     """
-    return path.with_name(f"{path.name}{SUFFIX}")
+    return f"{path}{SUFFIX}" if isinstance(path, str) else path.with_name(f"{path.name}{SUFFIX}")
 
 
-def refuse_other_file(path: Path) -> None:
+def refuse_other_file(path: Path | str) -> None:
     """Refuse to replace anything but an earlier page."""
-    if not path.exists():
+    mark = f'content="{GENERATOR}"'.encode()
+    if isinstance(path, str):
+        refuse_read_only(path)
+        if object_info(path) is None or mark in read_range(path, 0, _HEAD_BYTES):
+            return
+    elif not path.exists():
         return
-    if path.is_file():
+    elif path.is_file():
         with os_errors("read", path), open(path, "rb") as file:
-            if f'content="{GENERATOR}"'.encode() in file.read(2048):
+            if mark in file.read(_HEAD_BYTES):
                 return
     raise InvalidInputError(f"{path} exists and is not a page of `packed-sft report`; choose another file with -o")
