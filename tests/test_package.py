@@ -25,9 +25,9 @@ ALLOWED = {
     "disk": set(),
     "remote": {"disk"},
     "records": {"remote"},  # inputs may be URLs
-    "encode": {"records"},  # the types of records
+    "encode": {"records", "remote"},  # the types of records; tokenizers and templates may be URLs
     "config": set(),
-    "packing": {"disk"},  # a plan's file is published like everything else
+    "packing": {"disk", "remote"},  # a plan's file is published like everything else
     "storage": {"disk", "remote"},
     "tokens": {"disk", "remote", "storage", "packing"},  # a token store and a plan become shards
     "data": {"records", "encode", "tokens", "packing", "storage", "remote", "disk"},

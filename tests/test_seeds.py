@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.named_tests import REFERENCE, ROOT, functions_of, table_cells
+
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
 HEADER = ["What the seed names", "Ours", "Test", "Difference"]
-REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 # What each seed calls its interfaces, options and files.
 NAMES = {
     "000": """input_ids.npy loss_mask.npy packed_len.npy seq_offsets.npy seq_starts.npy manifest.json memmap_padded_v1
@@ -42,18 +39,6 @@ def section(number: str) -> str:
     return found[1]
 
 
-def table(number: str) -> list[list[str]]:
-    """The cells of a section's table, its header first; a bar behind a backslash is text."""
-    lines = [line for line in section(number).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-@functools.cache
-def functions_of(path: str) -> set[str]:
-    tree = ast.parse((ROOT / path).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
 @pytest.mark.parametrize(("path", "name"), sorted(set(REFERENCE.findall(PAGE))), ids="::".join)
 def test_every_named_test_exists(path: str, name: str) -> None:
     assert name in functions_of(path)
@@ -62,7 +47,7 @@ def test_every_named_test_exists(path: str, name: str) -> None:
 
 @seeds
 def test_every_section_has_a_table_whose_lines_name_a_test_or_an_issue(number: str) -> None:
-    header, _, *lines = table(number)
+    header, _, *lines = table_cells(section(number))
     assert header == HEADER
     assert len(lines) > 5
     for line in lines:
