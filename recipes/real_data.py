@@ -30,8 +30,10 @@ def fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> 
     with open(target.with_name(f"{target.name}.lock"), "w") as lock, tempfile.TemporaryDirectory() as place:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():
+            # The Makefile's pins are for what is installed here; what is fetched may be another release of the same.
+            environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
             try:
-                subprocess.run(command, cwd=place, check=True, capture_output=True)
+                subprocess.run(command, cwd=place, check=True, capture_output=True, env=environment)
             except (FileNotFoundError, subprocess.CalledProcessError) as error:
                 raise NotFetchedError(f"{target} is not there and could not be fetched: {error}") from error
             [found] = Path(place).glob(archive)
