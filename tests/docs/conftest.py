@@ -21,7 +21,7 @@ EOS_ID = 2
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once; every page gets a copy."""
     folder = tmp_path_factory.mktemp("workshop")
-    run("sample-data", folder / "chats", "--rows", "400", "--tokenizer", folder / "tokenizer.model")
+    run("sample-data", folder / "chats", "--rows", "120", "--tokenizer", folder / "tokenizer.model")
     prepare = ("prepare", f"input={folder}/chats/*", f"tokenizer.path={folder}/tokenizer.model", "template=chatml")
     run(*prepare, f"output={folder}/my_dataset", "packing.pack_size=2048", "split.validation_fraction=0.05")
     run("convert", folder / "my_dataset/train/shard_000000", folder / "training_2048.npy", "--to", "legacy")
