@@ -15,6 +15,7 @@ from megatron_packed_sft.support.compiled import inner_kernel, kernel
 _SEQUENCES_AHEAD = 3
 _TOKENS_AHEAD = 1024
 _CACHE_LINE = 64
+_COMPARED_AT_ONCE = 8  # sequences: a few thousand tokens
 
 OK = 0
 BAD_OFFSETS = 1  # they lead out of the part
@@ -23,33 +24,54 @@ BAD_CHECKSUM = 3
 
 
 @inner_kernel
-def _is_sound(
+def _find_unsound(
     function: int,
-    ids: int,
-    num_id_bytes: int,
-    train: int,
-    weights: int,
-    length: int,
-    checksum: int,
-    numbers: npt.NDArray[np.uint64],
-    numbers_address: int,
-) -> bool:
-    """Return whether a sequence matches its checksum; see sequence_checksums.py.
+    addresses: npt.NDArray[np.int64],
+    id_bytes: int,
+    begins: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    checksums: npt.NDArray[np.uint32],
+    verified: npt.NDArray[np.uint8],
+    is_always: bool,
+    sequences: npt.NDArray[np.int64],
+    first: int,
+    stop: int,
+) -> int:
+    """Compare sequences[first:stop] as `find_unsound` does.
 
-    Args:
-        function: the address of XXH3_64bits.
-        ids, num_id_bytes, train, weights: the addresses of what is hashed; no weights are at 0.
-        length: of the sequence.
-        checksum: what was recorded.
-        numbers, numbers_address: room for four numbers. Asking an array for its address takes longer than a hash.
+    Asking an array for its address takes longer than a hash, so `addresses` has those of ids, train, weights (0: none)
+    and of itself; behind them it has room for four numbers to hash.
     """
-    numbers[0] = length
-    numbers[1] = hash_bytes(function, ids, num_id_bytes)
-    numbers[2] = hash_bytes(function, train, length)
-    if weights == 0:
-        return bool(np.uint32(hash_bytes(function, numbers_address, 24)) == checksum)
-    numbers[3] = hash_bytes(function, weights, length * 4)
-    return bool(np.uint32(hash_bytes(function, numbers_address, 32)) == checksum)
+    ids, train, weights, numbers = addresses[0], addresses[1], addresses[2], addresses[3] + 32
+    for k in range(first, stop):
+        sequence = sequences[k]
+        if verified[sequence] != 0 and not is_always:
+            continue
+        start = begins[sequence]
+        length = ends[sequence] - start
+        addresses[4] = length
+        addresses[5] = hash_bytes(function, ids + start * id_bytes, length * id_bytes)
+        addresses[6] = hash_bytes(function, train + start, length)
+        num_bytes = 24
+        if weights != 0:
+            addresses[7] = hash_bytes(function, weights + start * 4, length * 4)
+            num_bytes = 32
+        if np.uint32(hash_bytes(function, numbers, num_bytes)) != checksums[sequence]:
+            return k
+        verified[sequence] = 1
+    return -1
+
+
+@inner_kernel
+def _addresses(
+    ids: npt.NDArray[Any], train: npt.NDArray[np.uint8], weights: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
+    """Return what `_find_unsound` works with."""
+    addresses = np.zeros(8, np.int64)
+    addresses[0], addresses[1], addresses[3] = ids.ctypes.data, train.ctypes.data, addresses.ctypes.data
+    if weights.size > 0:
+        addresses[2] = weights.ctypes.data
+    return addresses
 
 
 @kernel
@@ -58,48 +80,30 @@ def find_unsound(
     ids: npt.NDArray[Any],
     train: npt.NDArray[np.uint8],
     weights: npt.NDArray[np.float32],
+    begins: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
     checksums: npt.NDArray[np.uint32],
     verified: npt.NDArray[np.uint8],
     is_always: bool,
     sequences: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
 ) -> int:
-    """Compare sequences with their checksums; return the place of the first one that differs, or -1.
+    """Compare sequences with their checksums (see sequence_checksums.py); return the place of the first one that
+    differs, or -1.
 
     Args:
         function: the address of XXH3_64bits.
         ids, train, weights: of the part; `weights` is empty for a part without.
+        begins, ends: where its sequences are, inside these arrays.
         checksums: of its sequences.
         verified: which of them were compared before; a byte each, so that threads may set it twice.
         is_always: compare also what was compared before.
-        sequences: the numbers of those to compare.
-        starts, lengths: where they are, inside the arrays.
+        sequences: the numbers of those to compare; they are inside the arrays.
     """
-    numbers = np.empty(4, np.uint64)
-    numbers_address, id_bytes = numbers.ctypes.data, ids.itemsize
-    all_ids, all_train = ids.ctypes.data, train.ctypes.data
-    all_weights = weights.ctypes.data if weights.size > 0 else 0
-    for k in range(sequences.size):
-        sequence = sequences[k]
-        if verified[sequence] != 0 and not is_always:
-            continue
-        start, length = starts[k], lengths[k]
-        own_weights = all_weights + start * 4 if all_weights != 0 else 0
-        if not _is_sound(
-            function,
-            all_ids + start * id_bytes,
-            length * id_bytes,
-            all_train + start,
-            own_weights,
-            length,
-            checksums[sequence],
-            numbers,
-            numbers_address,
-        ):
-            return k
-        verified[sequence] = 1
-    return -1
+    found = _addresses(ids, train, weights)
+    size = ids.itemsize
+    return _find_unsound(
+        function, found, size, begins, ends, checksums, verified, is_always, sequences, 0, sequences.size
+    )
 
 
 @kernel
@@ -140,23 +144,21 @@ def fill_bins(
         are_whole: an item is all of its sequence.
         out_ids, out_mask: the bins.
     """
-    numbers = np.empty(4, np.uint64)
-    numbers_address, id_bytes = numbers.ctypes.data, ids.itemsize
-    all_ids, all_train = ids.ctypes.data, train.ctypes.data
-    all_weights = weights.ctypes.data if weights.size > 0 else 0
+    addresses, id_bytes = _addresses(ids, train, weights), ids.itemsize
     all_checksums, all_verified = checksums.ctypes.data, verified.ctypes.data
+    num_compared = 0
     for k in range(sequences.size):
         sequence, item = sequences[k], items[k]
         if k + _SEQUENCES_AHEAD < sequences.size:
             coming, coming_item = sequences[k + _SEQUENCES_AHEAD], items[k + _SEQUENCES_AHEAD]
             prefetch(all_checksums + coming * 4)
             prefetch(all_verified + coming)
-            begin = begins[coming] + starts[coming_item]
+            start = begins[coming] + starts[coming_item]
             num_tokens = min(lengths[coming_item], _TOKENS_AHEAD)
             for j in range(0, num_tokens * id_bytes, _CACHE_LINE):
-                prefetch(all_ids + begin * id_bytes + j)
+                prefetch(addresses[0] + start * id_bytes + j)
             for j in range(0, num_tokens, _CACHE_LINE):
-                prefetch(all_train + begin + j)
+                prefetch(addresses[1] + start + j)
         begin, end = begins[sequence], ends[sequence]
         if begin < 0 or end <= begin or end > ids.size:
             return BAD_OFFSETS, k
@@ -173,22 +175,24 @@ def fill_bins(
         to_mask[length - 1] = 0
         for j in range(min(overlaps[item] - 1, length)):  # token j + 1 is the one that position j predicts
             to_mask[j] = 0
-        # Here and not before: what was just copied is hashed in the cache, in a tenth of the time.
-        if checksums.size > 0 and (is_always or verified[sequence] == 0):
-            own_weights = all_weights + begin * 4 if all_weights != 0 else 0
-            if not _is_sound(
+        # Some at a time, after they were copied: then they are hashed in the cache, and none is waited for.
+        if checksums.size > 0 and (k + 1 - num_compared == _COMPARED_AT_ONCE or k + 1 == sequences.size):
+            unsound = _find_unsound(
                 function,
-                all_ids + begin * id_bytes,
-                (end - begin) * id_bytes,
-                all_train + begin,
-                own_weights,
-                end - begin,
-                checksums[sequence],
-                numbers,
-                numbers_address,
-            ):
-                return BAD_CHECKSUM, k
-            verified[sequence] = 1
+                addresses,
+                id_bytes,
+                begins,
+                ends,
+                checksums,
+                verified,
+                is_always,
+                sequences,
+                num_compared,
+                k + 1,
+            )
+            if unsound >= 0:
+                return BAD_CHECKSUM, unsound
+            num_compared = k + 1
     return OK, 0
 
 

@@ -48,7 +48,7 @@ class PartArrays(NamedTuple):
         return NO_WEIGHTS if self.weights is None else self.weights
 
     def for_kernels(self, verify: str) -> KernelArguments:
-        """Return the first arguments of `fill_bins`, which compares sequences as `verify` says."""
+        """Return the first arguments of kernels that compare sequences when `verify` says so."""
         function = hash_function()
         checksums = self.checksums if function and verify != NEVER else None
         return (
@@ -74,20 +74,17 @@ class PartArrays(NamedTuple):
             return None
         if len(sequences) == 1:  # without compiled code, which takes longer to load than to look at one
             return self._find_unsound_of_one(int(sequences[0]), verify)
-        starts, lengths = self.begins[sequences], self.ends[sequences] - self.begins[sequences]
-        function = hash_function()
-        if not function:  # an xxhash that does not export its functions
-            due = np.flatnonzero((self.verified[sequences] == 0) | (verify == ALWAYS))
-            found = checksums_of_sequences((self.ids, self.train, self.weights), starts[due], lengths[due])
-            wrong = np.flatnonzero(found != self.checksums[sequences[due]])
-            if wrong.size:
-                return int(sequences[due[wrong[0]]])
+        if not hash_function():  # an xxhash that does not export its functions
+            due = sequences[(self.verified[sequences] == 0) | (verify == ALWAYS)]
+            starts, lengths = self.begins[due], self.ends[due] - self.begins[due]
+            wrong = checksums_of_sequences((self.ids, self.train, self.weights), starts, lengths) != self.checksums[due]
+            if wrong.any():
+                return int(due[wrong.argmax()])
             self.verified[sequences] = 1
             return None
         from megatron_packed_sft.tokens import gather_kernel
 
-        arrays = self.ids, self.train, self.kernel_weights(), self.checksums, self.verified
-        place = gather_kernel.find_unsound(function, *arrays, verify == ALWAYS, sequences, starts, lengths)
+        place = gather_kernel.find_unsound(*self.for_kernels(verify), sequences)
         return None if place < 0 else int(sequences[place])
 
     def _find_unsound_of_one(self, sequence: int, verify: str) -> int | None:
