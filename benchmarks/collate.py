@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.materialize import make_store
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
-from megatron_packed_sft import BinBlock, MemmapShard, open_shard
+from megatron_packed_sft import BinBlock, MemmapShard, create_sft_dataset, open_shard, open_token_store, pack
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
@@ -33,6 +34,8 @@ ROUNDS = 7
 SECONDS_PER_ROUND = 0.25
 SLOW_SECONDS_PER_ROUND = 1.0
 PAIRED_BATCHES = 1000
+STORE_TOKENS = 24_000_000  # more than the processor's cache holds
+MEAN_LENGTH = 337  # of the sequences that make_store writes
 
 Picked = npt.NDArray[np.int64]
 Case = Callable[[Picked], Any]
@@ -154,7 +157,7 @@ def reread(path: Path, **how: str) -> MemmapShard:
 
 
 def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None:
-    """Print what verifying, many shards and `pread` cost: batches in turns, so that noise meets all cases alike."""
+    """Print what verifying, many shards and `pread` cost."""
     whole, parts = directory / "whole", [directory / f"shard_{number}" for number in range(NUM_SHARDS)]
     cases = {
         "bins of one shard, never verified": ours([reread(whole, verify="never")], pack_size),
@@ -167,6 +170,27 @@ def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None
             [reread(one, verify="never", access="pread") for one in parts], pack_size
         ),
     }
+    print_in_turns(f"Bins of {pack_size:,}", cases, batches)
+
+
+def print_store_ratios(directory: Path, pack_size: int, batch_size: int) -> None:
+    """Print what verifying costs where batches are made of a token store and a plan."""
+    make_store(str(directory / "store"), STORE_TOKENS // MEAN_LENGTH, pack_size)
+    plan = pack(open_token_store(directory / "store").lengths, pack_size=pack_size)
+    names = {"never": "never verified", "always": "verified now (first read)", "first_read": "verified before"}
+    cases: dict[str, Case] = {}
+    for verify, name in names.items():
+        dataset = create_sft_dataset(
+            directory / "store", EOS, pack_size, plan=plan, contract="bridge_0_6", pad_to_max_length=True, verify=verify
+        )
+        cases[f"store and plan, {name}"] = lambda picked, dataset=dataset: dataset.fetch_batch(picked.tolist())
+    order = np.random.default_rng(0).permutation(plan.num_bins)
+    batches = list(order[: plan.num_bins // batch_size * batch_size].reshape(-1, batch_size))
+    print_in_turns(f"A token store, {len(plan.item_lengths) / plan.num_bins:.0f} sequences per bin", cases, batches)
+
+
+def print_in_turns(title: str, cases: dict[str, Case], batches: list[Picked]) -> None:
+    """Measure cases batch by batch, in turns, so that noise meets all of them alike; print each beside the first."""
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for picked in batches:  # maps every page
@@ -181,7 +205,7 @@ def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None
             seconds[name].append(time.perf_counter() - start)
     base = np.array(seconds[names[0]])
     print_table(
-        f"Batches of {len(batches[0])} in turns, bins of {pack_size:,}: medians over {len(base):,}",
+        f"{title}, batches of {len(batches[0])} in turns: medians over {len(base):,}",
         ["", "us/batch", "of the first"],
         [
             [name, f"{np.median(took) * 1e6:,.0f}", f"{np.median(took) / np.median(base):.2f}"]
@@ -263,6 +287,7 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
                 check(name, made, expected["0_3" if "0_3" in name or "0.3.1" in name else "0_6"])
         seconds = measure(cases, slow, batches)
         print_ratios(directory, pack_size, batches)
+        print_store_ratios(directory, pack_size, batch_size)
 
     tokens = batch_size * int(pool.packed_len[0])
     copies, theirs = seconds["np.take copies"], seconds["Bridge 0.6.2, .npy"]

@@ -122,6 +122,16 @@ class GrowingArrayFile:
             yield np.frombuffer(block, self._dtype)
             place += len(block)
 
+    def mapped(self) -> npt.NDArray[Any]:
+        """Return what was appended so far as a read-only map."""
+        count = (self._size - SMALL_HEADER) // np.dtype(self._dtype).itemsize
+        with os_errors("map", self.path, self._size):
+            return np.memmap(self.path, self._dtype, "r", SMALL_HEADER, (count,))
+
+    def clear(self) -> None:
+        """Begin again: what is appended from now on replaces what was appended so far, and is at least as much."""
+        self._size = SMALL_HEADER
+
     def finish(self) -> FileRecord:
         """Write the header, take the checksum, make the file durable and close it."""
         count = (self._size - SMALL_HEADER) // np.dtype(self._dtype).itemsize

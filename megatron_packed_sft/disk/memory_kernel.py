@@ -64,6 +64,21 @@ def _store_byte(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Have the processor fetch the cache line at an address, without waiting for it; no address is wrong."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), flag, flag, flag])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        # To be read, into all levels of the cache, as data.
+        builder.call(function, [builder.inttoptr(arguments[0], kind.args[0]), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 # For type checkers these are functions of Python; they are code that is generated where a kernel calls them.
 carray: Any = numba.carray  # type: ignore[attr-defined]
 pointer: Any = intrinsic(_pointer)
@@ -73,6 +88,7 @@ load_two_bytes: Any = _load(16, types.int64)
 load_four_bytes: Any = _load(32, types.int64)
 load_eight_bytes: Any = _load(64, types.uint64)
 store_byte: Any = intrinsic(_store_byte)
+prefetch: Any = intrinsic(_prefetch)
 
 
 @kernel

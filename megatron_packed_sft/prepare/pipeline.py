@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
 from megatron_packed_sft.prepare.audit import Audit
@@ -142,9 +142,14 @@ class Pipeline:
             if self.config.force:
                 work.forget()
             encoded = self._encode(sources, settings, work, share)
-            planned = plan_splits(_in_order(encoded.stores), self._packing, work, self._executor)
+            try:
+                planned, report = self._planned(encoded, work, tokenizer)
+            except ShardError:  # a sequence does not match its checksum
+                if not encoded.num_reused or not self._remove_damaged(encoded, work):
+                    raise
+                encoded = self._encode(sources, settings, work, share)
+                planned, report = self._planned(encoded, work, tokenizer)
             plans = {split: one.plan for split, one in planned.items()}
-            report = self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
             if self.rejects is not None:
                 write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
             if self.config.report:
@@ -153,15 +158,24 @@ class Pipeline:
             publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
             if not reused:
-                if encoded.num_reused and work.remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars):
-                    encoded = self._encode(
-                        sources, settings, work, share
-                    )  # the same tokens again, so the plans still hold
+                if encoded.num_reused and self._remove_damaged(encoded, work):
+                    # The same tokens again, so the plans still hold.
+                    encoded = self._encode(sources, settings, work, share)
                 num_bins = sum(plan.num_bins for plan in plans.values())
                 with self._progress("publish", num_bins, "bin") as progress:
                     publish(publication, plans, encoded.stores, work, progress.update)
         stages = [_scan_line(sources), _encode_line(encoded), _plan_line(planned), self._publish_line(reused)]
         return replace(report, stages=stages, audits=self._audit(sources, settings) if self.config.audit else None)
+
+    def _planned(
+        self, encoded: EncodedSources, work: WorkDirectory, tokenizer: Tokenizer
+    ) -> tuple[dict[str, Planned], PrepareReport]:
+        planned = plan_splits(_in_order(encoded.stores), self._packing, work, self._executor)
+        plans = {split: one.plan for split, one in planned.items()}
+        return planned, self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
+
+    def _remove_damaged(self, encoded: EncodedSources, work: WorkDirectory) -> int:
+        return work.remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars)
 
     def estimate(self) -> PrepareReport:
         """Count and estimate, and write nothing."""

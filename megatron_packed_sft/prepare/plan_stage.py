@@ -184,11 +184,11 @@ def _over_parts(
 def _trained_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64]]:
     arrays = task.part.arrays
     counted = np.concatenate(([0], np.cumsum(arrays.train, dtype=np.int64)))
-    offsets = arrays.offsets.astype(np.int64)
+    starts, lengths = task.part.spans(np.arange(len(task.part)))
     if task.items is None:
-        return task.number, counted[offsets[1:]] - counted[offsets[:-1]]
+        return task.number, counted[starts + lengths] - counted[starts]
     sequence, start, masked, lengths = task.items
-    begin = offsets[sequence] + start
+    begin = starts[sequence] + start
     return task.number, counted[begin + lengths] - counted[begin + masked]
 
 

@@ -34,7 +34,7 @@ from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_s
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path
 
-_LAYOUT = 4  # of this directory; work that was done in another layout is done again
+_LAYOUT = 5  # of this directory, token stores included; work that was done in another layout is done again
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> str:

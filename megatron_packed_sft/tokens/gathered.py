@@ -16,15 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.tokens.manifest import TokenPartManifest
-from megatron_packed_sft.tokens.store import PartArrays, TokenPart, TokenStore
+from megatron_packed_sft.errors import ShardFileError
+from megatron_packed_sft.storage.read_options import FIRST_READ
+from megatron_packed_sft.tokens.manifest import CHECKSUM_DTYPE, TokenPartManifest
+from megatron_packed_sft.tokens.open_arrays import PartArrays
+from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 
 _NUM_AHEAD = 4  # parts that are fetched while one is read
 _COPIED_AT_ONCE = 4 << 20  # tokens; the memory that copying takes
 
 
 class GatheredSequences:
-    """Some sequences of a token store, in local files; asked as the store would be.
+    """Some sequences of a token store, in local files; asked as the store, and a part of it, would be.
 
     Args:
         store: whose sequences.
@@ -33,12 +36,12 @@ class GatheredSequences:
         first_part: where to begin with the parts, so that several processes of a node do not wait for the same one.
     """
 
+    verify = FIRST_READ
+
     def __init__(self, store: TokenStore, sequences: npt.NDArray[np.int64], folder: Path, first_part: int = 0) -> None:
         self.path = store.path
         self._manifest, self._has_weights = store.manifest, store.has_weights
         self._sequences = sequences
-        self._starts = np.zeros(len(sequences), np.int64)
-        self._lengths = np.zeros(len(sequences), np.int64)
         groups = store.by_part(sequences)
         first = min(first_part, len(groups))
         self.arrays = self._gathered([*groups[first:], *groups[:first]], folder)
@@ -60,8 +63,18 @@ class GatheredSequences:
         return [(self, np.arange(len(sequences)), np.searchsorted(self._sequences, sequences))]
 
     def spans(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return (start, length) of each sequence in the arrays."""
-        return self._starts[places], self._lengths[places]
+        """Return (start, length) of each sequence in the arrays; one that does not match its checksum is an error."""
+        unsound = self.arrays.find_unsound(places, self.verify)
+        if unsound is not None:
+            raise self.damaged(unsound)
+        return self.arrays.begins[places], self.arrays.ends[places] - self.arrays.begins[places]
+
+    def damaged(self, place: int) -> ShardFileError:
+        """Return the error for a sequence that does not match its checksum."""
+        return ShardFileError(
+            f"the copy of sequence {self._sequences[place]} of {self.path} in {self.arrays.path} does not match the "
+            "checksum that was written with it; check that disk, and run again"
+        )
 
     def _gathered(
         self, groups: Sequence[tuple[TokenPart, npt.NDArray[np.int64], npt.NDArray[np.int64]]], folder: Path
@@ -70,14 +83,21 @@ class GatheredSequences:
         if self._has_weights:
             types["weights"] = np.dtype(np.float32)
         num_tokens = 0
+        begins, ends = np.zeros((2, len(self._sequences)), np.int64)
+        checksums = np.zeros(len(self._sequences), CHECKSUM_DTYPE)
+        verified = np.ones(len(self._sequences), np.uint8)  # until there is something to compare a copy with
         with os_errors("write", folder):
             files = {name: open(folder / name, "wb") for name in types}  # noqa: SIM115  # closed below
             try:
                 for part, places, inside in _held(groups):
                     starts, lengths = part.spans(inside)
-                    self._starts[places] = num_tokens + np.cumsum(lengths) - lengths
-                    self._lengths[places] = lengths
+                    ends[places] = num_tokens + np.cumsum(lengths)
+                    begins[places] = ends[places] - lengths
                     num_tokens += int(lengths.sum())
+                    # Where weights are filled in, a copy is not what its checksum was taken of.
+                    if part.arrays.checksums is not None and part.manifest.has_weights == self._has_weights:
+                        checksums[places] = part.arrays.checksums[inside]
+                        verified[places] = 0
                     for name, values in _copied(part.arrays, starts, lengths, types):
                         files[name].write(values)
                     part.unmap()  # so that the cache may let it go
@@ -85,7 +105,11 @@ class GatheredSequences:
                 for file in files.values():
                     file.close()
             mapped = {name: np.memmap(folder / name, dtype, "r") for name, dtype in types.items()}
-        return PartArrays(mapped["ids"], mapped["train"], np.zeros(0, np.uint64), mapped.get("weights"))
+        for array in (begins, ends, checksums):
+            array.flags.writeable = False  # as maps are; numba would compile again
+        return PartArrays(
+            mapped["ids"], mapped["train"], begins, ends, mapped.get("weights"), checksums, verified, folder
+        )
 
 
 def _held(groups: Sequence[tuple[TokenPart, Any, Any]]) -> Iterator[tuple[TokenPart, Any, Any]]:

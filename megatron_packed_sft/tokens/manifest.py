@@ -11,14 +11,19 @@ from megatron_packed_sft.disk.json_document import FileRecord, parse_file_record
 from megatron_packed_sft.errors import UnsupportedFormatError
 
 FORMAT = "token_store_v1"
-VERSION = "1.0"
-WEIGHTED_VERSION = "1.1"  # of a part with weights: a reader that does not know them must refuse it
+FIRST_VERSION = "1.0"
+WEIGHTED_VERSION = "1.1"  # a part with weights: a reader that does not know them must refuse it
+VERSION = "1.2"  # a part with checksums of its sequences, and with weights if it says so
 IDS = "ids.npy"
 TRAIN = "train.npy"
 OFFSETS = "offsets.npy"
 WEIGHTS = "weights.npy"
+CHECKSUMS = "checksums.npy"
 FILES = (IDS, TRAIN, OFFSETS)
 OFFSET_DTYPE = "<u8"
+CHECKSUM_DTYPE = "<u4"
+SEQUENCE_CHECKSUM_ALGORITHM = "xxh3_64_low32"  # see sequence_checksums.py
+_VERSIONS = (FIRST_VERSION, WEIGHTED_VERSION, VERSION)
 _MAX_COUNT = (1 << 62) - 1
 
 
@@ -37,6 +42,7 @@ class TokenPartManifest:
     num_trained_tokens: int = 0
     max_seq_len: int = 0
     has_weights: bool = False
+    has_checksums: bool = True
     vocab_size: int | None = None
     tokenizer: Mapping[str, Any] | None = None
     chat_template_fingerprint: str | None = None
@@ -50,18 +56,26 @@ class TokenPartManifest:
         """Every id is below it."""
         return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
 
+    @property
+    def version(self) -> str:
+        """The oldest version that has what this part has."""
+        if self.has_checksums:
+            return VERSION
+        return WEIGHTED_VERSION if self.has_weights else FIRST_VERSION
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this manifest, without the keys whose value is None."""
         document: dict[str, Any] = {
             **self.extra,
             "format": FORMAT,
-            "version": WEIGHTED_VERSION if self.has_weights else VERSION,
+            "version": self.version,
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,
             "num_trained_tokens": self.num_trained_tokens,
             "max_seq_len": self.max_seq_len,
             "dtype": self.dtype,
             "weights_dtype": npy.WEIGHT_DTYPE if self.has_weights else None,
+            "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM if self.has_checksums else None,
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer,
             "chat_template_fingerprint": self.chat_template_fingerprint,
@@ -77,22 +91,26 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
     version = values.text("version")
-    if values.text("format") != FORMAT or version not in (VERSION, WEIGHTED_VERSION):
+    if values.text("format") != FORMAT or version not in _VERSIONS:
         raise UnsupportedFormatError(
-            f"{file}: format {document['format']!r} version {version!r} is not {FORMAT} {VERSION} or "
-            f"{WEIGHTED_VERSION}; it is not a part of a token store, or it needs a newer megatron_packed_sft"
+            f"{file}: format {document['format']!r} version {version!r} is not {FORMAT} {' or '.join(_VERSIONS)}; "
+            "it is not a part of a token store, or it needs a newer megatron_packed_sft"
         )
-    has_weights = version == WEIGHTED_VERSION
-    if values.optional_text("weights_dtype") != (npy.WEIGHT_DTYPE if has_weights else None):
-        raise values.error(
-            "weights_dtype", f"is {document.get('weights_dtype')!r}, which does not go with version {version}"
-        )
+    has_checksums = version == VERSION
+    has_weights = version == WEIGHTED_VERSION or (has_checksums and document.get("weights_dtype") is not None)
+    for key, expected in (
+        ("weights_dtype", npy.WEIGHT_DTYPE if has_weights else None),
+        ("sequence_checksum_algorithm", SEQUENCE_CHECKSUM_ALGORITHM if has_checksums else None),
+    ):
+        if values.optional_text(key) != expected:
+            raise values.error(key, f"is {document.get(key)!r}, which does not go with version {version}")
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
     dtype = values.text("dtype")
     if dtype not in npy.ID_LIMITS:
         raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(npy.ID_LIMITS))}")
-    algorithm, files = parse_file_records(values, (*FILES, WEIGHTS) if has_weights else FILES)
+    weights, checksums = (WEIGHTS,) if has_weights else (), (CHECKSUMS,) if has_checksums else ()
+    algorithm, files = parse_file_records(values, (*FILES, *weights, *checksums))
     if files is None:
         raise values.error("files", "is missing")
     num_tokens = values.integer("num_tokens", 1, _MAX_COUNT)
@@ -102,6 +120,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         num_trained_tokens=values.integer("num_trained_tokens", 0, num_tokens),
         max_seq_len=values.integer("max_seq_len", 1, num_tokens),
         has_weights=has_weights,
+        has_checksums=has_checksums,
         dtype=dtype,
         vocab_size=values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
@@ -114,13 +133,15 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
 
 
 def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, ...]:
-    """Return the array files of a part, in the order of `FILES`; its weights come last, if it has some."""
-    header = npy.SMALL_HEADER
-    arrays = (
-        npy.ArraySpec(IDS, manifest.dtype, (manifest.num_tokens,), header),
-        npy.ArraySpec(TRAIN, npy.MASK_DTYPE, (manifest.num_tokens,), header),
-        npy.ArraySpec(OFFSETS, OFFSET_DTYPE, (manifest.num_sequences + 1,), header),
-    )
-    if not manifest.has_weights:
-        return arrays
-    return (*arrays, npy.ArraySpec(WEIGHTS, npy.WEIGHT_DTYPE, (manifest.num_tokens,), header))
+    """Return the array files of a part, in the order of `FILES`; what not every part has comes last."""
+    tokens, sequences = (manifest.num_tokens,), (manifest.num_sequences,)
+    found = {
+        IDS: (manifest.dtype, tokens),
+        TRAIN: (npy.MASK_DTYPE, tokens),
+        OFFSETS: (OFFSET_DTYPE, (manifest.num_sequences + 1,)),
+    }
+    if manifest.has_weights:
+        found[WEIGHTS] = (npy.WEIGHT_DTYPE, tokens)
+    if manifest.has_checksums:
+        found[CHECKSUMS] = (CHECKSUM_DTYPE, sequences)
+    return tuple(npy.ArraySpec(name, *one, npy.SMALL_HEADER) for name, one in found.items())

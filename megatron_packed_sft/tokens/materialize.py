@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.disk.span_checksums import hash_function
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.tokens.gathered import GatheredSequences
-from megatron_packed_sft.tokens.store import TokenStore
+from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 
 _BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
 
@@ -154,9 +155,28 @@ def check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
             and bool(np.all(chunks.start.astype(np.int64) + plan.item_lengths <= lengths[chunks.sequence]))
         )
     if not fits:
-        raise InvalidInputError(
-            f"the plan was not made from {store.path}: their lengths differ; plan again with the lengths of this store"
-        )
+        for part in store.parts if not store.is_remote else ():
+            part.spans(np.arange(len(part)))  # a wrong offset has a wrong length, too
+        raise _made_from_others(store)
+
+
+def _refused(
+    store: TokenStore | GatheredSequences, part: TokenPart | GatheredSequences, sequence: int, is_unsound: bool
+) -> PackedSFTError:
+    """Return the error for a sequence that could not be put into a bin."""
+    if is_unsound:
+        return part.damaged(sequence)
+    try:
+        part.spans(np.array([sequence]))
+    except PackedSFTError as error:
+        return error
+    return _made_from_others(store)
+
+
+def _made_from_others(store: TokenStore | GatheredSequences) -> InvalidInputError:
+    return InvalidInputError(
+        f"the plan was not made from {store.path}: their lengths differ; plan again with the lengths of this store"
+    )
 
 
 def _blocks(
@@ -179,23 +199,37 @@ def _blocks(
         num_bins = len(items.counts)
         if weights is not None:
             weights[:] = 0
-        for part, positions, inside in store.by_part(items.sequences):
-            starts = part.spans(inside)[0] + items.starts[positions]
-            lengths, to_bins, to_positions = items.lengths[positions], items.bins[positions], items.positions[positions]
-            gather_kernel.fill_bins(
-                part.arrays.ids,
-                part.arrays.train,
-                starts,
-                lengths,
-                items.overlaps[positions],
-                to_bins,
-                to_positions,
+        for part, chosen, inside in store.by_part(items.sequences):
+            arrays = part.arrays
+            if not hash_function():  # an xxhash that does not export its functions
+                part.spans(inside)
+            code, bad = gather_kernel.fill_bins(
+                *arrays.for_kernels(part.verify),
+                inside,
+                chosen,
+                items.starts,
+                items.lengths,
+                items.overlaps,
+                plan.chunks is None,
+                items.bins,
+                items.positions,
                 ids,
                 mask,
             )
+            if code != gather_kernel.OK:
+                raise _refused(store, part, int(inside[bad]), code == gather_kernel.BAD_CHECKSUM)
             if weights is not None:
                 gather_kernel.fill_weights(
-                    part.arrays.kernel_weights(), starts, lengths, to_bins, to_positions, mask, weights
+                    arrays.kernel_weights(),
+                    arrays.begins,
+                    inside,
+                    chosen,
+                    items.starts,
+                    items.lengths,
+                    items.bins,
+                    items.positions,
+                    mask,
+                    weights,
                 )
         if plan.pad_seq_to_mult > 1:
             gather_kernel.fill_gaps(items.bins, items.positions + items.lengths, items.ends, pad_id, ids, mask)

@@ -16,7 +16,7 @@ from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, WEIGHTS, TokenPartManifest, part_arrays
+from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, TRAIN, WEIGHTS, TokenPartManifest, part_arrays
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 from megatron_packed_sft.tokens.store_index import MAX_STORE_BYTES, STORE, ListedPart, parse_store
 
@@ -65,6 +65,7 @@ class _RangePart:
         with contextlib.ExitStack() as resources:
             self._outline = resources.enter_context(Outline.of(url))
             self.part = TokenPart.open(self._outline.path)
+            self.part.is_sketch = True
             found = self.part.fingerprint, len(self.part)
             if listed is not None and found != (listed.manifest_checksum, listed.num_sequences or len(self.part)):
                 raise ShardError(f"{redacted(url)} is not the part that {STORE} lists; it was swapped or written again")
@@ -76,11 +77,13 @@ class _RangePart:
         """Fetch a sequence and return its ids and weights."""
         try:
             self._fill(OFFSETS, index, index + 2)
-            [start], [length] = self.part.spans(np.array([index]))
+            [start], [length] = self.part.recorded_spans(np.array([index]))
             longest = min(int(length), self.part.manifest.max_seq_len)
             for name in (IDS, TRAIN, WEIGHTS):
                 if name in self._specs:
                     self._fill(name, int(start), int(start) + longest)
+            if CHECKSUMS in self._specs:
+                self._fill(CHECKSUMS, index, index + 1)
             ids, weights = TokenStore(self.part.path, [self.part]).weighted(index)
             return ids.copy(), weights.copy()
         except PackedSFTError as error:

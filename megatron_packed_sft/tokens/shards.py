@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.gathered import GatheredSequences
 from megatron_packed_sft.tokens.materialize import check_fit, no_progress, place, stored_width, write_bins
 from megatron_packed_sft.tokens.store import TokenStore
+
+logger = logging.getLogger(__name__)
 
 # Of the shards of one task whose sequences are gathered: the scratch space that it needs.
 _MOST_BYTES_AT_ONCE = 16 << 30
@@ -104,6 +107,8 @@ def write_shards(
     kind = storage_named(storage)
     if store.has_weights and not kind.keeps_weights:
         raise cannot_keep(str(store.path), storage)
+    if (note := store.verification_note) is not None:
+        logger.info("%s: %s", store.path, note)
     width = stored_width(plan)
     check_fit(plan, store, width)
     runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))

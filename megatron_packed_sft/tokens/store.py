@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,35 +17,36 @@ from megatron_packed_sft.disk.checked_files import CheckedDirectory
 from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, file_checksum
 from megatron_packed_sft.disk.file_maps import Holder, LazyMaps
 from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardError
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardChangedError, ShardError, ShardFileError
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.read_options import FIRST_READ, ReadOptions
 from megatron_packed_sft.support.paths import is_url, local_path
-from megatron_packed_sft.tokens.manifest import OFFSETS, TokenPartManifest, parse_part_manifest, part_arrays
+from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.tokens.manifest import (
+    CHECKSUMS,
+    IDS,
+    OFFSETS,
+    TRAIN,
+    WEIGHTS,
+    TokenPartManifest,
+    parse_part_manifest,
+    part_arrays,
+)
+from megatron_packed_sft.tokens.open_arrays import PartArrays
 from megatron_packed_sft.tokens.store_index import MAX_STORE_BYTES, PART_NAME, STORE, STORE_FORMAT, parse_store
-
-
-class PartArrays(NamedTuple):
-    """The mapped arrays of one part, read-only."""
-
-    ids: npt.NDArray[Any]
-    train: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.uint64]
-    weights: npt.NDArray[np.float32] | None = None  # None: every trained token counts 1
-
-    def kernel_weights(self) -> npt.NDArray[np.float32]:
-        """Return the weights as kernels take them: an empty array when there are none."""
-        return NO_WEIGHTS if self.weights is None else self.weights
 
 
 class TokenPart(LazyMaps[PartArrays]):
     """An open part: its manifest is checked, its arrays are mapped at the first read.
 
-    Of a part in an object store, `path` is a directory with its manifest and offsets only, and `holder` fetches all of
-    it, on whatever node it is read.
+    Sequences are compared with their checksums when they are first read; see `ReadOptions`. Of a part in an object
+    store, `path` is a directory with its manifest and offsets only, and `holder` fetches all of it, on whatever node it
+    is read.
     """
 
     has_copies: bool | None = None  # whether neighbours are equal, where somebody has looked
+    verify: str = FIRST_READ  # when sequences are compared with their checksums
+    is_sketch: bool = False  # its files have holes, which are filled as they are read
 
     def __init__(self, path: Path, manifest: TokenPartManifest, fingerprint: str) -> None:
         self.path = path
@@ -82,7 +83,7 @@ class TokenPart(LazyMaps[PartArrays]):
     def lengths(self) -> npt.NDArray[np.int64]:
         """The length of every sequence, read without touching, or fetching, a token."""
         if self.holder is None:
-            return _lengths(self.arrays.offsets)
+            return self.arrays.ends - self.arrays.begins
         spec = next(one for one in part_arrays(self.manifest) if one.name == OFFSETS)
         record = self.manifest.files[OFFSETS]
         with CheckedDirectory.open(self.path) as directory:
@@ -92,31 +93,75 @@ class TokenPart(LazyMaps[PartArrays]):
                 != record.checksum
             ):
                 raise ShardError(f"{self.path / OFFSETS} is damaged; remove it, and it is fetched again")
-        return _lengths(offsets)
+        ends: npt.NDArray[np.int64] = offsets.view(np.int64)
+        return ends[1:] - ends[:-1]
 
     def spans(self, sequences: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return (start, length) of each sequence inside the part's flat arrays; damaged offsets are an error."""
-        offsets = self.arrays.offsets.view(np.int64)  # beyond 2**63 it would be negative, which is refused below
-        starts, ends = offsets[sequences], offsets[sequences + 1]
-        bad = np.flatnonzero((starts < 0) | (ends <= starts) | (ends > len(self.arrays.ids)))
+        """Return (start, length) of each sequence inside the part's flat arrays; damaged ones are an error."""
+        spans = self.recorded_spans(sequences)
+        unsound = self.arrays.find_unsound(sequences, self.verify)
+        if unsound is not None:
+            raise self.damaged(unsound)
+        return spans
+
+    def recorded_spans(self, sequences: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return (start, length) as the offsets have them; impossible ones are an error, and no token is looked at."""
+        arrays = self.arrays
+        starts, ends = arrays.begins[sequences], arrays.ends[sequences]
+        bad = np.flatnonzero((starts < 0) | (ends <= starts) | (ends > len(arrays.ids)))
         if bad.size:
-            raise ShardError(
-                f"{self.path / 'offsets.npy'} is damaged at sequence {int(sequences[bad[0]])}; "
-                "restore the part from the original"
+            raise ShardFileError(
+                f"{self.path / OFFSETS} is damaged at sequence {int(sequences[bad[0]])}; {self._remedy}"
             )
         return starts, ends - starts
 
+    @property
+    def _remedy(self) -> str:
+        if self.holder is not None:
+            return "it is a copy of an object store's: fetch it again after `packed-sft cache clear`"
+        return "restore the part from its original, or write it again"
+
+    def damaged(self, sequence: int) -> PackedSFTError:
+        """Return the error for a sequence that does not match its checksum: it names the file that was damaged."""
+        what = f"damaged at sequence {sequence}, which does not match the checksum that was written with it"
+        if self.is_sketch:
+            return ShardFileError(f"{self.path} is {what}; run `packed-sft validate` on it")
+        try:
+            name = self._damaged_file()
+        except PackedSFTError as error:  # a file is gone or cut: that is the news
+            return error
+        if name is None:
+            return ShardFileError(
+                f"{self.path} is {what}, but its files match theirs: look for a fault of the memory or of the network "
+                "storage, and read again"
+            )
+        return ShardFileError(f"{self.path / name} is {what}; {self._remedy}")
+
+    def _damaged_file(self) -> str | None:
+        """Return the first file whose content is not what the manifest says; all of them are read."""
+        folder, algorithm = self.arrays.path, self.manifest.checksum_algorithm or DEFAULT_ALGORITHM
+        with os_errors("read", folder):
+            # What is small first: a damaged offset or checksum is told from damaged tokens.
+            for name in sorted(self.manifest.files, key=lambda name: (name not in (OFFSETS, CHECKSUMS), name)):
+                if file_checksum(folder / name, algorithm) != self.manifest.files[name].checksum:
+                    return name
+        return None
+
     def _open_arrays(self, keep: object) -> PartArrays:
-        with CheckedDirectory.open(getattr(keep, "path", self.path)) as directory:
+        path = getattr(keep, "path", self.path)
+        with CheckedDirectory.open(path) as directory:
             manifest, fingerprint = _read_manifest(directory)
             if fingerprint != self.fingerprint:
                 raise ShardChangedError(f"{self.path} was replaced since it was opened; open it again")
-            arrays = PartArrays(
-                *(directory.array(spec, manifest.files[spec.name]).map(keep) for spec in part_arrays(manifest))
-            )
-        if arrays.offsets[0] != 0 or arrays.offsets[-1] != manifest.num_tokens:
-            raise ShardError(f"{self.path / 'offsets.npy'} is damaged; restore the part from the original")
-        return arrays
+            files = {
+                spec.name: directory.array(spec, manifest.files[spec.name]).map(keep) for spec in part_arrays(manifest)
+            }
+        if files[OFFSETS][0] != 0 or files[OFFSETS][-1] != manifest.num_tokens:
+            raise ShardError(f"{self.path / OFFSETS} is damaged; {self._remedy}")
+        verified = np.zeros(manifest.num_sequences if manifest.has_checksums else 0, np.uint8)
+        offsets = files[OFFSETS].view(np.int64)  # beyond 2**63 one would be negative, which is refused when it is used
+        optional = files.get(WEIGHTS), files.get(CHECKSUMS)
+        return PartArrays(files[IDS], files[TRAIN], offsets[:-1], offsets[1:], *optional, verified, path)
 
 
 class TokenStore:
@@ -162,6 +207,23 @@ class TokenStore:
     def lengths(self) -> npt.NDArray[np.int64]:
         """The length of every sequence, read without touching a token."""
         return np.concatenate([part.lengths for part in self.parts])
+
+    @property
+    def verification_note(self) -> str | None:
+        """What to say of a store whose sequences cannot be verified as they are read; None if all can."""
+        older = [part.manifest for part in self.parts if not part.manifest.has_checksums]
+        if not older:
+            return None
+        some = "" if len(older) == len(self.parts) else f"{counted(len(older), 'part')} of {len(self.parts)}: "
+        return (
+            f"{some}format {older[0].version} without checksums of sequences, so sequences are not verified as they "
+            "are read; `packed-sft prepare` writes token stores that have them"
+        )
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose when sequences are compared with their checksums from now on; all parts are mapped in any case."""
+        for part in self.parts:
+            part.verify = options.verify
 
     @property
     def is_remote(self) -> bool:
@@ -225,11 +287,11 @@ def copies_of_part(part: TokenPart) -> npt.NDArray[np.int64] | None:
     """Return, for each sequence of a part, the first of the neighbours that equal it; None when all differ."""
     from megatron_packed_sft.tokens import gather_kernel
 
-    part.spans(np.arange(len(part)))  # refuses damaged offsets, which compiled code would follow
+    part.spans(np.arange(len(part)))  # refuses damage, which compiled code would follow
     arrays = part.arrays
     numbers = np.empty(len(part), np.int64)
-    offsets = arrays.offsets.view(np.int64)
-    found = gather_kernel.number_copies(arrays.ids, arrays.train, arrays.kernel_weights(), offsets, 0, numbers)
+    begins, ends = arrays.begins, arrays.ends
+    found = gather_kernel.number_copies(arrays.ids, arrays.train, arrays.kernel_weights(), begins, ends, numbers)
     return numbers if found else None
 
 
@@ -289,11 +351,6 @@ def write_index(store: TokenStore) -> None:
         "created_by": CREATED_BY,
     }
     replace_file(store.path / STORE, json_document.render(document))
-
-
-def _lengths(offsets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    ends: npt.NDArray[np.int64] = offsets.view(np.int64)
-    return ends[1:] - ends[:-1]
 
 
 def _read_manifest(directory: CheckedDirectory) -> tuple[TokenPartManifest, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.remote.outline import Outline
+from megatron_packed_sft.storage.read_options import ALWAYS
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
-from megatron_packed_sft.tokens.manifest import IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
+from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
 from megatron_packed_sft.tokens.store import TokenPart, open_token_store
 from megatron_packed_sft.tokens.store_index import STORE
 
@@ -57,6 +59,8 @@ def _validate(path: Path, report: ValidationReport, progress: bool, outline: Out
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return
+    if (note := store.verification_note) is not None:
+        report.notes.append(f"{path}: {note}")
     with Progress("validate", None, "B", quiet=not progress) as bar:
         for part in store.parts:
             report.num_shards += 1
@@ -76,14 +80,34 @@ def _name_in(outline: Outline, path: Path) -> str:
 
 
 def _check_part(part: TokenPart, report: ValidationReport, bar: Progress) -> None:
+    damaged = []
     with CheckedDirectory.open(part.path) as directory:
         for spec in part_arrays(part.manifest):
             file = directory.array(spec, part.manifest.files[spec.name])
             report.num_bytes += file.size
-            _check_file(part, file, report, bar)
+            if not _check_file(part, file, report, bar):
+                damaged.append(spec.name)
+    # Where the sequences are is not known when offsets are damaged.
+    if part.manifest.has_checksums and OFFSETS not in damaged:
+        _check_sequences(part, damaged, report)
 
 
-def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, bar: Progress) -> None:
+def _check_sequences(part: TokenPart, damaged: Sequence[str], report: ValidationReport) -> None:
+    """Compare every sequence with its checksum; the first that differs is named, with the file that is damaged."""
+    arrays = part.arrays
+    assert arrays.checksums is not None
+    for first in range(0, len(part), _BLOCK):
+        sequences = np.arange(first, min(first + _BLOCK, len(part)))
+        part.recorded_spans(sequences)  # refuses those that are not inside the arrays
+        unsound = arrays.find_unsound(sequences, ALWAYS)
+        if unsound is not None:
+            file = part.path / (damaged[0] if damaged else CHECKSUMS)
+            report.add(Finding(str(file), f"sequence {unsound} does not match its checksum", field="checksums"))
+            return
+
+
+def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, bar: Progress) -> bool:
+    """Check one file and report what is wrong; return whether its content matches its checksum."""
     manifest = part.manifest
     reader = HashingReader(file, manifest.checksum_algorithm or DEFAULT_ALGORITHM, bar)
     count = file.header.shape[0]
@@ -104,6 +128,8 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
             train = part.arrays.train[first : first + len(values)]
             bad = np.flatnonzero(~np.isfinite(values) | (values < 0) | ((values > 0) != (train > 0)))
             says = "the weight is not a finite number that is above 0 exactly where train is 1"
+        elif file.name == CHECKSUMS:
+            continue  # any number may be one; they are compared with the sequences
         else:
             steps = np.diff(values.view(np.int64), prepend=previous)
             bad = np.flatnonzero(steps < 1)
@@ -114,7 +140,8 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
             report.add(Finding(str(file.path), f"{says} at entry {place}", field=file.name.removesuffix(".npy")))
     if reader.hexdigest() != manifest.files[file.name].checksum:
         report.add(Finding(str(file.path), "its content does not match its checksum; restore it from the original"))
-    elif file.name == TRAIN and trained != manifest.num_trained_tokens:
+        return False
+    if file.name == TRAIN and trained != manifest.num_trained_tokens:
         report.add(
             Finding(
                 str(part.path / MANIFEST),
@@ -122,3 +149,4 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
                 field="num_trained_tokens",
             )
         )
+    return True

@@ -23,6 +23,10 @@ from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
+from megatron_packed_sft.tokens.sequence_checksums import checksums_of_sequences
+
+_MANY_SEQUENCES = 4096  # of a part; for fewer, compiled code takes longer to load than it saves
+_SEQUENCES_AT_ONCE = 1 << 16
 
 
 class TokenPartWriter(StagedWriter):
@@ -73,6 +77,7 @@ class TokenPartWriter(StagedWriter):
             self._train = self._new_file(part_manifest.TRAIN, npy.MASK_DTYPE)
             self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
             self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
+            self._checksums = self._new_file(part_manifest.CHECKSUMS, part_manifest.CHECKSUM_DTYPE)
         self._weights: GrowingArrayFile | None = None
 
     def append(self, input_ids: Any, train: Any, weights: Any = None) -> None:
@@ -108,7 +113,10 @@ class TokenPartWriter(StagedWriter):
             )
         given = None if weights is None else self._checked_weights(weights, mask, name)
         with self._aborting_on_error():  # the files may disagree after a failure
-            self._append_weights(given, mask)
+            own_weights = self._append_weights(given, mask)
+            is_many = self._num_sequences + len(counts) >= _MANY_SEQUENCES
+            starts = np.cumsum(counts) - counts
+            self._checksums.append(checksums_of_sequences((ids, mask, own_weights), starts, counts, compiled=is_many))
             self._ids.append(ids)
             self._train.append(mask)
             self._offsets.append((self._num_tokens + np.cumsum(counts)).astype(part_manifest.OFFSET_DTYPE))
@@ -120,7 +128,8 @@ class TokenPartWriter(StagedWriter):
     def finalize(self) -> TokenPartManifest:
         """Make everything durable and publish by one rename."""
         self._require_open()
-        files = [self._ids, self._train, self._offsets, *([] if self._weights is None else [self._weights])]
+        files = [self._ids, self._train, self._offsets, self._checksums]
+        files += [] if self._weights is None else [self._weights]
         with self._closing():
             if self._num_sequences == 0:
                 raise InvalidInputError(f"{self.target} would hold no sequence; append at least one")
@@ -156,15 +165,31 @@ class TokenPartWriter(StagedWriter):
             )
         return None if np.array_equal(given, mask) else given
 
-    def _append_weights(self, weights: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.uint8]) -> None:
-        """Write the weights of more tokens, once there are any: then also those of all tokens before."""
+    def _append_weights(
+        self, weights: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.float32] | None:
+        """Write the weights of more tokens, once there are any: then also those of all tokens before. Return them."""
         if self._weights is None:
             if weights is None:
-                return
+                return None
             self._weights = self._new_file(part_manifest.WEIGHTS, npy.WEIGHT_DTYPE)
             for before in self._train.written():
                 self._weights.append(before.astype(npy.WEIGHT_DTYPE))
-        self._weights.append(mask.astype(npy.WEIGHT_DTYPE) if weights is None else weights)
+            self._take_checksums_again()
+        own = mask.astype(npy.WEIGHT_DTYPE) if weights is None else weights
+        self._weights.append(own)
+        return own
+
+    def _take_checksums_again(self) -> None:
+        """Take the checksums of all sequences so far with their weights, which they have had from now on."""
+        if self._num_sequences == 0:
+            return
+        assert self._weights is not None
+        arrays = self._ids.mapped(), self._train.mapped(), self._weights.mapped()
+        self._checksums.clear()
+        for start in range(0, self._num_sequences, _SEQUENCES_AT_ONCE):
+            offsets = self._offsets.mapped()[start : start + _SEQUENCES_AT_ONCE + 1].astype(np.int64)
+            self._checksums.append(checksums_of_sequences(arrays, offsets[:-1], np.diff(offsets)))
 
     def _new_file(self, name: str, dtype: str) -> GrowingArrayFile:
         file = GrowingArrayFile(self._staging.path / name, dtype, DEFAULT_ALGORITHM)

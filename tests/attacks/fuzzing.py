@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, open_dataset, open_shard, pack, validate
@@ -20,7 +21,9 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.encode.templates.renderer import Renderer
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.plan_file import load_plan, save_plan
+from megatron_packed_sft.tokens.materialize import plan_block
 from megatron_packed_sft.tokens.store import open_token_store
+from megatron_packed_sft.tokens.validate import validate_token_store
 from tests.packed_bins import block_of, make_bins, write_seed_shard, write_shard
 from tests.tokens.test_store import make_sequences, write_store
 
@@ -126,9 +129,17 @@ def _plan(home: Path) -> Path:
     return home / "plan.npz"
 
 
-def _store(home: Path) -> Path:
+def _store(home: Path, name: str) -> Path:
     write_store(home / "store", [make_sequences(5)])
-    return next((home / "store").rglob("manifest.json"))
+    return home / "store" / "part_000000" / name
+
+
+def _read_store(file: Path) -> None:
+    validate_token_store(file.parent)
+    store = open_token_store(file.parent.parent)
+    _read_all(store)
+    plan = pack([len(ids) for ids, _ in make_sequences(5)], pack_size=64)
+    plan_block(plan, store, np.arange(plan.num_bins), 64)
 
 
 def _legacy(home: Path) -> Path:
@@ -175,7 +186,9 @@ def _read_dataset(file: Path) -> None:
 TARGETS = {
     "manifest": Target(lambda home: _shard(home, "manifest.json"), _read_shard, is_sealed=True),
     "dataset.json": Target(_dataset, _read_dataset, is_sealed=True),
-    "token store": Target(_store, lambda file: _read_all(open_token_store(file.parent.parent)), is_sealed=True),
+    "token store": Target(lambda home: _store(home, "manifest.json"), _read_store, is_sealed=True),
+    "token store offsets": Target(lambda home: _store(home, "offsets.npy"), _read_store),
+    "token store checksums": Target(lambda home: _store(home, "checksums.npy"), _read_store),
     "plan": Target(_plan, load_plan),
     "npy header": Target(lambda home: _seed_shard(home, "input_ids.npy"), _read_shard),
     "legacy pickle": Target(_legacy, lambda file: _read_all(open_shard(file))),

@@ -23,6 +23,11 @@ BINS = [
     ([31], [0], [0]),
     ([41, 42, 43, 44], [0, 0, 1, 0], [0, 1, 2]),
 ]
+SEQUENCES = [  # of the token stores: ids, train values and, in those with weights, weights
+    ([11, 12, 13], [0, 1, 1], [0, 0.5, 1]),
+    ([21], [0], [0]),
+    ([31, 32, 33, 34], [0, 1, 0, 1], [0, 1, 0, 2.5]),
+]
 WEIGHTS = [[0, 0.5, 0.5, 0.5, 0, 1, 1, 0], [0], [0, 0, 2.5, 0]]  # of the weighted shard, in place of the masks
 
 
@@ -90,12 +95,7 @@ def full(path: Path, id_dtype: str, *, weighted: bool = False, checksummed: bool
         parts["bin_checksums.npy"] = bin_checksums(parts)
     for name, array in parts.items():
         size = 4096 if array.ndim == 2 and name != "bin_checksums.npy" else 128
-        shape = str(array.shape)
-        text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
-        header = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little") + text.ljust(size - 11).encode() + b"\n"
-        data = header + array.tobytes()
-        (path / name).write_bytes(data)
-        files[name] = {"bytes": len(data), "checksum": xxhash.xxh3_128(data).hexdigest()}
+        files[name] = write_array(path / name, array, size)
     manifest: dict[str, object] = {
         "version": "1.0",
         "format": "memmap_padded_v1",
@@ -126,12 +126,77 @@ def full(path: Path, id_dtype: str, *, weighted: bool = False, checksummed: bool
     if checksummed:
         manifest |= {"version": "1.1", "bin_checksum_algorithm": "xxh3_64"}
 
+    (path / "manifest.json").write_bytes(sealed(manifest))
+
+
+def write_array(path: Path, array: np.ndarray, header_size: int) -> dict[str, object]:
+    """Write an .npy with a padded header; return its entry in a manifest."""
+    text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {array.shape}, }}"
+    header = b"\x93NUMPY\x01\x00" + (header_size - 10).to_bytes(2, "little")
+    data = header + text.ljust(header_size - 11).encode() + b"\n" + array.tobytes()
+    path.write_bytes(data)
+    return {"bytes": len(data), "checksum": xxhash.xxh3_128(data).hexdigest()}
+
+
+def sealed(document: dict[str, object]) -> bytes:
+    """Render a document with its own checksum."""
+
     def rendered() -> bytes:
-        lines = [f"{json.dumps(key)}: {json.dumps(manifest[key], sort_keys=True)}" for key in sorted(manifest)]
+        lines = [f"{json.dumps(key)}: {json.dumps(document[key], sort_keys=True)}" for key in sorted(document)]
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
-    manifest["self_checksum"] = xxhash.xxh3_128(rendered()).hexdigest()
-    (path / "manifest.json").write_bytes(rendered())
+    document["self_checksum"] = xxhash.xxh3_128(rendered()).hexdigest()
+    return rendered()
+
+
+def sequence_checksum(arrays: list[np.ndarray]) -> int:
+    """The entry of checksums.npy for one sequence: its ids, train values and, if there are any, weights."""
+    numbers = np.array([len(arrays[0]), *(xxhash.xxh3_64_intdigest(one.tobytes()) for one in arrays)], "<u8")
+    return xxhash.xxh3_64_intdigest(numbers.tobytes()) % 2**32
+
+
+def token_store(path: Path, version: str, id_dtype: str, *, weighted: bool = False) -> None:
+    """A token store of one part, as docs/format.md describes it."""
+    part = path / "part_000000"
+    part.mkdir(parents=True)
+    sequences = [[np.array(ids, id_dtype), np.array(train, "|u1")] for ids, train, _ in SEQUENCES]
+    for arrays, (_, _, own_weights) in zip(sequences, SEQUENCES, strict=True):
+        arrays += [np.array(own_weights, "<f4")] if weighted else []
+    names = ["ids.npy", "train.npy", *(["weights.npy"] if weighted else [])]
+    parts = {name: np.concatenate([one[k] for one in sequences]) for k, name in enumerate(names)}
+    parts["offsets.npy"] = np.cumsum([0] + [len(ids) for ids, _, _ in SEQUENCES]).astype("<u8")
+    manifest: dict[str, object] = {
+        "format": "token_store_v1",
+        "version": version,
+        "num_sequences": 3,
+        "num_tokens": 8,
+        "num_trained_tokens": 4,
+        "max_seq_len": 4,
+        "dtype": id_dtype,
+        "vocab_size": 100 if id_dtype == "<u2" else 100_000,
+        "tokenizer": {"name": "golden", "fingerprint": "0123"},
+        "chat_template_fingerprint": "4567",
+        "checksum_algorithm": "xxh3_128",
+        "created_by": "make_golden.py",
+    }
+    if weighted:
+        manifest["weights_dtype"] = "<f4"
+    if version == "1.2":
+        parts["checksums.npy"] = np.array([sequence_checksum(one) for one in sequences], "<u4")
+        manifest["sequence_checksum_algorithm"] = "xxh3_64_low32"
+    manifest["files"] = {name: write_array(part / name, array, 128) for name, array in parts.items()}
+    data = sealed(manifest)
+    (part / "manifest.json").write_bytes(data)
+    listed = {"name": part.name, "manifest_checksum": xxhash.xxh3_128(data).hexdigest(), "num_sequences": 3}
+    index: dict[str, object] = {
+        "format": "token_store_index_v1",
+        "version": "1.0",
+        "parts": [listed],
+        "num_sequences": 3,
+        "num_tokens": 8,
+        "created_by": "make_golden.py",
+    }
+    (path / "store.json").write_bytes(sealed(index))
 
 
 if __name__ == "__main__":
@@ -142,6 +207,10 @@ if __name__ == "__main__":
         "memmap_1_1_weighted": partial(full, id_dtype="<u2", weighted=True),
         "memmap_1_1_checksums": partial(full, id_dtype="<i4", checksummed=True),
         "memmap_1_1_weighted_checksums": partial(full, id_dtype="<u2", weighted=True, checksummed=True),
+        "token_store_1_0": partial(token_store, version="1.0", id_dtype="<i4"),
+        "token_store_1_1_weighted": partial(token_store, version="1.1", id_dtype="<u2", weighted=True),
+        "token_store_1_2": partial(token_store, version="1.2", id_dtype="<u2"),
+        "token_store_1_2_weighted": partial(token_store, version="1.2", id_dtype="<i4", weighted=True),
     }.items():
         if not (HERE / name).exists():
             make(HERE / name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_packed_sft import create_sft_dataset, open_dataset, open_token_store, validate
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.prepare import pipeline, work_directory
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records
 from tests.records.chat_files import FORMATS
@@ -209,6 +211,46 @@ def test_damaged_parts_and_shards_are_made_again(few: Path, tokenizer_path: str,
     os.truncate(shard, shard.stat().st_size - 1)
     assert "1 reused, 0 encoded" in prepare(*arguments).out
     assert files_of(output) == whole
+
+
+@pytest.mark.parametrize("stage", ["plan_splits", "publish"])
+def test_a_bit_that_flips_before_shards_are_made_is_never_published(
+    few: Path, tokenizer_path: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "data"
+    arguments = (f"input={few}", f"output={output}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    ids = tmp_path / "data.work" / "tokens" / "train" / "part_000000" / "ids.npy"
+    run = getattr(pipeline, stage)
+
+    def run_after_damage(first: Any, second: Any, *others: Any) -> Any:
+        for store in (first if stage == "plan_splits" else others[0]).values():
+            for part in store.parts:
+                part.unmap()  # as another process would read it
+        data = bytearray(ids.read_bytes())
+        data[300] ^= 1
+        ids.write_bytes(data)
+        return run(first, second, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, stage, run_after_damage)
+        refused = prepare(*arguments)
+    assert refused.code != 0
+    assert f"{ids} is damaged at sequence" in refused.err
+    assert not output.exists()
+    again = prepare(*arguments)
+    assert again.code == 0, again.err
+    assert "0 reused, 1 encoded" in again.out
+    assert validate(output).ok
+
+
+def test_tokens_of_another_layout_are_encoded_anew(
+    few: Path, tokenizer_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)
+    monkeypatch.setattr(work_directory, "_LAYOUT", 4)  # before sequences had checksums
+    assert prepare(*arguments).code == 0
+    monkeypatch.undo()
+    assert "0 reused, 1 encoded" in prepare(*arguments).out
 
 
 def test_a_dry_run_counts_and_writes_nothing(few: Path, tokenizer_path: str, tmp_path: Path) -> None:

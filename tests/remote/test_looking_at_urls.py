@@ -28,6 +28,7 @@ from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.uploads import send_shard, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.tokens.range_store import RangeStore
 from tests.packed_bins import make_bins
 from tests.prepare.preparing import chat, write_records
 from tests.remote.object_store import FaultProxy
@@ -35,6 +36,7 @@ from tests.remote.test_dataset_urls import write_dataset
 
 URL = "s3://bucket/sets/my_dataset"
 TOKENS = "s3://bucket/tokens"
+GOLDEN = Path(__file__).parents[1] / "golden"
 NUM_BINS, PACK_SIZE = 3000, 128
 
 
@@ -236,9 +238,22 @@ def test_a_damaged_token_store_is_found_by_url(
         open_token_store(TOKENS)
     assert main(["validate", TOKENS]) == 1
     assert f"{place}: its content does not match its checksum" in capsys.readouterr().out
+    assert RangeStore(TOKENS).weighted(38)[0].tolist() == open_token_store(token_store)[38][0].tolist()
+    with pytest.raises(ShardFileError, match=r"^s3://bucket/tokens/part_000001 is damaged at sequence 19, which does"):
+        RangeStore(TOKENS).weighted(39)
     write_object(place, bytes(damaged) + b"more")
     with pytest.raises(ShardFileError, match="is longer than the"):
         open_token_store(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["token_store_1_0", "token_store_1_1_weighted", "token_store_1_2_weighted"])
+def test_token_stores_of_every_version_are_read_by_url(store: FaultProxy, name: str) -> None:
+    send_shard(GOLDEN / name, TOKENS)
+    here, by_range = open_token_store(GOLDEN / name), RangeStore(TOKENS)
+    for found in (by_range, open_token_store(TOKENS)):
+        for number in range(len(here)):
+            for ours, theirs in zip(found.weighted(number), here.weighted(number), strict=True):
+                assert ours.tolist() == theirs.tolist()
 
 
 def test_a_token_store_whose_part_is_a_path_is_refused(store: FaultProxy, token_store: Path) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed_sft import PackedBin, open_shard, validate
-from tests.golden.make_golden import BINS, PACK_SIZE, PAD_ID, WEIGHTS
+from megatron_packed_sft import PackedBin, create_sft_dataset, open_shard, open_token_store, pack, validate
+from megatron_packed_sft.errors import UnsupportedFormatError
+from megatron_packed_sft.tokens import manifest as part_manifest
+from megatron_packed_sft.tokens.validate import validate_token_store
+from megatron_packed_sft.tokens.writer import TokenPartWriter
+from tests.golden.make_golden import BINS, PACK_SIZE, PAD_ID, SEQUENCES, WEIGHTS
 from tests.packed_bins import assert_same_bins, files_of, write_shard
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -54,3 +58,54 @@ def test_our_writer_gives_the_golden_bytes(name: str, vocab_size: int, tmp_path:
     assert theirs.keys() == json.loads(ours["manifest.json"]).keys()
     del ours["manifest.json"], golden["manifest.json"]  # they differ in created_by
     assert ours == golden
+
+
+STORES_WITHOUT_CHECKSUMS = ("token_store_1_0", "token_store_1_1_weighted")
+STORES = (*STORES_WITHOUT_CHECKSUMS, "token_store_1_2", "token_store_1_2_weighted")
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_golden_token_stores_are_read_the_same(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    store = open_token_store(GOLDEN / name)
+    for index, (ids, train, weights) in enumerate(SEQUENCES):
+        assert [one.tolist() for one in store[index]] == [ids, train]
+        assert store.weighted(index)[1].tolist() == (weights if "weighted" in name else train)
+    report = validate_token_store(GOLDEN / name)
+    assert report.ok, report.findings
+    planned = create_sft_dataset(GOLDEN / name, 2, plan=pack(store.lengths, pack_size=8))
+    assert sorted(planned[0]["input_ids"].tolist()) == sorted(token for ids, _, _ in SEQUENCES for token in ids)
+    planned.fetch_batch([0])
+    said = [one.getMessage() for one in caplog.records if "not verified as they are read" in one.getMessage()]
+    assert len(said) == len(report.notes) == (name in STORES_WITHOUT_CHECKSUMS)
+    if said:
+        assert f"{GOLDEN / name}: format {store.manifest.version} without checksums of sequences" in said[0]
+
+
+@pytest.mark.parametrize(("name", "vocab_size"), [("token_store_1_2", 100), ("token_store_1_2_weighted", 100_000)])
+def test_our_writer_gives_the_bytes_of_golden_token_stores(name: str, vocab_size: int, tmp_path: Path) -> None:
+    with TokenPartWriter(
+        tmp_path / "part",
+        vocab_size=vocab_size,
+        tokenizer={"name": "golden", "fingerprint": "0123"},
+        chat_template_fingerprint="4567",
+    ) as writer:
+        for ids, train, weights in SEQUENCES:
+            writer.append(ids, train, weights if "weighted" in name else None)
+        manifest = json.loads(json.dumps(writer.finalize().to_json()))
+    ours, golden = files_of(tmp_path / "part"), files_of(GOLDEN / name / "part_000000")
+    theirs = json.loads(golden["manifest.json"])
+    assert theirs.keys() == manifest.keys() | {"self_checksum"}
+    assert all(manifest[key] == theirs[key] for key in manifest if key != "created_by")
+    del ours["manifest.json"], golden["manifest.json"]  # they differ in created_by
+    assert ours == golden
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_reader_refuses_token_stores_that_came_after_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ("1.0", "1.1", "1.2")
+    version = open_token_store(GOLDEN / name).manifest.version
+    for before in range(1, known.index(version) + 1):
+        monkeypatch.setattr(part_manifest, "_VERSIONS", known[:before])
+        with pytest.raises(UnsupportedFormatError, match=rf"version '{version}' is not token_store_v1"):
+            open_token_store(GOLDEN / name)

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_packed_sft import create_shard_writer, open_shard, validate
 from megatron_packed_sft.disk import array_file
-from megatron_packed_sft.errors import InvalidInputError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.materialize import materialize
 from megatron_packed_sft.tokens.shards import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
@@ -52,7 +51,7 @@ def test_weights_come_back_and_the_part_needs_a_reader_that_knows_them(tmp_path:
     assert stored(tmp_path / "part_000000") == [one.tolist() for one in weights]
     store = publish_store(tmp_path)
     assert store.has_weights
-    assert store.manifest.to_json()["version"] == "1.1"
+    assert store.manifest.to_json()["version"] == "1.2"
     assert validate_token_store(tmp_path).ok
 
 
@@ -69,14 +68,14 @@ def test_weights_that_begin_in_the_middle_of_a_part_are_filled_in_before(
     assert files_of(tmp_path / "from_the_start") == files_of(tmp_path / "from_the_middle")
 
 
-def test_weights_of_1_are_not_stored_and_the_part_is_as_it_always_was(tmp_path: Path) -> None:
+def test_weights_of_1_are_not_stored(tmp_path: Path) -> None:
     sequences = make_sequences(10)
     ones = [np.array(train, np.float32) for _, train in sequences]
     write_part(tmp_path / "with", sequences, ones)
     write_part(tmp_path / "without", sequences, ones, plain=10)
     assert files_of(tmp_path / "with") == files_of(tmp_path / "without")
-    assert sorted(files_of(tmp_path / "with")) == ["ids.npy", "manifest.json", "offsets.npy", "train.npy"]
-    assert open_token_store(tmp_path / "with").manifest.to_json()["version"] == "1.0"
+    names = ["checksums.npy", "ids.npy", "manifest.json", "offsets.npy", "train.npy"]
+    assert sorted(files_of(tmp_path / "with")) == names
 
 
 @pytest.mark.parametrize(
@@ -100,14 +99,6 @@ def test_unsound_weights_are_refused(tmp_path: Path, weights: object, problem: s
         assert writer.finalize().num_sequences == 1
 
 
-def test_a_reader_of_before_refuses_a_part_with_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences = make_sequences(3)
-    write_part(tmp_path / "part_000000", sequences, make_weights(sequences))
-    monkeypatch.setattr(part_manifest, "WEIGHTED_VERSION", "none")
-    with pytest.raises(UnsupportedFormatError, match=r"version '1.1' is not token_store_v1 1.0"):
-        open_token_store(tmp_path / "part_000000")
-
-
 def test_validate_finds_weights_that_do_not_fit_the_train_mask(tmp_path: Path) -> None:
     sequences = make_sequences(3)
     part = tmp_path / "part_000000"
@@ -117,7 +108,8 @@ def test_validate_finds_weights_that_do_not_fit_the_train_mask(tmp_path: Path) -
     data[128 + 4 * place : 132 + 4 * place] = np.float32(2).tobytes()
     (part / "weights.npy").write_bytes(data)
     findings = validate_token_store(part).findings
-    assert {finding.field for finding in findings} == {"weights", None}
+    assert {finding.field for finding in findings} == {"weights", "checksums", None}
+    assert {finding.file for finding in findings} == {str(part / "weights.npy")}
     assert f"above 0 exactly where train is 1 at entry {place}" in findings[0].message
 
 

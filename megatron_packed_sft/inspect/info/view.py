@@ -137,8 +137,8 @@ def _made_with(facts: Facts) -> Iterator[tuple[str, str]]:
                 name,
                 ", ".join(f"{key}={value}" for key, value in facts[name].items() if value not in (None, [], False)),
             )
-    for name in ("dtype", "bin_checksum_algorithm", "strategy", "method", "format", "fingerprint",
-                 "order_fingerprint", "plan_fingerprint", "data_fingerprint", "settings", "made_by",
+    for name in ("dtype", "bin_checksum_algorithm", "sequence_checksum_algorithm", "strategy", "method", "format",
+                 "fingerprint", "order_fingerprint", "plan_fingerprint", "data_fingerprint", "settings", "made_by",
                  "created_by"):  # fmt: skip
         if facts.get(name):
             yield name.replace("_", " "), str(facts[name])
