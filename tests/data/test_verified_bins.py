@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import xxhash
 from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
 from megatron_packed_sft.disk import file_sizes, json_document, span_checksums
-from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError
+from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
@@ -108,11 +109,34 @@ def test_other_bins_of_a_damaged_shard_are_read(shard: Path) -> None:
     assert dataset[others[0]]["input_ids"].tolist() == WEIGHTED[others[0]].input_ids.tolist()
 
 
-def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path) -> None:
-    flip(shard, layout.INPUT_IDS)
+@pytest.mark.parametrize("name", [layout.INPUT_IDS, layout.PACKED_LEN, layout.SEQ_STARTS, layout.LOSS_WEIGHTS])
+def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path, name: str) -> None:
+    flip(shard, name)
     found = [(finding.file, finding.bin) for finding in validate(shard).findings]
-    assert (str(shard / layout.INPUT_IDS), BIN) in found
-    assert {file for file, _ in found} == {str(shard / layout.INPUT_IDS)}
+    assert (str(shard / name), BIN) in found
+    assert {file for file, _ in found} == {str(shard / name)}
+
+
+def test_a_bin_that_is_sound_when_it_is_read_again_is_told_as_that(sound: Path) -> None:
+    assert f"{sound}: bin {BIN} did not match its checksum when it was read, and does now" in str(
+        opened(sound).unverified(BIN)
+    )
+
+
+def test_too_many_open_files_are_one_sentence_and_none_of_them_stays_open(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duplicate, one = os.dup, opened(shard, access="pread")
+
+    def dup(fd: int) -> int:
+        if open_files(shard).count(str(shard / layout.INPUT_IDS)) > 1:  # opened, and duplicated
+            raise OSError(errno.EMFILE, "Too many open files")
+        return duplicate(fd)
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(StorageIOError, match=r"cannot open .*loss_mask.npy: Too many open files"):
+        assert one[BIN]
+    assert open_files(shard) == []
 
 
 def test_validate_names_the_checksums_when_they_are_what_is_damaged(shard: Path) -> None:

@@ -112,10 +112,13 @@ class BinFiles:
     """Reads bins of a shard from its open files. A file that was cut is an error, in whatever moment."""
 
     def __init__(self, files: Sequence[CheckedFile], keep: object) -> None:
-        self._files = tuple(file._replace(fd=os.dup(file.fd)) for file in files)
+        self._files: list[CheckedFile] = []
         self._keep = keep
-        for file in self._files:
-            weakref.finalize(self, os.close, file.fd)
+        for file in files:
+            with os_errors("open", file.path):
+                fd = os.dup(file.fd)
+            weakref.finalize(self, os.close, fd)  # at once: the next file may be one too many
+            self._files.append(file._replace(fd=fd))
 
     def bins(self, numbers: Sequence[int]) -> Bins:
         """Return these bins in padded form, in arrays of their own."""
