@@ -10,6 +10,8 @@ Imported lazily (numba costs 0.2 s).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -200,8 +202,8 @@ def fill(
         boundaries[0, row, boundary] = offset
         boundaries[1, row, boundary] = offset
         for k in range(count):
-            start = np.int64(starts[k])
-            end = length if k == count - 1 else np.int64(starts[k + 1])
+            start: Any = np.int64(starts[k])
+            end: Any = length if k == count - 1 else np.int64(starts[k + 1])
             num_tokens = end - start - 1  # the last id is a label only
             ids = bin_ids[start:end]
             mask = bin_mask[start:end]
