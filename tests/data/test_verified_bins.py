@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_packed_sft.data.batch import located_bins
 from megatron_packed_sft.disk import file_sizes, json_document, span_checksums
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1 import layout, open_arrays
 from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
 from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
 from tests.open_files import open_files
@@ -294,6 +295,43 @@ def test_workers_verify_what_they_read(shard: Path, method: str) -> None:
     worker.start()
     assert f"input_ids.npy is damaged at bin {BIN}" in found.get(timeout=60)
     worker.join()
+
+
+class _PausingNumpy:
+    """numpy, whose first `array` waits: a thread that maps a shard is in the middle of it."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def array(self, *arguments: Any) -> Any:
+        if not self.is_inside.is_set():
+            self.is_inside.set()
+            self.may_go_on.wait(120)
+        return np.array(*arguments)
+
+
+def test_a_fork_while_another_thread_takes_the_addresses_of_a_shard_reads(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = create_sft_dataset(many, 2)
+    dataset.fetch_batch([40])  # compiled, and the other shards are not mapped
+    pausing = _PausingNumpy()
+    monkeypatch.setattr(open_arrays, "np", pausing)
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    with ThreadPoolExecutor(1) as threads:
+        batch = threads.submit(dataset.fetch_batch, [0])
+        assert pausing.is_inside.wait(60)
+        worker = context.Process(target=_read_in_worker, args=(dataset, 13, found))
+        worker.start()
+        worker.join(30)
+        worker.kill()
+        pausing.may_go_on.set()
+        assert len(batch.result()["tokens"]) == 1
+    assert worker.exitcode == 0
 
 
 def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> None:
