@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import glob
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
 from megatron_packed_sft.data.datasets import (
@@ -21,45 +18,29 @@ from megatron_packed_sft.data.datasets import (
     checked_length,
     dataset_over,
 )
-from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
-from megatron_packed_sft.data.order.blend_order import BlendedSources
-from megatron_packed_sft.data.order.blend_weights import mixing_of
-from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
+from megatron_packed_sft.data.made_with import Tolerance
+from megatron_packed_sft.data.opened_bins import AUTO, STREAMED, OpenedBins, PathLike, Paths, Weights, open_bins
+from megatron_packed_sft.data.order.sample_order import Order
 from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
 from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
-from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
-from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
-from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
-from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
-from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
-from megatron_packed_sft.support.paths import is_url, local_path, redacted
-from megatron_packed_sft.tokens.store import open_token_store
-from megatron_packed_sft.tokens.validate import is_token_store
 
 logger = logging.getLogger(__name__)
 
-PathLike = str | os.PathLike[str]
-Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
-Weights = Sequence[float] | Mapping[str, float]
+__all__ = ["AUTO", "OpenedBins", "create_sft_dataset", "open_bins", "shard_order"]
 
-AUTO = "auto"
 _DEFAULT_SEQ_LENGTH = 2048  # Megatron-Bridge's
-_STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
     MemmapShard: GPTSFTPackedMemmapDataset,
     LegacyShard: GPTSFTPackedDataset,
@@ -220,81 +201,6 @@ def _refuse_for_static(path: Any, packing_mode: str, given: dict[str, Any], pack
         raise InvalidInputError(f"{names[0]} goes with prepared bins, and packing_mode='static' has none; leave it out")
 
 
-class OpenedBins(NamedTuple):
-    """Bins that are open but not yet a dataset: their figures are known, and for a blend its sources."""
-
-    source: BinReader
-    blended: BlendedSources | None
-
-
-def open_bins(
-    path: Paths,
-    *,
-    split: str = "train",
-    packed_storage: str = AUTO,
-    plan: PathLike | PackPlan | None = None,
-    weights: Weights | None = None,
-    blend: Mapping[str, Any] | None = None,
-    seed: int = 1234,
-    pad_id: int = 0,
-    tolerance: Tolerance | None = None,
-    stream: StreamOptions | None = None,
-    id_limit: Callable[[], int | None] | None = None,
-    cache_dir: PathLike | None = None,
-    cache_size: str | int | None = None,
-) -> OpenedBins:
-    """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
-
-    Args:
-        path, split, packed_storage, plan, weights, blend, seed: as in `create_sft_dataset`.
-        pad_id: fills the gaps between the sequences of a plan's bins.
-        tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
-        stream: how to read the token streams among the paths.
-        id_limit: tells what the ids of token streams must be below, if `stream` does not; only asked if there is one,
-            because some tokenizers are slow to say.
-        cache_dir, cache_size: where shards of URLs are fetched to.
-    """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit, cache_dir, cache_size)
-    wanted = None if packed_storage == AUTO else storage_named(packed_storage)
-    names, groups = _named_groups(path)
-    paths = [found for group in groups for found in group]
-    mixing = mixing_of(weights, blend, names, num_sources=len(groups))
-    if plan is not None:
-        if len(paths) != 1 or wanted is not None:
-            raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
-        loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-        opened: list[list[BinReader]] = [[PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]]
-    else:
-        opened = [opening.end_to_end(group, wanted) for group in (groups if mixing is not None else [paths])]
-    _refuse_stream_options([one for group in opened for one in group], opening.stream)
-    sources = [_joined(group) for group in opened] if mixing is not None else opened[0]
-    source = _joined(sources)
-    if len(sources) > 1:
-        refuse_mixed(source.made_with(), opening.tolerance)
-    blended = None
-    if mixing is not None:
-        orders = tuple(SampleOrder(len(one), seed=seed, fingerprint=one.fingerprint) for one in sources)
-        blended = BlendedSources(orders, mixing, tuple(names or _path_names(paths)))
-    return OpenedBins(source, blended)
-
-
-def _named_groups(path: Paths) -> tuple[list[str], list[list[Path | str]]]:
-    """Return the names of the sources, if they have any, and the paths of each; the finds of a glob are listed."""
-    if isinstance(path, Mapping):
-        return [str(name) for name in path], [_expand(one) for one in path.values()]
-    given = [path] if isinstance(path, str | os.PathLike) else path
-    return [], [[found] for one in given for found in _expand(one)]
-
-
-def _path_names(paths: Sequence[Path | str]) -> list[str]:
-    names = [redacted(str(path)) for path in paths]
-    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
-
-
-def _joined(sources: list[BinReader]) -> BinReader:
-    return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
-
-
 def shard_order(source: BinReader, window: int, seed: int) -> ShardOrder:
     """Return an order that visits a window of shards at a time; the source must be shards of one storage."""
     if not isinstance(source, ShardBinReader):
@@ -310,139 +216,8 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
-    if isinstance(source.storage, _STREAMED):
+    if isinstance(source.storage, STREAMED):
         return TokenStreamDataset if isinstance(source.shard(0), TokenStream) else PackedDataset
     if len(source.paths) == 1 and not source.of_directory:
         return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
     return GPTSFTPackedMultiShardDataset
-
-
-class _Opening(NamedTuple):
-    """How paths are opened."""
-
-    split: str
-    tolerance: Tolerance
-    stream: StreamOptions
-    id_limit: Callable[[], int | None] | None
-    cache_dir: PathLike | None
-    cache_size: str | int | None
-
-    def end_to_end(self, paths: Sequence[Path | str], wanted: Storage | None) -> list[BinReader]:
-        """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
-        if any(isinstance(path, str) for path in paths):
-            return [self.one(path, wanted) for path in paths]
-        return self._end_to_end([Path(path) for path in paths], wanted)
-
-    def _end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
-        storages = [storage_of(path) for path in paths]
-        first = storages[0]
-        if len(paths) > 1 and first is not None and all(one is first for one in storages):
-            _check_wanted(paths[0], first, wanted)
-            configured = self._configured(first)
-            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(paths):
-                # One stream: their dtype is decided together, and short ones are skipped.
-                configured = TokenStreamStorage(
-                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in paths))
-                )
-                paths = [paths[0].parent]
-            return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
-        return [self.one(path, wanted) for path in paths]
-
-    def remote(self, url: str, wanted: Storage | None) -> BinReader:
-        """Open a dataset, a shard or a file in an object store."""
-        from megatron_packed_sft.remote.node_cache import node_cache
-
-        cache = node_cache(self.cache_dir, self.cache_size)
-        if not has_dataset(url, cache):
-            return self.one(local_copy(url, cache), wanted)
-        dataset = open_dataset(url, cache)
-        _check_wanted(url, dataset.storage, wanted)
-        return ShardBinReader.of_dataset(dataset, self.split)
-
-    def one(self, path: Path | str, wanted: Storage | None) -> BinReader:
-        """Open one path, or a URL."""
-        if isinstance(path, str):
-            return self.remote(path, wanted)
-        if is_token_store(path):
-            raise InvalidInputError(
-                f"{path} is a token store; name a plan to read bins out of it, pack it now (packing_mode static), or "
-                "materialize it first"
-            )
-        if (path / DATASET).exists():
-            dataset = open_dataset(path)
-            _check_wanted(path, dataset.storage, wanted)
-            return ShardBinReader.of_dataset(dataset, self.split)
-        storage = storage_of(path)
-        if storage is not None:
-            _check_wanted(path, storage, wanted)
-            return ShardBinReader.of_shards(self._configured(storage), [path])
-        inside = shards_inside(path)
-        if not inside and isinstance(wanted, TokenStreamStorage):
-            return ShardBinReader.of_shards(self._configured(wanted), [path])  # or it says why it is none
-        if not inside:
-            is_empty = path.is_dir() and not any(path.iterdir())
-            raise InvalidInputError(
-                f"{path} is an empty directory; check the path"
-                if is_empty
-                else f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
-            )
-        return self._directory(path, inside, wanted)
-
-    def _directory(self, path: Path, inside: Sequence[tuple[Path, Storage]], wanted: Storage | None) -> BinReader:
-        kinds = {storage.name: storage for _, storage in inside}
-        if len(kinds) > 1:
-            raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
-        [storage] = kinds.values()
-        _check_wanted(path, storage, wanted)
-        shards = [shard for shard, _ in inside]
-        if isinstance(storage, TokenStreamStorage):
-            raise InvalidInputError(
-                f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
-                "train on"
-            )
-        return ShardBinReader.of_shards(self._configured(storage), shards, self.tolerance, of_directory=True)
-
-    def _configured(self, storage: Storage) -> Storage:
-        if not isinstance(storage, _STREAMED):
-            return storage
-        if self.stream.vocab_size is None and self.id_limit is not None:
-            return type(storage)(replace(self.stream, vocab_size=self.id_limit()))
-        return type(storage)(self.stream)
-
-
-def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
-    return len({path.parent for path in paths}) == 1 and not any(path.is_dir() for path in paths)
-
-
-def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
-    """Refuse what is said about token streams where there is none: it would be ignored in silence."""
-    found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
-    if TokenStreamStorage in found:
-        return
-    indexed = () if MegatronIndexedStorage in found else ("pack_sequences", "documents")
-    given = {name: getattr(options, name) for name in (*indexed, "file_pattern", "dtype")}
-    for name, value in given.items():
-        if value:
-            raise InvalidInputError(
-                f"{options.spelled(name)} is {value!r}, but {sources[0].description} is not a token stream; leave it "
-                "out, packed data knows its own sequences and dtype"
-            )
-
-
-def _check_wanted(path: Path | str, found: Storage, wanted: Storage | None) -> None:
-    if wanted is not None and wanted is not found:
-        raise InvalidInputError(
-            f"{path} is {found.name}, but packed_storage asks for {wanted.name!r}; set packed_storage to {found.name}"
-        )
-
-
-def _expand(path: PathLike) -> list[Path | str]:
-    if is_url(path):
-        return [os.fspath(path)]
-    location = indexed_path(local_path(path))
-    if os.path.lexists(location):
-        return [location]
-    found: list[Path | str] = [Path(name) for name in sorted(glob.glob(str(location)))]
-    if not found:
-        raise InvalidInputError(f"{os.fspath(path)} does not exist and matches nothing; check the path")
-    return found

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -113,7 +113,9 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
 
     def unmap(self) -> None:
         """Drop this object's maps; arrays handed out stay valid, and the next use maps again."""
-        self._arrays = None
+        with POOL.lock:
+            POOL.remove(self)
+            self._arrays = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": None}
@@ -125,11 +127,12 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
     def _map(self) -> Arrays:
         keep = None if self.holder is None else self.holder.hold()  # may take a download: not under the lock
         with POOL.lock:
-            if self._arrays is None:  # else another thread was faster
-                self._arrays = self._open_arrays(keep)
+            arrays = self._arrays
+            if arrays is None:  # else another thread was faster
+                arrays = self._arrays = self._open_arrays(keep)
                 self.recently_used = False
                 POOL.add(self)
-            return self._arrays
+            return arrays
 
 
 class MapPool:
@@ -143,37 +146,36 @@ class MapPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        self._mapped: deque[tuple[weakref.ref[LazyMaps[Any]], int]] = deque()  # with the places that each takes
+        # The oldest first, with the places that each takes. Weak: a dataset that is gone leaves no map behind.
+        self._mapped: OrderedDict[weakref.ref[LazyMaps[Any]], int] = OrderedDict()
         self._num_taken = 0
 
     def add(self, shard: LazyMaps[Any]) -> None:
         """Note that a shard has just been mapped; unmap others if there are too many. Call under `lock`."""
         while self._mapped and self._num_taken + shard.num_places > self.limit:
-            oldest, num_places = self._mapped.popleft()
+            oldest, num_places = self._mapped.popitem(last=False)
             other = oldest()
             if other is not None and other.recently_used:
                 other.recently_used = False
-                self._mapped.append((oldest, num_places))
+                self._mapped[oldest] = num_places
                 continue
             self._num_taken -= num_places
             if other is not None:
                 other.unmap()
-        self._mapped.append((weakref.ref(shard), shard.num_places))
+        self._mapped[weakref.ref(shard)] = shard.num_places
         self._num_taken += shard.num_places
+
+    def remove(self, shard: LazyMaps[Any]) -> None:
+        """Forget a shard that is not mapped any more. Call under `lock`."""
+        self._num_taken -= self._mapped.pop(weakref.ref(shard), 0)
 
     def unmap_all(self, condition: Callable[[LazyMaps[Any]], bool]) -> None:
         """Unmap the shards that satisfy a condition; they are mapped again when they are used."""
         with self.lock:
-            mapped, self._mapped, self._num_taken = self._mapped, deque(), 0
-            for one, num_places in mapped:
+            for one in list(self._mapped):
                 shard = one()
-                if shard is None:
-                    continue
-                if condition(shard):
+                if shard is not None and condition(shard):
                     shard.unmap()
-                else:
-                    self._mapped.append((one, num_places))
-                    self._num_taken += num_places
 
 
 POOL = MapPool(MAX_MAPPED_SHARDS)

@@ -6,5 +6,6 @@
                                                          └─ convert:  from any storage to any other
 
 Where to look: `interface` (what a storage is), `registry` (the storages by name), `memmap_v1`, `legacy` and `parquet`
-(the storages), `bins` (what a bin is and must obey), `dataset_directory` (dataset.json), `testing` (checks to run).
+(the storages), `bins` (what a bin is and must obey), `dataset_directory` (datasets), `dataset_document`
+(dataset.json), `testing` (checks to run).
 """

@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,40 +23,46 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, store
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.staged_writer import StagedWriter
-from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import object_info
-from megatron_packed_sft.storage.bins import EXTREMES, PROVENANCE_KEYS, SUM_OF_WEIGHTS, TOTALS, BinFigures
+from megatron_packed_sft.storage.bins import PROVENANCE_KEYS, BinFigures
+from megatron_packed_sft.storage.dataset_document import (
+    CARD,
+    DATASET,
+    FORMAT,
+    MAX_DATASET_BYTES,
+    PLAIN_NAME,
+    VERSION,
+    ShardEntry,
+    checksum_key,
+    parse_dataset,
+)
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS
+from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
-from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage, storage_named
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.node_cache import NodeCache
     from megatron_packed_sft.storage.remote_shard import RemoteShard
 
-DATASET = "dataset.json"
-CARD = "README.md"
-FORMAT = "packed_sft_dataset_v1"
-VERSION = "1.0"
-MAX_DATASET_BYTES = 64 << 20
-_MAX_NUMBER = (1 << 62) - 1
+__all__ = [
+    "CARD",
+    "DATASET",
+    "FORMAT",
+    "MAX_DATASET_BYTES",
+    "VERSION",
+    "DatasetDirectory",
+    "DatasetWriter",
+    "ShardEntry",
+    "has_dataset",
+    "open_dataset",
+    "open_listed_shard",
+]
+
 _COMMON = ("tokenizer", "chat_template_fingerprint")  # shards of one split must agree on these
-# Split and shard names become paths, so only plain names pass: no separator, no leading dot, nothing odd.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One shard as dataset.json lists it; `num_bytes` is None where the shard's own manifest knows its size."""
-
-    name: str
-    num_bins: int
-    checksum: str
-    num_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,87 +210,11 @@ def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) ->
 
 def _parsed(data: bytes, location: Path, url: str | None, cache: NodeCache | None) -> DatasetDirectory:
     file = str(location / DATASET) if url is None else redacted(child(url, DATASET))
-    document = json_document.parse(data, file)
-    values = json_document.Fields(document, file)
-    kind, version = values.text("format"), values.text("version")
-    if (kind, version) != (FORMAT, VERSION):
-        raise UnsupportedFormatError(
-            f"{file}: format {kind!r} version {version!r} is not {FORMAT} {VERSION}; update megatron_packed_sft"
-        )
-    if json_document.SELF_CHECKSUM not in document:
-        raise values.error(json_document.SELF_CHECKSUM, "is missing")
-    listed = values.optional_object("splits")
-    if not listed:
-        raise values.error("splits", "is missing or empty")
-    storage = storage_named(values.optional_text("storage") or DEFAULT_STORAGE)
-    splits: dict[str, tuple[ShardEntry, ...]] = {}
-    figures: dict[str, BinFigures] = {}
-    for split, description in listed.items():
-        splits[split], known = _parse_split(storage, split, description, file)
-        if known is not None:
-            figures[split] = known
-    provenance = values.optional_object("provenance") or {}
-    files = _parse_files(values, splits)
+    storage, splits, figures, provenance, files = parse_dataset(data, file)
     dataset = DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache, files)
     for split in splits.keys() - figures.keys():  # a dataset.json of the first release: only the shards know
         figures[split] = BinFigures.over([BinFigures.of(shard) for shard in dataset.open_shards(split)])
     return dataset
-
-
-def _parse_files(values: json_document.Fields, splits: Collection[str]) -> Mapping[str, FileRecord]:
-    """Return the records of README.md and of the files beside shards; datasets of earlier releases have none."""
-    listed = values.optional_object("files")
-    if listed is None:
-        return {}
-    for name in listed:
-        if name != CARD and not _is_beside_shards(name, splits):
-            raise values.error("files", f"lists {name[:80]!r}, which is neither {CARD} nor a file beside shards")
-    return json_document.parse_file_records(values, list(listed))[1] or {}
-
-
-def _is_beside_shards(path: str, splits: Collection[str]) -> bool:
-    split, _, name = path.partition("/")
-    return split in splits and _NAME.fullmatch(name) is not None
-
-
-def _parse_split(
-    storage: Storage, split: str, description: Any, file: str
-) -> tuple[tuple[ShardEntry, ...], BinFigures | None]:
-    if not _NAME.fullmatch(split):
-        raise ManifestError(f"{file}: the split {split[:80]!r} is not a plain name; restore the file from the original")
-    where = f"{file}: splits.{split[:80]}"
-    shards = description.get("shards") if isinstance(description, dict) else None
-    if not isinstance(shards, list) or not shards:
-        raise ManifestError(f"{where} has no list of shards; restore the file from the original")
-    entries = tuple(_parse_entry(storage, listed, f"{where}.shards[{number}]") for number, listed in enumerate(shards))
-    if len({entry.name for entry in entries}) != len(entries):
-        raise ManifestError(f"{where} lists a shard twice; restore the file from the original")
-    fields = json_document.Fields(description, where)
-    numbers: dict[str, Any] = {
-        name: fields.optional_integer(name, 0, _MAX_NUMBER) for name in (*TOTALS, *EXTREMES, "vocab_size", "pad_id")
-    }
-    if numbers["pack_size"] is None:
-        return entries, None
-    numbers["num_bins"] = sum(entry.num_bins for entry in entries)
-    return entries, BinFigures(
-        **numbers,
-        tokenizer=fields.optional_object("tokenizer"),
-        chat_template_fingerprint=fields.optional_text("chat_template_fingerprint"),
-        has_weights=SUM_OF_WEIGHTS in description,
-        sum_loss_weights=fields.optional_number(SUM_OF_WEIGHTS),
-    )
-
-
-def _parse_entry(storage: Storage, listed: Any, place: str) -> ShardEntry:
-    if not isinstance(listed, dict):
-        raise ManifestError(f"{place} is not an object; restore the file from the original")
-    fields = json_document.Fields(listed, place)
-    key = _checksum_key(storage)
-    name, digest = fields.text("name"), fields.text(key)
-    if not _NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
-        raise fields.error(f"name or {key}", "is not of the right form")
-    num_bytes = fields.optional_integer("bytes", 0, _MAX_NUMBER)
-    return ShardEntry(name, fields.integer("num_bins", 1, MAX_NUM_BINS), digest, num_bytes)
 
 
 class DatasetWriter(StagedWriter):
@@ -324,7 +253,7 @@ class DatasetWriter(StagedWriter):
 
     def shard_path(self, split: str, number: int) -> Path:
         """Return where shard `number` of a split is staged."""
-        if not _NAME.fullmatch(split):
+        if not PLAIN_NAME.fullmatch(split):
             raise InvalidInputError(f"split {split!r} is not a plain name of letters, digits, '_', '.' and '-'")
         return self.path / split / self.storage.shard_name(number)
 
@@ -420,12 +349,8 @@ def _describe_shard(storage: Storage, path: Path, figures: BinFigures, elsewhere
     if elsewhere is None:
         num_bytes = None if storage.has_manifest else stored_size(path)
         elsewhere = ShardEntry(path.name, figures.num_bins, storage.checksum(path), num_bytes)
-    entry = {"name": path.name, "num_bins": figures.num_bins, _checksum_key(storage): elsewhere.checksum}
+    entry = {"name": path.name, "num_bins": figures.num_bins, checksum_key(storage): elsewhere.checksum}
     return entry if storage.has_manifest else {**entry, "bytes": elsewhere.num_bytes}
-
-
-def _checksum_key(storage: Storage) -> str:
-    return "manifest_checksum" if storage.has_manifest else "checksum"
 
 
 def _agreed(paths: Sequence[Path], figures: Sequence[BinFigures], name: str) -> Any:

@@ -175,9 +175,9 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, o
 
 def _validate_files(dataset: DatasetDirectory, report: ValidationReport, outline: Outline | None) -> None:
     """Compare README.md and what lies beside shards with what dataset.json says of them."""
-    for name, record in dataset.files.items():
-        path = dataset.path / name
-        if _name_link(path, report):
+    for name in sorted({CARD, *dataset.files}):
+        path, record = dataset.path / name, dataset.files.get(name)
+        if _name_link(path, report) or record is None:
             continue
         if not path.is_file():
             report.add(Finding(str(path), "is missing or not a file; copy the dataset again"))

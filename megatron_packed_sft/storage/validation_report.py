@@ -61,7 +61,7 @@ class ValidationReport:
             return  # what is missing is reported by whoever opens it
         for name in names:
             if name not in expected:
-                self.add(Finding(str(directory / name), "is not part of the dataset"))
+                self.add(Finding(str(directory / name), "is not part of the dataset; move it somewhere else"))
 
     def rename(self, path: str, at_home: Callable[[str], str]) -> None:
         """Speak of the place that the data came from, and not of a copy that was looked at."""

@@ -142,8 +142,8 @@ def cache_directory() -> str | None:
         if directory := _cache_in(chosen, name, None):
             return directory
         _say_once(
-            f"NUMBA_CACHE_DIR is {chosen}, which is not used: {name} in it must be a directory of your own, closed to "
-            "others (mode 0700), and everybody must not be able to rename it"
+            f"NUMBA_CACHE_DIR is {chosen}, which is not used: {name} in it must be a directory of your own that you "
+            "can write to, and that others can neither open (mode 0700) nor rename"
         )
     # Whoever owns the package can change its code anyway.
     trusted = {0, os.geteuid(), os.stat(__file__).st_uid}

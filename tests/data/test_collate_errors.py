@@ -10,10 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import MemmapShard, open_shard
+from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
+from megatron_packed_sft.data.batch import collate_kernel
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
+    OK,
+    STARTS,
     BinsInArrays,
     locate,
     locate_in_arrays,
@@ -51,6 +54,25 @@ def test_a_bin_that_is_too_long_is_named_with_its_shard_and_the_remedy(shard: Me
     assert f"bin {longest} " in message
     assert f"set max_seq_length to at least {needed}" in message
     collate(located, 2, options(contract, max_seq_length=needed))
+
+
+def test_starts_that_somebody_changes_while_a_batch_is_made_lead_nowhere() -> None:
+    located = locate_in_samples([{"input_ids": [1] * 6, "seq_boundaries": [0, 4, 5, 6], "loss_mask": [0] * 6}])
+    ids = np.zeros((3, 1, 8), np.int32)
+    ids[0, 0, :3] = 0, 4, 5  # the starts, in a place that the first tokens overwrite
+    located.table[STARTS, 0] = ids.ctypes.data
+    boundaries = np.empty((2, 1, 5), np.int32)
+    nothing = np.empty((0, 0), np.bool_), np.empty((0, 0), np.int32)
+    buffers = ids, np.empty((1, 8), np.uint8), np.empty(0), boundaries, np.empty((1, 1), np.int32), *nothing
+    code, _ = collate_kernel.fill(0, located.table, np.empty((2, 0), np.int64), *buffers, 2, True, False, False, False)
+    assert code == OK
+    assert boundaries[0, 0].tolist() == [0, 3, 3, 3, 8]
+
+
+def test_an_empty_batch_is_refused_in_one_sentence(shard: MemmapShard) -> None:
+    dataset = create_sft_dataset(shard.path, 2)
+    with pytest.raises(InvalidInputError, match="a batch of 0 got 0 bins; give one for each batch index"):
+        dataset.fetch_batch([])
 
 
 def test_every_batch_index_is_filled_exactly_once(shard: MemmapShard) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +22,9 @@ import xxhash
 from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
 from megatron_packed_sft.disk import file_sizes, json_document, span_checksums
-from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError
+from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1 import layout, open_arrays
 from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
 from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
 from tests.open_files import open_files
@@ -108,11 +110,34 @@ def test_other_bins_of_a_damaged_shard_are_read(shard: Path) -> None:
     assert dataset[others[0]]["input_ids"].tolist() == WEIGHTED[others[0]].input_ids.tolist()
 
 
-def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path) -> None:
-    flip(shard, layout.INPUT_IDS)
+@pytest.mark.parametrize("name", [layout.INPUT_IDS, layout.PACKED_LEN, layout.SEQ_STARTS, layout.LOSS_WEIGHTS])
+def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path, name: str) -> None:
+    flip(shard, name)
     found = [(finding.file, finding.bin) for finding in validate(shard).findings]
-    assert (str(shard / layout.INPUT_IDS), BIN) in found
-    assert {file for file, _ in found} == {str(shard / layout.INPUT_IDS)}
+    assert (str(shard / name), BIN) in found
+    assert {file for file, _ in found} == {str(shard / name)}
+
+
+def test_a_bin_that_is_sound_when_it_is_read_again_is_told_as_that(sound: Path) -> None:
+    assert f"{sound}: bin {BIN} did not match its checksum when it was read, and does now" in str(
+        opened(sound).unverified(BIN)
+    )
+
+
+def test_too_many_open_files_are_one_sentence_and_none_of_them_stays_open(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duplicate, one = os.dup, opened(shard, access="pread")
+
+    def dup(fd: int) -> int:
+        if open_files(shard).count(str(shard / layout.INPUT_IDS)) > 1:  # opened, and duplicated
+            raise OSError(errno.EMFILE, "Too many open files")
+        return duplicate(fd)
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(StorageIOError, match=r"cannot open .*loss_mask.npy: Too many open files"):
+        assert one[BIN]
+    assert open_files(shard) == []
 
 
 def test_validate_names_the_checksums_when_they_are_what_is_damaged(shard: Path) -> None:
@@ -270,6 +295,43 @@ def test_workers_verify_what_they_read(shard: Path, method: str) -> None:
     worker.start()
     assert f"input_ids.npy is damaged at bin {BIN}" in found.get(timeout=60)
     worker.join()
+
+
+class _PausingNumpy:
+    """numpy, whose first `array` waits: a thread that maps a shard is in the middle of it."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def array(self, *arguments: Any) -> Any:
+        if not self.is_inside.is_set():
+            self.is_inside.set()
+            self.may_go_on.wait(120)
+        return np.array(*arguments)
+
+
+def test_a_fork_while_another_thread_takes_the_addresses_of_a_shard_reads(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = create_sft_dataset(many, 2)
+    dataset.fetch_batch([40])  # compiled, and the other shards are not mapped
+    pausing = _PausingNumpy()
+    monkeypatch.setattr(open_arrays, "np", pausing)
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    with ThreadPoolExecutor(1) as threads:
+        batch = threads.submit(dataset.fetch_batch, [0])
+        assert pausing.is_inside.wait(60)
+        worker = context.Process(target=_read_in_worker, args=(dataset, 13, found))
+        worker.start()
+        worker.join(30)
+        worker.kill()
+        pausing.may_go_on.set()
+        assert len(batch.result()["tokens"]) == 1
+    assert worker.exitcode == 0
 
 
 def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> None:

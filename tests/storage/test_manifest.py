@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import ManifestError
 from megatron_packed_sft.storage.memmap_v1.manifest import parse_manifest
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def test_the_manifest_has_one_line_per_key_sorted_and_ends_with_a_newline(tmp_path: Path) -> None:
@@ -67,15 +70,22 @@ def test_a_seed_only_shard_opens_and_validate_says_what_it_could_not_check(tmp_p
     assert any("pad_id was not recorded" in note for note in report.notes)
 
 
-def test_a_manifest_with_checksums_but_without_its_own_is_a_finding(tmp_path: Path) -> None:
-    write_shard(tmp_path / "shard", make_bins(2, 8), 8)
+@pytest.mark.parametrize("kind", ["memmap_1_0_i4", "memmap_1_1_checksums"])
+def test_a_manifest_with_checksums_but_without_its_own_is_a_finding_and_from_1_1_on_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    shutil.copytree(GOLDEN / kind, tmp_path / "shard")
     path = tmp_path / "shard" / "manifest.json"
     document = json.loads(path.read_text())
-    del document[json_document.SELF_CHECKSUM]
+    document["self_checksul"] = document.pop(json_document.SELF_CHECKSUM)  # a bit of its name has flipped
     path.write_text(json.dumps(document))
-    open_shard(tmp_path / "shard")
-    findings = validate(tmp_path / "shard").findings
-    assert [finding.field for finding in findings] == ["self_checksum"]
+    [finding] = validate(tmp_path / "shard").findings
+    assert "self_checksum is missing" in finding.message
+    if kind == "memmap_1_0_i4":
+        assert len(open_shard(tmp_path / "shard")[0].input_ids)
+    else:
+        with pytest.raises(ManifestError, match="self_checksum is missing; restore the file from the original"):
+            open_shard(tmp_path / "shard")
 
 
 def test_recorded_totals_that_differ_from_the_arrays_are_findings(tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import MemmapShard, open_shard
+from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
 from megatron_packed_sft.disk import file_maps as mapping
 from megatron_packed_sft.errors import ShardError, ShardFileError
+from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.open_files import mapped_files, open_files
 from tests.packed_bins import assert_same_bins, make_bins, write_seed_shard, write_shard
 
@@ -150,6 +152,56 @@ def test_the_pool_keeps_the_number_of_maps_bounded(tmp_path: Path, monkeypatch: 
         for number, one in enumerate(shards):
             assert_same_bins(one, make_bins(2, 8, seed=number))
             assert len(mapped_files(tmp_path)) <= 3 * 6
+
+
+@pytest.mark.parametrize("how", ["unmap", "read_with"])
+def test_a_shard_that_was_unmapped_leaves_no_place_taken_in_the_pool(
+    shard: MemmapShard, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A place that was still taken by the same shard would have it unmapped in the moment that it is mapped again.
+    monkeypatch.setattr(mapping, "POOL", mapping.MapPool(limit=1))
+    for access in ("pread", "mmap", "pread"):
+        assert_same_bins(shard, ROWS)
+        if how == "unmap":
+            shard.unmap()
+        else:
+            shard.read_with(ReadOptions(access=access))
+        assert mapping.POOL._num_taken == 0
+    assert_same_bins(shard, ROWS)
+
+
+def test_a_shard_that_another_thread_unmaps_right_after_it_was_mapped_is_read(
+    shard: MemmapShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UnmappedAtOnce(mapping.MapPool):
+        def add(self, mapped: mapping.LazyMaps[Any]) -> None:
+            super().add(mapped)
+            mapped.unmap()
+
+    monkeypatch.setattr(mapping, "POOL", UnmappedAtOnce(limit=3))
+    assert_same_bins(shard, ROWS)
+    assert not shard.is_mapped
+
+
+def test_threads_read_the_right_bins_while_a_small_pool_unmaps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "POOL", mapping.MapPool(limit=2))
+    for number in range(5):
+        write_shard(tmp_path / f"shard_{number}", make_bins(12, 64, seed=number), 64)
+    dataset = create_sft_dataset([tmp_path / f"shard_{number}" for number in range(5)], 2)
+    everything = dataset.fetch_batch(range(60))["tokens"]
+
+    def read(worker: int) -> bool:
+        order = np.random.default_rng(worker).permutation(60).reshape(-1, 6)
+        batches = [dataset.fetch_batch(indices)["tokens"] for indices in order]
+        return all(
+            torch.equal(batch, everything[indices, : batch.shape[1]])
+            for batch, indices in zip(batches, order, strict=True)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(16)))
 
 
 def test_the_pool_prefers_to_keep_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,3 +246,17 @@ def test_a_part_of_a_dataset_that_lies_elsewhere_is_named_and_a_linked_dataset_i
         [finding] = validate(tmp_path / "dataset", level=level).findings  # type: ignore[arg-type]
         assert finding.file == str(tmp_path / "dataset" / name)
         assert f"is a symbolic link to {tmp_path}/elsewhere; what is in a dataset must be its own" in finding.message
+
+
+def test_a_linked_card_of_an_earlier_release_is_named_and_an_own_one_is_fine(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "dataset")
+    edit_dataset(tmp_path / "dataset", files=None)
+    card = tmp_path / "dataset" / "README.md"
+    card.unlink()
+    assert validate(tmp_path / "dataset").ok
+    card.symlink_to("/etc/hostname")
+    [finding] = validate(tmp_path / "dataset").findings
+    assert (finding.file, finding.message[:37]) == (str(card), "is a symbolic link to /etc/hostname; ")
+    (tmp_path / "dataset" / "notes.txt").write_text("mine")
+    stranger, _ = validate(tmp_path / "dataset").findings
+    assert stranger.message == "is not part of the dataset; move it somewhere else"

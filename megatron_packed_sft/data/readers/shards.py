@@ -208,7 +208,7 @@ class ShardBinReader:
             inside.append(index - self._offsets_list[number])
         shards = [self.shard(number) for number in owners]
         memmaps = [shard for shard in shards if isinstance(shard, MemmapShard)]
-        if len(memmaps) == len(shards):
+        if memmaps and len(memmaps) == len(shards):
             return [locate_in_shards(memmaps, owner_of, inside, positions, is_padding)]
         return [
             _locate_in(self.shard(number), str(self.paths[number]), inside, positions[chosen], is_padding[chosen])

@@ -144,6 +144,9 @@ def parse_manifest(data: bytes, file: str) -> ShardManifest:
     if values.integer("bins_written", 0, MAX_NUM_BINS) != num_bins:
         raise values.error("bins_written", f"is {document['bins_written']}, but num_bins is {num_bins}")
     weights_dtype, bin_algorithm = _optional_arrays(values, document["version"], file)
+    if bin_algorithm is not None and json_document.SELF_CHECKSUM not in document:
+        # A bit of its name may have flipped: all rows would be sound, in an order that is shuffled in another way.
+        raise values.error(json_document.SELF_CHECKSUM, "is missing")
     names = [*layout.ARRAY_FILES]
     names += [] if weights_dtype is None else [layout.LOSS_WEIGHTS]
     names += [] if bin_algorithm is None else [layout.BIN_CHECKSUMS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +54,7 @@ class ShardArrays(BinBlock):
     lengths_view: memoryview = field(init=False)
     offsets_view: memoryview = field(init=False)
     verified_view: memoryview = field(init=False)
+    addresses: npt.NDArray[np.int64] = field(init=False)  # where everything lies: [NUM_ADDRESSES]
 
     def __post_init__(self) -> None:
         # A byte per bin: threads may set it twice, to the same value.
@@ -63,6 +63,8 @@ class ShardArrays(BinBlock):
         object.__setattr__(self, "lengths_view", self.packed_len.data)
         object.__setattr__(self, "offsets_view", self.seq_offsets.data)
         object.__setattr__(self, "verified_view", self.verified.data)
+        # Not a cached_property: in Python 3.11 it has a lock, which a fork may copy while another thread holds it.
+        object.__setattr__(self, "addresses", self._addresses())
 
     def wants_check(self, index: int) -> bool:
         """Return whether a bin must be compared with its checksums now."""
@@ -85,9 +87,8 @@ class ShardArrays(BinBlock):
         weights = None if self.loss_weights is None else self.loss_weights[start:stop]
         return self.input_ids[start:stop], self.loss_mask[start:stop], weights
 
-    @functools.cached_property
-    def addresses(self) -> npt.NDArray[np.int64]:
-        """Where everything lies: [NUM_ADDRESSES]. Valid while this object lives."""
+    def _addresses(self) -> npt.NDArray[np.int64]:
+        """Return where everything lies; valid while this object lives."""
         arrays = (
             *(self.input_ids, self.loss_mask, self.loss_weights),
             *(self.packed_len, self.seq_offsets, self.seq_starts, self.checksums, self.verified),
@@ -112,10 +113,13 @@ class BinFiles:
     """Reads bins of a shard from its open files. A file that was cut is an error, in whatever moment."""
 
     def __init__(self, files: Sequence[CheckedFile], keep: object) -> None:
-        self._files = tuple(file._replace(fd=os.dup(file.fd)) for file in files)
+        self._files: list[CheckedFile] = []
         self._keep = keep
-        for file in self._files:
-            weakref.finalize(self, os.close, file.fd)
+        for file in files:
+            with os_errors("open", file.path):
+                fd = os.dup(file.fd)
+            weakref.finalize(self, os.close, fd)  # at once: the next file may be one too many
+            self._files.append(file._replace(fd=fd))
 
     def bins(self, numbers: Sequence[int]) -> Bins:
         """Return these bins in padded form, in arrays of their own."""

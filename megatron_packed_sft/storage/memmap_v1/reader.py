@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_packed_sft.disk import file_maps
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.disk.checksum import checksum, file_checksum
@@ -108,10 +109,11 @@ class MemmapShard(LazyMaps[ShardArrays]):
 
     def read_with(self, options: ReadOptions) -> None:
         """Choose how bins are read from now on."""
-        if options != self.reading:
-            self.unmap()
-        self.reading = options
-        self.num_places = _PLACES_OF_OPEN_FILES if options.access == PREAD else 1
+        with file_maps.POOL.lock:  # no other thread maps it in between
+            if options != self.reading:
+                self.unmap()
+            self.reading = options
+            self.num_places = _PLACES_OF_OPEN_FILES if options.access == PREAD else 1
 
     def __getitem__(self, index: int) -> PackedBin:
         return self.bin(index)
@@ -145,16 +147,17 @@ class MemmapShard(LazyMaps[ShardArrays]):
         return PackedBin(ids.copy(), masks.copy(), starts.copy()) if copy else PackedBin(ids, masks, starts)
 
     def block(self, start: int, stop: int) -> BinBlock:
-        """Return bins start..stop-1 in padded form, as read-only views."""
+        """Return bins start..stop-1 in padded form: the large arrays as read-only views."""
         if not 0 <= start < stop <= len(self):
             raise IndexError(f"{self.path}: bins {start}..{stop - 1} of {len(self)}")
         arrays = self.arrays
         if arrays.sizes is not None:
             arrays.sizes.look(time.monotonic())
-        first, last = int(arrays.seq_offsets[start]), int(arrays.seq_offsets[stop])
         ids, mask, weights = arrays.padded(start, stop)
-        lengths, offsets = arrays.packed_len[start:stop], arrays.seq_offsets[start : stop + 1]
-        block = BinBlock(ids, mask, lengths, offsets, arrays.seq_starts[first:last], weights)
+        # Copies: what is checked below is what is used, even while somebody writes to the files.
+        lengths, offsets = arrays.packed_len[start:stop].copy(), arrays.seq_offsets[start : stop + 1].copy()
+        starts = arrays.seq_starts[int(offsets[0]) : int(offsets[-1])]
+        block = BinBlock(ids, mask, lengths, offsets, starts, weights)
         self._verify_block(arrays, start, block)
         return block
 
@@ -183,6 +186,11 @@ class MemmapShard(LazyMaps[ShardArrays]):
             name = self._damaged_file(index)
         except PackedSFTError as error:  # a file is gone or cut: that is the news
             return error
+        if name is None:
+            return ShardFileError(
+                f"{self.path}: bin {index} did not match its checksum when it was read, and does now; see whether "
+                "somebody writes to the shard, or whether memory, disk or network give wrong bytes"
+            )
         remedy = "restore the shard from its original, and run `packed-sft validate` on it"
         if self.holder is not None:
             remedy = "it is a copy of an object store's: fetch it again after `packed-sft cache clear`"
@@ -191,8 +199,11 @@ class MemmapShard(LazyMaps[ShardArrays]):
             f"it; {remedy}"
         )
 
-    def _damaged_file(self, index: int) -> str:
-        """Find the file: the small ones are read again as a whole, and for the large ones the columns tell."""
+    def _damaged_file(self, index: int) -> str | None:
+        """Find the file: the small ones are read again as a whole, and for the large ones the columns tell.
+
+        None if nothing is wrong when it is read again.
+        """
         with checked_shard(self.path) as checked:
             algorithm, records = checked.manifest.checksum_algorithm, checked.manifest.files
             for name in (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS, layout.BIN_CHECKSUMS):
@@ -205,7 +216,7 @@ class MemmapShard(LazyMaps[ShardArrays]):
         wrong = [
             column for column, recorded in enumerate(arrays.checksums[index].tolist()) if found[column] != recorded
         ]
-        return next((FILES[column] for column in wrong if column in FILES), layout.SEQ_STARTS)
+        return next((FILES.get(column, layout.SEQ_STARTS) for column in wrong), None)
 
     def _verify_block(self, arrays: ShardArrays, start: int, block: BinBlock) -> None:
         stop = start + len(block)

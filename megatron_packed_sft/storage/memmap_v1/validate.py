@@ -26,6 +26,7 @@ from megatron_packed_sft.support.progress import Progress
 
 # Bins are read, hashed and checked in blocks that stay in the processor's cache.
 _BLOCK_BYTES = 1 << 20
+_INDEX_FILES = (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS)
 
 
 def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFigures | None:
@@ -35,7 +36,8 @@ def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFi
         with checked_shard(path) as shard:
             for name in layout.OPTIONAL_FILES:
                 if name not in shard.files and (path / name).exists():
-                    report.add(Finding(str(path / name), "is not part of the shard, says its manifest"))
+                    message = "is not part of the shard, says its manifest; move it somewhere else"
+                    report.add(Finding(str(path / name), message))
             _note_what_cannot_be_checked(path, shard.manifest, report)
             report.num_bins += shard.manifest.num_bins
             report.num_bytes += sum(file.size for file in shard.files.values())
@@ -72,15 +74,14 @@ class _ContentCheck:
         self._bar = bar
         self._weight_sums: list[float] = []  # of each bin
         self._checksums: npt.NDArray[np.uint64] | None = None
+        self._damaged: set[str] = set()  # files that do not match their checksum, of those that were read to the end
 
     def run(self) -> None:
         """Read, hash and check everything."""
         files = self._shard.files
         large = (layout.INPUT_IDS, layout.LOSS_MASK, layout.LOSS_WEIGHTS)
         large_files = [files[name] for name in large if name in files]
-        packed_len, seq_offsets, seq_starts = (
-            self._read_index(files[name]) for name in (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS)
-        )
+        packed_len, seq_offsets, seq_starts = (self._read_index(files[name]) for name in _INDEX_FILES)
         self._checksums = self._read_checksums()
         if not self._csr_is_sound(seq_offsets, len(seq_starts)):
             for file in large_files:
@@ -139,9 +140,10 @@ class _ContentCheck:
             if index in listed:
                 continue
             columns = np.flatnonzero(differs[index]).tolist()
-            name = next((FILES[column] for column in columns if column in FILES), layout.PACKED_LEN)
             if INDEX in columns:  # a wrong index leads to wrong tokens, too
-                name = layout.PACKED_LEN
+                name = next((name for name in _INDEX_FILES if name in self._damaged), layout.PACKED_LEN)
+            else:
+                name = FILES[columns[0]]
             self._add(name, "its content does not match the checksum of this bin", bin=start + index)
 
     def _csr_is_sound(self, seq_offsets: npt.NDArray[np.uint32], num_sequences: int) -> bool:
@@ -204,6 +206,7 @@ class _ContentCheck:
     def _compare_checksum(self, file: CheckedFile, reader: HashingReader) -> None:
         records = self._shard.manifest.files
         if records is not None and records[file.name].checksum != reader.hexdigest():
+            self._damaged.add(file.name)
             self._add(file.name, "its content does not match its checksum; restore it from the original shard")
 
     def _add(self, name: str, message: str, bin: int | None = None, field: str | None = None) -> None:
