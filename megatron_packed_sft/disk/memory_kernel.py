@@ -68,12 +68,12 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
     """Have the processor fetch the cache line at an address, without waiting for it; no address is wrong."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), flag, flag, flag])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        flag, place = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [place, flag, flag, flag])
+        # Its full name depends on the release of LLVM, so llvmlite chooses it.
+        function = builder.module.declare_intrinsic("llvm.prefetch", [place], kind)
         # To be read, into all levels of the cache, as data.
-        builder.call(function, [builder.inttoptr(arguments[0], kind.args[0]), flag(0), flag(3), flag(1)])
+        builder.call(function, [builder.inttoptr(arguments[0], place), flag(0), flag(3), flag(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
