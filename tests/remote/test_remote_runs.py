@@ -224,8 +224,12 @@ def test_the_cache_commands_tell_fetch_and_clear(
     assert main(["cache", "clear", URL]) == 0
     assert "3 shards removed" in capsys.readouterr().out
     assert view.sum() > 0
-    assert main(["cache", "prefetch", URL, "--cache-size", "30kB"]) == 2
-    assert "raise cache_size" in capsys.readouterr().err
+    store.requests.clear()
+    assert main(["cache", "prefetch", URL, "--cache-size", "10kB"]) == 2
+    assert "more than the whole cache of 10.0 kB; raise cache_size" in capsys.readouterr().err
+    assert not [name for name in store.fetched() if name.endswith(".npy")], "refused before anything is fetched"
+    assert main(["cache", "prefetch", str(tmp_path / "data")]) == 2
+    assert "is a local path, which needs no cache" in capsys.readouterr().err
 
 
 def test_a_shard_goes_straight_to_a_file_system_of_the_callers(store: FaultProxy, tmp_path: Path) -> None:
