@@ -74,6 +74,7 @@ def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) ->
     wanted = None if url is None else redacted(url.rstrip("/"))
     entries = [entry for entry in cache.entries() if wanted is None or entry.group.rstrip("/") == wanted]
     gone = [entry for entry in entries if cache.evict(entry.key)]
+    cache.remove_leftovers()
     num_bytes, num_kept = sum(entry.num_bytes for entry in gone), len(entries) - len(gone)
     if as_json:
         show_json({"num_removed": len(gone), "num_bytes": num_bytes, "num_in_use": num_kept})

@@ -356,14 +356,13 @@ class NodeCache:
 
     def _make_room(self, needed: int, limit: int) -> int:
         """Evict until `needed` more bytes fit; return how many bytes are missing after that."""
+        self.remove_leftovers()
         sizes = self._sizes()
         excess = sum(num_bytes for _, num_bytes, _ in sizes) + needed - limit
         for key, num_bytes, _ in sorted(sizes, key=lambda one: one[2]):
             if excess <= 0:
                 break
-            if key.startswith("."):
-                excess -= num_bytes if self._remove_leftover(key) else 0
-            elif self.evict(key):
+            if not key.startswith(".") and self.evict(key):
                 excess -= num_bytes
         return excess
 
@@ -383,12 +382,13 @@ class NodeCache:
         POOL.unmap_all(lambda shard: shard.holder is not None)
         self.ahead.let_go()
 
-    def _remove_leftover(self, name: str) -> bool:
-        """Remove a download whose process died."""
-        with alone(self.directory / "fetching.lock", name[1:].partition(".")[0], wait=False) as is_dead:
-            if is_dead:
-                shutil.rmtree(self._entries / name, ignore_errors=True)
-            return is_dead
+    def remove_leftovers(self) -> None:
+        """Remove downloads whose processes died: nobody else sees how much of the disk they take."""
+        for name in os.listdir(self._entries):
+            if name.startswith("."):
+                with alone(self.directory / "fetching.lock", name[1:].partition(".")[0], wait=False) as is_dead:
+                    if is_dead:
+                        shutil.rmtree(self._entries / name, ignore_errors=True)
 
     def _sizes(self) -> list[tuple[str, int, float]]:
         """Return (name, bytes, time of the last use) of every entry and every download."""

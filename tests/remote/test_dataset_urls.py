@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
@@ -307,6 +310,11 @@ def test_info_by_url_says_what_it_says_of_local_data(published: FaultProxy, loca
     assert there["kind"] == here["kind"]
     assert there["total"] == here["total"]
     assert "packed-sft-upload" not in str(there)
+    odd = "s3://bucket/my sets/ü [1]"
+    upload(local, odd)
+    lines = describe(odd)["how_to_use"]
+    assert shlex.split(lines[1])[-1] == f"data.path='{odd}'", "as a shell and Hydra take it"
+    assert yaml.safe_load(textwrap.dedent("\n".join(lines[3:6])))["data"] == {"path": odd}
 
 
 def test_object_info_says_what_the_store_says(published: FaultProxy, local: Path) -> None:

@@ -207,7 +207,6 @@ def test_a_download_that_is_killed_is_done_again_by_the_next(
     assert contents(dataset) == contents(create_sft_dataset(local, 0))
     for number, shard in enumerate(dataset.source.remote or ()):
         assert files(shard.path) == files(local / "train" / f"shard_{number:06d}")
-    node_cache(size="1MB")._make_room(10**6, 10**6)
     assert not [one for one in (tmp_path / "cache" / "entries").iterdir() if one.name.startswith(".")]
 
 
