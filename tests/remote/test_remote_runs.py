@@ -16,7 +16,7 @@ from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.node_cache import node_cache
-from megatron_packed_sft.remote.objects import list_objects, read_object
+from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
@@ -63,6 +63,13 @@ def test_prepare_to_a_store_gives_the_bytes_of_a_local_run(
     assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
     sent = [name for method, name in store.requests if method == "PUT"]
     assert sent == ["work/lock.json"], "a second run has nothing to send"
+    damaged = f"{URL}/train/shard_000000/loss_mask.npy"
+    write_object(damaged, bytes(len(read_object(damaged, 1 << 24))))
+    store.requests.clear()
+    assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
+    sent = [name for method, name in store.requests if method == "PUT" and "/train/" in name]
+    assert sent == ["sets/my_dataset/train/shard_000000/loss_mask.npy"], "what was damaged is sent again"
+    assert validate(URL).ok
     for name, data in stored(URL).items():
         assert b"not-to-be-told" not in data, name
     # Another machine, which has nothing but the work directory in the store.
