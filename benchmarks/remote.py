@@ -79,7 +79,7 @@ def _download_cases(home: Path, local: Path, *, with_others: bool = True) -> Cas
             list(threads.map(lambda name: system.get_file(f"{_BUCKET}/data/{name}", str(target / name)), names))
 
     def cold() -> None:
-        fetch_dataset(f"s3://{_BUCKET}/data", node_cache(tempfile.mkdtemp(prefix="cold_", dir=home)), (), lambda: None)
+        fetch_dataset(f"s3://{_BUCKET}/data", node_cache(tempfile.mkdtemp(prefix="cold_", dir=home)))
 
     cases: Cases = {
         _RAW: (lambda: raw(fsspec.filesystem("s3")), _RAW),

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import PeakOfOwnMemory, in_own_process, resident_megabytes
-from benchmarks.scale_requests import RequestModel, request_cases
+from benchmarks.scale_requests import NUM_LEARNED, RequestModel, request_cases
 
 PACK_SIZE = 4096
 SHARD_MEGABYTES = 256
@@ -209,7 +209,7 @@ class Model:
         starts: Sequence[dict[str, float]],
         requests: Sequence[dict[str, float]],
     ) -> None:
-        self.requests = RequestModel.learned(list(requests))
+        self.requests = RequestModel.learned(requests)
         self.requests_to_open = Line.through(*((requests[at]["shards"], requests[at]["open"]) for at in (0, 2)))
         small, large = ({**case, **plan} for case, plan in zip(cases, plans, strict=True))
         self.seconds: dict[str, Line | LogLine] = {
@@ -261,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         starts = [in_own_process(start_case, tokenizer, *made, folder, num_shards) for num_shards in SHARDS]
         requests = request_cases(home, tokenizer)
     plans = [median_of([in_own_process(plan_case, number) for _ in range(PLAN_ROUNDS)]) for number in SEQUENCES]
-    model = Model(cases[:2], plans[:2], starts[:2], requests[:3])
-    check(model, cases[2:], plans[2:], starts[2:], requests[3:])
+    model = Model(cases[:2], plans[:2], starts[:2], requests[:NUM_LEARNED])
+    check(model, cases[2:], plans[2:], starts[2:], requests[NUM_LEARNED:])
     project(model)
 
 

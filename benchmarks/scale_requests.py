@@ -1,7 +1,7 @@
 """How many requests a preparation in an object store makes, and a node that reads a dataset there: counted at a server.
 
-Requests are a sum: so many once, so many per slice, so many per shard. Small runs of three sizes give these numbers,
-two larger ones are predicted and counted. Bytes need no model: they are those of the files.
+Requests are a sum: so many once, so many per input file, per slice and per shard. Small runs of four sizes give these
+numbers, two larger ones are predicted and counted. Bytes need no model: they are those of the files.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.measure import in_own_process
 from tests.remote.object_store import BUCKET, FaultProxy, moto_server
 
-# (slices, shards) of the runs: three to learn from, two to predict.
-SIZES = ((4, 1), (12, 1), (4, 5), (20, 3), (8, 10))
+if TYPE_CHECKING:
+    from megatron_packed_sft.prepare.report import PrepareReport
+
+# (files, about so many shards) of the runs: four to learn from, two to predict. How many slices prepare cuts the files
+# into is counted: more than one where a file has more than a megabyte.
+SIZES = ((4, 1), (12, 1), (4, 5), (8, 5), (20, 3), (8, 10))
+NUM_LEARNED = 4
+_UNITS = ("files", "slices", "shards")
 METHODS = ("PUT", "HEAD", "GET", "LIST", "DELETE")
 _LISTED_AT_ONCE = 1000  # objects per answer of S3
 _TOKENS_PER_SHARD = 200_000  # of shards of 1 MB
@@ -26,27 +34,23 @@ _TOKENS_PER_SHARD = 200_000  # of shards of 1 MB
 
 @dataclass(frozen=True)
 class RequestModel:
-    """Requests by method: once, per slice and per shard."""
+    """Requests by method: once, per input file, per slice and per shard."""
 
-    by_method: dict[str, tuple[float, float, float]]
+    by_method: dict[str, tuple[float, ...]]
 
     @classmethod
-    def learned(cls, cases: list[dict[str, float]]) -> RequestModel:
-        """Return the model that three counted runs give."""
-        matrix = np.array([[1, case["slices"], case["shards"]] for case in cases])
-        found = {}
-        for method in METHODS:
-            solved = np.linalg.solve(matrix, np.array([case[method] for case in cases]))
-            found[method] = (float(solved[0]), float(solved[1]), float(solved[2]))
-        return cls(found)
+    def learned(cls, cases: Sequence[dict[str, float]]) -> RequestModel:
+        """Return the model that counted runs give, as many as it has numbers."""
+        matrix = np.array([[1, *(case[unit] for unit in _UNITS)] for case in cases])
+        counts = {method: np.array([case[method] for case in cases]) for method in METHODS}
+        return cls({method: tuple(np.linalg.solve(matrix, one).tolist()) for method, one in counts.items()})
 
-    def at(self, num_slices: float, num_shards: float) -> dict[str, float]:
+    def at(self, num_files: float, num_slices: float, num_shards: float) -> dict[str, float]:
         """Return the requests of a run, by method; listings are longer than an answer when there are many objects."""
-        found = {
-            method: once + per_slice * num_slices + per_shard * num_shards
-            for method, (once, per_slice, per_shard) in self.by_method.items()
-        }
-        num_objects = self.by_method["PUT"][1] * num_slices
+        units = (1.0, num_files, num_slices, num_shards)
+        found = {method: float(np.dot(numbers, units)) for method, numbers in self.by_method.items()}
+        _, per_file, per_slice, _ = self.by_method["PUT"]
+        num_objects = per_file * num_files + per_slice * num_slices
         found["LIST"] += 3 * math.floor(num_objects / _LISTED_AT_ONCE)
         return {method: max(0.0, number) for method, number in found.items()}
 
@@ -70,7 +74,7 @@ def request_cases(home: Path, tokenizer: str) -> list[dict[str, float]]:
     return [in_own_process(request_case, str(home / f"requests_{one}"), tokenizer, *one) for one in SIZES]
 
 
-def request_case(home: str, tokenizer: str, num_slices: int, num_shards: int) -> dict[str, float]:
+def request_case(home: str, tokenizer: str, num_files: int, num_shards: int) -> dict[str, float]:
     """Prepare to a store with a work directory there, then open every shard on a node with an empty cache."""
     from benchmarks.scale_model import write_chats
 
@@ -86,18 +90,19 @@ def request_case(home: str, tokenizer: str, num_slices: int, num_shards: int) ->
         import fsspec
 
         fsspec.filesystem("s3").mkdir(BUCKET)
-        num_records = math.ceil(num_shards * _TOKENS_PER_SHARD / 220 / num_slices)
-        for number in range(num_slices):
+        num_records = math.ceil(num_shards * _TOKENS_PER_SHARD / 220 / num_files)
+        for number in range(num_files):
             write_chats(Path(home, f"chats_{number:03d}.jsonl"), num_records)
         proxy.methods.clear()
-        found = _prepare(home, tokenizer)
+        report = _prepare(home, tokenizer)
         counted = {method: float(proxy.methods[method]) for method in METHODS}
+        found = _units(home, report)
         proxy.methods.clear()
         _open_all(home, f"s3://{BUCKET}/data")
         return {**found, **counted, "open": float(proxy.methods.total())}
 
 
-def _prepare(home: str, tokenizer: str) -> dict[str, float]:
+def _prepare(home: str, tokenizer: str) -> PrepareReport:
     """Encode on one node, plan and publish on another one, which has nothing but the store."""
     from megatron_packed_sft.encode.options import TemplateOptions
     from megatron_packed_sft.prepare import pipeline
@@ -119,9 +124,19 @@ def _prepare(home: str, tokenizer: str) -> dict[str, float]:
         if node == "encoding":
             pipeline.Pipeline(config).run_share()
     config.executor.index = None
-    report = pipeline.Pipeline(config).run()
-    num_files = len(list(Path(home).glob("chats_*.jsonl")))
-    return {"slices": float(num_files), "shards": float(report.splits["train"].num_shards)}
+    return pipeline.Pipeline(config).run()
+
+
+def _units(home: str, report: PrepareReport) -> dict[str, float]:
+    """Return of how many files, slices and shards a preparation was."""
+    from megatron_packed_sft.remote.objects import list_objects
+
+    sent = list_objects(f"s3://{BUCKET}/work/tokens/receipts")
+    return {
+        "files": float(len(list(Path(home).glob("chats_*.jsonl")))),
+        "slices": float(sum(name.endswith(".json") for name in sent)),
+        "shards": float(report.splits["train"].num_shards),
+    }
 
 
 def _open_all(home: str, url: str) -> None:

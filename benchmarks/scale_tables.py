@@ -17,6 +17,7 @@ from benchmarks.scale_model import (
 )
 
 LARGEST_SLICE = 32 << 20
+FILE_BYTES = 2 << 30  # of an input file: from that size on, slices are the largest
 RANKS_PER_NODE = 8
 CORES_PER_NODE = 64
 NODES = (1, 64, 4096)
@@ -54,8 +55,8 @@ def check(
         ):
             rows.append(_compared(f"{num_shards} shards: {what}", unit, model.start[name].at(num_shards), start[name]))
     for case in requests:
-        size = f"{case['slices']:.0f} slices and {case['shards']:.0f} shards in a store"
-        predicted = model.requests.at(case["slices"], case["shards"])
+        size = f"{case['files']:.0f} files, {case['slices']:.0f} slices, {case['shards']:.0f} shards in a store"
+        predicted = model.requests.at(case["files"], case["slices"], case["shards"])
         for what, methods in _KINDS.items():
             rows.append(
                 _compared(
@@ -119,7 +120,8 @@ def _project_stores(model: Model) -> None:
     for name, num_tokens in SIZES.items():
         num_slices = math.ceil(num_tokens * model.bytes_per_token / LARGEST_SLICE)
         num_shards = math.ceil(num_tokens * BYTES_PER_TOKEN / (SHARD_MEGABYTES << 20))
-        requests = model.requests.at(num_slices, num_shards)
+        num_files = math.ceil(num_tokens * model.bytes_per_token / FILE_BYTES)
+        requests = model.requests.at(num_files, num_slices, num_shards)
         stored = num_tokens * BYTES_PER_TOKEN / 1e12
         for nodes in NODES:
             label = f"{name}, {nodes:,} {'node' if nodes == 1 else 'nodes'}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
+from megatron_packed_sft.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.node_cache import Entry
@@ -73,6 +74,7 @@ def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) ->
     wanted = None if url is None else redacted(url.rstrip("/"))
     entries = [entry for entry in cache.entries() if wanted is None or entry.group.rstrip("/") == wanted]
     gone = [entry for entry in entries if cache.evict(entry.key)]
+    cache.remove_leftovers()
     num_bytes, num_kept = sum(entry.num_bytes for entry in gone), len(entries) - len(gone)
     if as_json:
         show_json({"num_removed": len(gone), "num_bytes": num_bytes, "num_in_use": num_kept})
@@ -94,13 +96,16 @@ def prefetch(
     """Fetch the shards of a dataset before a run needs them. More than the cache holds is refused."""
     from megatron_packed_sft.remote.node_cache import node_cache
     from megatron_packed_sft.storage.remote_shard import fetch_dataset
+    from megatron_packed_sft.support.paths import is_url
     from megatron_packed_sft.support.progress import Progress
     from megatron_packed_sft.support.terminal import show_json
     from megatron_packed_sft.support.wording import byte_count, counted
 
+    if not is_url(url):
+        raise InvalidInputError(f"{url} is a local path, which needs no cache; give the URL of a dataset")
     cache = node_cache(cache_dir, cache_size)
-    with Progress("fetch", None, "shard", quiet=quiet) as bar:
-        num_shards, num_bytes = fetch_dataset(url, cache, split, lambda: bar.update(1))
+    with Progress("fetch", None, "B", quiet=quiet) as bar:
+        num_shards, num_bytes = fetch_dataset(url, cache, split, on_total=bar.expect, on_bytes=bar.update)
         cache.make_durable()
     if as_json:
         show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})

@@ -27,6 +27,7 @@ from megatron_packed_sft.records.files import expand_path
 from megatron_packed_sft.records.streams import open_file
 from megatron_packed_sft.remote.filesystem import base_name, child
 from megatron_packed_sft.remote.objects import object_info
+from megatron_packed_sft.remote.uploads import refuse_unfinished
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset
 from megatron_packed_sft.storage.range_shard import RangeShard
@@ -126,7 +127,10 @@ def _is_packed_url(url: str) -> bool:
         return object_info(url) is not None and _has_packed_columns(url)
     if name.endswith(".npy"):
         return True
-    return has_dataset(url) or is_token_store(url) or object_info(child(url, MANIFEST)) is not None
+    is_packed = has_dataset(url) or is_token_store(url) or object_info(child(url, MANIFEST)) is not None
+    if not is_packed:
+        refuse_unfinished(url)
+    return is_packed
 
 
 class PackedPreviewer:

@@ -11,6 +11,7 @@ from megatron_packed_sft.config.schema import WrongKeysError
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.app import LOOK_ALIKES
 from megatron_packed_sft.prepare.config import PrepareConfig
+from megatron_packed_sft.support.paths import is_url
 
 _UNUSED = "output=unused"  # prepare must have one, a look needs none
 _NO_TOKENIZER = (
@@ -22,10 +23,10 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the path among the words of a command, if there is one, and its settings.
 
     Example:
-        >>> split_words(["template=chatml", "chats.jsonl"])
-        ('chats.jsonl', ['template=chatml'])
+        >>> split_words(["template=chatml", "s3://bucket/lang=en/chats.jsonl"])
+        ('s3://bucket/lang=en/chats.jsonl', ['template=chatml'])
     """
-    paths = [word for word in words if "=" not in word or os.path.exists(word)]
+    paths = [word for word in words if "=" not in word or is_url(word) or os.path.exists(word)]
     if len(paths) > 1:
         raise InvalidInputError(f"{paths[0]} and {paths[1]} are two paths; name one, and write settings KEY=VALUE")
     return (paths[0] if paths else None), [word for word in words if word not in paths]

@@ -9,6 +9,23 @@ import shlex
 _PLAIN_PATH = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?[\w/.@%+-]+")  # a shell, Hydra and YAML take it as it is
 
 
+def path_setting(path: str) -> str:
+    """Return the setting of a path as a shell takes it, quoted where it must be.
+
+    Example:
+        >>> path_setting("s3://bucket/my_dataset")
+        'data.path=s3://bucket/my_dataset'
+    """
+    if _PLAIN_PATH.fullmatch(path):
+        return f"data.path={path}"
+    return shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
+
+
+def path_line(path: str) -> str:
+    """Return the line of a path in a recipe."""
+    return f"    path: {path if _PLAIN_PATH.fullmatch(path) else json.dumps(path, ensure_ascii=False)}"
+
+
 def how_to_use(
     path: str, *, packed_storage: str, pack_size: int | None, tokenizer_path: str | None, in_windows: bool = False
 ) -> list[str]:
@@ -26,8 +43,7 @@ def how_to_use(
         >>> lines[1]
         '  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage=memmap_v1 data.path=my_data'
     """
-    plain = _PLAIN_PATH.fullmatch(path) is not None
-    setting = f"data.path={path}" if plain else shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
+    setting = path_setting(path)
     tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else tokenizer_path
     length = "" if pack_size is None else f", seq_length={pack_size}"
     if in_windows:
@@ -38,7 +54,7 @@ def how_to_use(
         "In a recipe:",
         f"  packed_storage: {packed_storage}",
         "  data:",
-        f"    path: {path if plain else json.dumps(path, ensure_ascii=False)}",
+        path_line(path),
         *([f"    sequence_length: {pack_size}"] if in_windows else []),
         "In Python:",
         "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",

@@ -192,12 +192,15 @@ def _published(request: PublishRequest) -> str | None:
 
 
 def _published_at(url: str) -> str | None:
-    """Return what identifies a dataset in a store: its dataset.json, and the names and sizes of all objects."""
+    """Return what identifies a dataset in a store: its dataset.json, and what the store says of all objects.
+
+    That includes the tag, which is another one for an object that was damaged or replaced in its size.
+    """
     there = list_objects(url)
     if DATASET not in there or UNFINISHED in there:
         return None
-    sizes = "".join(f"{name}\0{info.size}\n" for name, info in sorted(there.items()))
-    return checksum(read_object(child(url, DATASET), MAX_DATASET_BYTES) + sizes.encode())
+    listed = "".join(f"{name}\0{info.size}\0{info.tag}\n" for name, info in sorted(there.items()))
+    return checksum(read_object(child(url, DATASET), MAX_DATASET_BYTES) + listed.encode())
 
 
 def published_provenance(output: Path | str) -> Mapping[str, Any] | None:

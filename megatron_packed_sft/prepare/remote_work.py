@@ -18,7 +18,7 @@ from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt, part_number, slice_receipt
-from megatron_packed_sft.remote.filesystem import child, is_missing
+from megatron_packed_sft.remote.filesystem import child, is_missing, missing_error
 from megatron_packed_sft.remote.lease import EXPIRES_AFTER, Lease, Owner, living_owners, owner_of
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, object_info, read_object, remove_object
 from megatron_packed_sft.remote.trees import fetch_files
@@ -85,7 +85,7 @@ class RemoteWorkDirectory(WorkDirectory):
         if not name.startswith(("tokens/", "scan/")):
             return read_object(child(self.url, name), _MAX_RECEIPT_BYTES)
         if info is None:
-            raise _missing(child(self.url, name))
+            raise missing_error(f"{redacted(child(self.url, name))} does not exist")
         fetch_files(self.url, self.path, {name: info})
         return (self.path / name).read_bytes()
 
@@ -275,9 +275,3 @@ def _is_manifest_of(name: str, split: str) -> bool:
 def _is_as_noted(info: ObjectInfo | None, noted: Any) -> bool:
     size, md5 = noted
     return info is not None and info.size == size and (info.md5 is None or info.md5 == md5)
-
-
-def _missing(url: str) -> StorageIOError:
-    error = StorageIOError(f"{redacted(url)} does not exist")
-    error.errno = 2
-    return error

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_packed_sft.errors import TargetExistsError
 from megatron_packed_sft.prepare.publish_stage import published_provenance
+from megatron_packed_sft.remote.objects import try_writing
 from megatron_packed_sft.remote.uploads import refuse_existing
 from megatron_packed_sft.support.paths import redacted
 
@@ -19,11 +20,12 @@ _DECIDING_OF_SOURCE = ("schema", "mapping", "weight", "split", "files")
 
 
 def refuse_other_files(output: Path | str) -> None:
-    """Refuse an output, a path or a URL, with anything in it that no preparation made."""
+    """Refuse an output, a path or a URL, with anything in it that no preparation made, or where nobody may write."""
     if published_provenance(output) is not None:
         return
     if isinstance(output, str):
         refuse_existing(output)
+        try_writing(output)
         return
     if not output.exists():
         return

@@ -20,6 +20,10 @@ NUM_SHARDS_AT_ONCE = 3  # downloads: while one is checked, others arrive
 _PAUSE = 0.05  # seconds, while other processes fetch all that is wanted
 
 
+class NoRoomError(Exception):
+    """What nobody needs yet finds no room in the cache; nobody but `FetchAhead` gets this error."""
+
+
 class FetchAhead:
     """What one process wants soon. Each shard that arrives is held until it is used for the first time."""
 
@@ -68,6 +72,8 @@ class FetchAhead:
         for item in items:
             try:
                 hold = cache.try_fetch(item)
+            except NoRoomError:  # nor is there for those behind it: looking for it costs a look at every entry
+                return _PAUSE
             except PackedSFTError as error:  # whoever needs the shard gets the error
                 logger.debug("not fetched ahead: %s", error)
                 with self._changed:

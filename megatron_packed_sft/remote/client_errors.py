@@ -94,7 +94,7 @@ def translated(error: Exception, action: str, url: str, num_attempts: int) -> Pa
     is_missing = isinstance(error, FileNotFoundError) or (status == 404 and not isinstance(error, PermissionError))
     if is_missing:
         reason, hint = "it does not exist", "check the URL"
-        if action == "write":
+        if action.startswith("write"):
             reason, hint = "its bucket does not exist", "create it, or check the URL"
     elif isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
         hint = "check your credentials and your permission"

@@ -6,6 +6,7 @@ Options such as endpoints and credentials come from the environment and from fss
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import itertools
 import logging
@@ -22,6 +23,7 @@ from megatron_packed_sft.errors import (
     StorageIOError,
 )
 from megatron_packed_sft.remote.client_errors import is_final, translated
+from megatron_packed_sft.remote.waiting import watched
 from megatron_packed_sft.support.paths import redacted
 
 NUM_ATTEMPTS = 5
@@ -36,6 +38,8 @@ _EXTRAS = {
     "msc": "msc",
 }
 _SECRET_PART = re.compile(r"\?[\w.-]+=|://[^/@\s]*:[^/@\s]*@")  # a lone ? is a glob, a lone name may be a container
+_ONE_SLASH = re.compile(r"((?:[\w+.-]+::)*[\w+.-]+):/(?!/)")  # what joining paths makes of a URL
+_WITH_BUCKETS = frozenset(_EXTRAS) - {"hf"}
 _READ_ONLY = ("hf", "http", "https")
 # Their clients log failures that end up in our own sentence; without a handler Python prints them to stderr.
 for _client in ("gcsfs", "adlfs", "azure", "multistorageclient"):
@@ -78,10 +82,7 @@ def file_system(url: str) -> tuple[Any, str]:
     scheme = url.partition(":")[0].lower()
     if scheme in _GIVEN:
         return _GIVEN[scheme], url.partition("://")[2]
-    if _SECRET_PART.search(url):  # it would get into receipts and messages
-        raise InvalidInputError(
-            f"{redacted(url)} holds a query or a password; give the plain URL, and credentials by environment variables"
-        )
+    _refuse_malformed(url, scheme)
     url_to_fs = importlib.import_module("fsspec.core").url_to_fs
     try:
         system, path = url_to_fs(scheme + url[len(scheme) :])
@@ -98,6 +99,26 @@ def file_system(url: str) -> tuple[Any, str]:
             f"cannot open {redacted(url)}: {redacted(str(error))}; check the part before ://, and your credentials"
         ) from None
     return system, cast(str, path)
+
+
+def _refuse_malformed(url: str, scheme: str) -> None:
+    """Refuse a URL that fsspec would take for a local path, that names no bucket, or that holds a credential."""
+    one_slash = _ONE_SLASH.match(url)
+    if one_slash:
+        rest = url[one_slash.end() - (scheme == "file") :]
+        raise InvalidInputError(
+            f"{redacted(url)} has one slash after its scheme; write {redacted(f'{one_slash[1]}://{rest}')}"
+        )
+    if _SECRET_PART.search(url):  # it would get into receipts and messages
+        what = f"{redacted(url)} holds a query or a password, which is a credential and would be noted in receipts; "
+        if scheme in ("http", "https"):
+            raise InvalidInputError(
+                f"{what}download the file and give its local path, or give the s3://, gs:// or az:// URL behind a "
+                "pre-signed one, with credentials in the environment"
+            )
+        raise InvalidInputError(f"{what}give the plain URL, and credentials by environment variables")
+    if scheme in _WITH_BUCKETS and not url.partition("://")[2].partition("/")[0]:
+        raise InvalidInputError(f"{redacted(url)} names no bucket; write {scheme}://BUCKET/NAME")
 
 
 def is_of_one_process(url: str) -> bool:
@@ -155,8 +176,17 @@ def given_url(system: Any, path: str) -> Iterator[str]:
         del _GIVEN[scheme]
 
 
-def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int | None = None) -> Result:
+def retried(
+    action: str, url: str, call: Callable[[], Result], num_attempts: int | None = None, *, is_transfer: bool = False
+) -> Result:
     """Call until it works, with growing and random pauses, a few times; then raise one sentence without secrets.
+
+    Args:
+        action: what the call does with the URL, such as "read".
+        url: for the message.
+        call: one request.
+        num_attempts: how often to try.
+        is_transfer: it moves a file, which takes its time; anything else that takes long is mentioned.
 
     Example:
         >>> retried("read", "memory://x", lambda: 7)
@@ -166,7 +196,8 @@ def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int
     start = time.monotonic()
     for attempt in range(most):
         try:
-            return call()
+            with contextlib.nullcontext() if is_transfer else watched(action, redacted(url)):
+                return call()
         except PackedSFTError:
             raise
         except Exception as error:
@@ -177,6 +208,18 @@ def retried(action: str, url: str, call: Callable[[], Result], num_attempts: int
     raise AssertionError("unreachable")
 
 
+def missing_error(sentence: str) -> StorageIOError:
+    """Return an error that `is_missing` knows.
+
+    Example:
+        >>> is_missing(missing_error("s3://bucket/key does not exist; check the URL"))
+        True
+    """
+    error = StorageIOError(sentence)
+    error.errno = errno.ENOENT
+    return error
+
+
 def is_missing(error: StorageIOError) -> bool:
     """Return whether an error says that there is no such object.
 
@@ -184,4 +227,4 @@ def is_missing(error: StorageIOError) -> bool:
         >>> is_missing(StorageIOError("cannot read s3://bucket/key: it timed out"))
         False
     """
-    return error.errno == 2
+    return error.errno == errno.ENOENT

@@ -32,7 +32,7 @@ from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.disk.file_maps import POOL
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError
-from megatron_packed_sft.remote.ahead import FetchAhead
+from megatron_packed_sft.remote.ahead import FetchAhead, NoRoomError
 from megatron_packed_sft.remote.cache_upkeep import (
     DURABLE,
     POLL_SECONDS,
@@ -46,7 +46,7 @@ from megatron_packed_sft.remote.cache_upkeep import (
     watch_room,
 )
 from megatron_packed_sft.remote.downloads import Contents, download
-from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.remote.filesystem import base_name, missing_error
 from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.remote.range_locks import RangeLocks, alone
 from megatron_packed_sft.remote.sizes import parse_size
@@ -162,7 +162,11 @@ class NodeCache:
             threading.Thread(target=watch_room, args=(weakref.ref(self),), name="packed-sft-room", daemon=True).start()
 
     def try_fetch(self, item: CacheItem) -> Hold | None:
-        """Download a shard ahead of its use and hold it; None when another process is at it, or there is no room."""
+        """Download a shard ahead of its use and hold it; None when another process is at it.
+
+        Raises:
+            NoRoomError: everything in the cache is in use, or as much of it as would have to go.
+        """
         self._retain(item.key)
         try:
             if self._is_there(item.key) or self._fetch(item, wait=False):
@@ -220,7 +224,7 @@ class NodeCache:
                 logger.warning("%s; taking the copy in the cache", error)
                 return copy[0]
             if info is None:
-                raise StorageIOError(f"{redacted(url)} does not exist; check the URL")
+                raise missing_error(f"{redacted(url)} does not exist; check the URL")
             if copy is not None and info.tag and copy[1] == info.tag:
                 return copy[0]
             data = read_object(url, limit)
@@ -287,7 +291,7 @@ class NodeCache:
             contents, path_name = item.contents(), base_name(item.url) or "data"
             staging = self._reserve(item, contents.num_bytes, is_needed=wait)
             if staging is None:
-                return False
+                raise NoRoomError(f"{self.directory} has no room for {redacted(item.url)} at this moment")
             path = self._entries / item.key
             try:
                 with os_errors("create", staging):
@@ -352,14 +356,13 @@ class NodeCache:
 
     def _make_room(self, needed: int, limit: int) -> int:
         """Evict until `needed` more bytes fit; return how many bytes are missing after that."""
+        self.remove_leftovers()
         sizes = self._sizes()
         excess = sum(num_bytes for _, num_bytes, _ in sizes) + needed - limit
         for key, num_bytes, _ in sorted(sizes, key=lambda one: one[2]):
             if excess <= 0:
                 break
-            if key.startswith("."):
-                excess -= num_bytes if self._remove_leftover(key) else 0
-            elif self.evict(key):
+            if not key.startswith(".") and self.evict(key):
                 excess -= num_bytes
         return excess
 
@@ -379,12 +382,13 @@ class NodeCache:
         POOL.unmap_all(lambda shard: shard.holder is not None)
         self.ahead.let_go()
 
-    def _remove_leftover(self, name: str) -> bool:
-        """Remove a download whose process died."""
-        with alone(self.directory / "fetching.lock", name[1:].partition(".")[0], wait=False) as is_dead:
-            if is_dead:
-                shutil.rmtree(self._entries / name, ignore_errors=True)
-            return is_dead
+    def remove_leftovers(self) -> None:
+        """Remove downloads whose processes died: nobody else sees how much of the disk they take."""
+        for name in os.listdir(self._entries):
+            if name.startswith("."):
+                with alone(self.directory / "fetching.lock", name[1:].partition(".")[0], wait=False) as is_dead:
+                    if is_dead:
+                        shutil.rmtree(self._entries / name, ignore_errors=True)
 
     def _sizes(self) -> list[tuple[str, int, float]]:
         """Return (name, bytes, time of the last use) of every entry and every download."""

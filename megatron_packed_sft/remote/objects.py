@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, cast
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError
 from megatron_packed_sft.remote.client_errors import http_status
-from megatron_packed_sft.remote.filesystem import file_system, refuse_read_only, retried
+from megatron_packed_sft.remote.filesystem import child, file_system, refuse_read_only, retried
 from megatron_packed_sft.support.paths import redacted
 
 _TAGS = ("generation", "blob_id", "mtime", "created", "LastModified", "last_modified")  # of stores without ETags
+TRIAL = ".upload.trial"  # there for a moment; after a kill it stays, and is no stranger's
 _CHANGED = "its manifest says; it was changed or cut: publish it again"
 
 
@@ -87,7 +88,7 @@ def download_file(url: str, path: Path, size: int) -> None:
         callback.call = lambda *_, **__: refuse_longer(max(callback.value, callback.size or 0))
         system.get_file(place, os.fspath(path), callback=callback)
 
-    retried("read", url, get)
+    retried("read", url, get, is_transfer=True)
     if path.stat().st_size != size:
         problem = "longer" if path.stat().st_size > size else "shorter"
         raise ShardFileError(f"{redacted(url)} is {problem} than the {size:,} bytes that {_CHANGED}")
@@ -197,6 +198,29 @@ def create_object(url: str, data: bytes) -> bool:
     return read_object(url, max(len(data), 1 << 20)) == data
 
 
+def try_writing(url: str) -> None:
+    """Write and remove a small object below a URL, so that a closed or missing bucket shows before hours of work.
+
+    The URL will have objects below it: where folders are real, this may make one.
+
+    Example:
+        >>> try_writing("memory://doc/tried"); list_objects("memory://doc/tried")
+        {}
+    """
+    refuse_read_only(url)
+
+    def write() -> None:
+        system, path = file_system(child(url, TRIAL))
+        _make_parent(system, path)
+        system.pipe_file(path, b"{}")
+        try:
+            system.rm_file(path)
+        except FileNotFoundError:  # another process tries the same
+            return
+
+    retried("write to", url, write)
+
+
 def upload_file(local: Path, url: str) -> None:
     """Write an object from a local file; see `uploads` for the checks."""
     refuse_read_only(url)
@@ -206,7 +230,7 @@ def upload_file(local: Path, url: str) -> None:
         _make_parent(system, path)
         system.put_file(os.fspath(local), path)
 
-    retried("write", url, put)
+    retried("write", url, put, is_transfer=True)
 
 
 def remove_object(url: str) -> None:

@@ -21,7 +21,7 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, read_range
-from megatron_packed_sft.remote.uploads import scratch_directory
+from megatron_packed_sft.remote.uploads import refuse_unfinished, scratch_directory
 from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 16
@@ -54,6 +54,7 @@ class Outline:
             raise InvalidInputError(f"{redacted(url)} does not exist; check the URL")
         for name in objects:
             child(url, name)  # refuses names that lead elsewhere
+        refuse_unfinished(url, objects)
         with scratch_directory() as scratch:
             path = scratch / "outline"
             path.mkdir()

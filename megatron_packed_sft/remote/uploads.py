@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, 
 from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
 from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, refuse_read_only
 from megatron_packed_sft.remote.objects import (
+    TRIAL,
     ObjectInfo,
     file_md5,
     list_objects,
@@ -207,9 +208,25 @@ def refuse_existing(url: str, *, overwrite: bool = False) -> None:
     """Refuse a URL with something in it, before hours of work; what an upload that was cut left there is fine."""
     refuse_read_only(url)
     there = list_objects(url)
+    there.pop(TRIAL, None)
     if not there or overwrite or (UNFINISHED in there and not any(name in there for name in _CLOSING)):
         return
     raise _exists(url, there)
+
+
+def refuse_unfinished(url: str, there: Collection[str] | None = None) -> None:
+    """Refuse what an upload has not finished: it looks like a folder of arrays, which nobody should work with.
+
+    Args:
+        url: of a dataset, a shard or a checkpoint.
+        there: the names of the objects below it; asked for if they are not known.
+    """
+    is_unfinished = UNFINISHED in there if there is not None else object_info(child(url, UNFINISHED)) is not None
+    if is_unfinished and not any(name in (there or ()) for name in _CLOSING):
+        raise StorageIOError(
+            f"{redacted(url)} is not whole: an upload to it is under way, or was cut; wait for it, or run the command "
+            "again that writes it"
+        )
 
 
 def _files_below(local: Path) -> list[str]:
@@ -233,7 +250,7 @@ def _refuse_others(
     url: str, names: Sequence[str], closing: str, there: dict[str, ObjectInfo], local: Path, *, overwrite: bool
 ) -> set[str]:
     """Return the names of what may be replaced; refuse a target that holds anything else."""
-    ours = {UNFINISHED, *_listed(url, there)}
+    ours = {UNFINISHED, TRIAL, *_listed(url, there)}
     published = next((name for name in _CLOSING if name in there), None)
     if published is not None:
         same = published == closing and _is_same(local / closing, child(url, closing), there[closing])

@@ -23,9 +23,10 @@ from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, store
 from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.disk.staged_writer import StagedWriter
-from megatron_packed_sft.errors import InvalidInputError, ShardError
-from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.errors import InvalidInputError, ShardError, StorageIOError
+from megatron_packed_sft.remote.filesystem import child, is_missing
 from megatron_packed_sft.remote.objects import object_info
+from megatron_packed_sft.remote.uploads import refuse_unfinished
 from megatron_packed_sft.storage.bins import PROVENANCE_KEYS, BinFigures
 from megatron_packed_sft.storage.dataset_document import (
     CARD,
@@ -190,10 +191,13 @@ def open_dataset(
         from megatron_packed_sft.remote.node_cache import node_cache
 
         url, cache = os.fspath(path), cache or node_cache()
-        return replace(
-            _parsed(cache.document(child(url, DATASET), MAX_DATASET_BYTES), cache.directory, url, cache),
-            reading=reading,
-        )
+        try:
+            data = cache.document(child(url, DATASET), MAX_DATASET_BYTES)
+        except StorageIOError as error:
+            if is_missing(error):
+                refuse_unfinished(url)
+            raise
+        return replace(_parsed(data, cache.directory, url, cache), reading=reading)
     location = local_path(path)
     with CheckedDirectory.open(location) as directory:
         data = directory.read(DATASET, MAX_DATASET_BYTES)

@@ -17,6 +17,7 @@ from megatron_packed_sft.remote.downloads import Contents
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import object_info, read_object
+from megatron_packed_sft.remote.uploads import refuse_unfinished
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.registry import storage_named
@@ -53,7 +54,7 @@ class RemoteShard:
     @functools.cached_property
     def item(self) -> CacheItem:
         """What the cache calls it."""
-        return CacheItem(self.url, self.checksum, self._contents, self.group)
+        return CacheItem(self.url, self.checksum, lambda: self.contents, self.group)
 
     @property
     def path(self) -> Path:
@@ -62,16 +63,21 @@ class RemoteShard:
 
     def hold(self) -> Hold:
         """Fetch the shard unless it is there, and keep it while the returned object lives."""
-        return self.cache.hold(self.item)
+        hold = self.cache.hold(self.item)
+        self.__dict__.pop("contents", None)  # of thousands of shards they would add up
+        return hold
 
-    def _contents(self) -> Contents:
+    @functools.cached_property
+    def contents(self) -> Contents:
+        """Its files, as its manifest lists them: read once until it is here, however often the cache looks for room."""
+
         def read(name: str, limit: int) -> bytes:
             return read_object(child(self.url, name), limit)
 
         return self.storage.contents(self.url, self.checksum, self.num_bytes, read)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "item"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("item", "contents")}
 
 
 def local_copy(url: str, cache: NodeCache | None = None) -> Path:
@@ -89,18 +95,27 @@ def local_copy(url: str, cache: NodeCache | None = None) -> Path:
     if object_info(url) is None:
         if any(letter in url for letter in "*?["):
             raise InvalidInputError(f"{redacted(url)} is a pattern, and those work with local paths; name each URL")
+        refuse_unfinished(url)
         raise InvalidInputError(f"{redacted(url)} is not a dataset, shard or file; check the URL")
     return copy_of(url, cache)
 
 
-def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: Callable[[], object]) -> tuple[int, int]:
+def fetch_dataset(
+    url: str,
+    cache: NodeCache,
+    splits: Sequence[str] = (),
+    *,
+    on_total: Callable[[int], object] | None = None,
+    on_bytes: Callable[[int], object] | None = None,
+) -> tuple[int, int]:
     """Fetch the shards of a dataset into the cache; return how many there are and their bytes.
 
     Args:
         url: of the dataset.
         cache: of the node.
         splits: which; empty for all.
-        on_shard: called after each shard.
+        on_total: called with the bytes of all shards before any is fetched.
+        on_bytes: called with the bytes of each shard that is there.
     """
     from megatron_packed_sft.storage.dataset_directory import open_dataset
 
@@ -111,17 +126,28 @@ def fetch_dataset(url: str, cache: NodeCache, splits: Sequence[str], on_shard: C
         for entry in dataset.entries(split)
         if (shard := dataset.remote_shard(split, entry)) is not None
     ]
-    num_bytes, limit = 0, cache.size
-    holds = []  # until all are there, so that none of them makes room for another
     with ThreadPoolExecutor(NUM_SHARDS_AT_ONCE, thread_name_prefix="packed-sft-prefetch") as threads:
-        for shard, hold in zip(shards, threads.map(RemoteShard.hold, shards), strict=True):
-            holds.append(hold)
-            num_bytes += cache.size_of(shard.item.key)
-            if num_bytes > limit:
-                threads.shutdown(wait=True, cancel_futures=True)
-                raise InvalidInputError(
-                    f"{redacted(url)} is larger than the cache of {byte_count(limit)}; raise cache_size, or let "
-                    "training fetch what it needs"
-                )
-            on_shard()
+        sizes = list(threads.map(_num_bytes, shards))
+        num_bytes, limit = sum(sizes), cache.size
+        if num_bytes > limit:
+            raise InvalidInputError(
+                f"{redacted(url)} has {byte_count(num_bytes)}, more than the whole cache of {byte_count(limit)}; raise "
+                "cache_size, or let training fetch what it needs"
+            )
+        if on_total is not None:
+            on_total(num_bytes)
+        holds = []  # until all are there, so that none of them makes room for another
+        try:
+            for size, hold in zip(sizes, threads.map(RemoteShard.hold, shards), strict=True):
+                holds.append(hold)
+                if on_bytes is not None:
+                    on_bytes(size)
+        except BaseException:  # Ctrl-C, too: shards that were not begun are not waited for
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise
     return len(shards), num_bytes
+
+
+def _num_bytes(shard: RemoteShard) -> int:
+    """Return the size of a shard: as the cache knows it, or as its manifest says."""
+    return shard.cache.size_of(shard.item.key) if shard.cache.has(shard.item) else shard.contents.num_bytes

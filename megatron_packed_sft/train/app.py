@@ -20,6 +20,8 @@ from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.remote.objects import try_writing
+from megatron_packed_sft.support.exits import is_speaker
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import counted
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
@@ -150,6 +152,8 @@ def _train(config: TrainConfig) -> None:
     checkpoints = CheckpointDirectory(output / "checkpoints", keep=config.checkpoint.keep)
     copies = None if config.checkpoint.copy_to is None else CopiedRun(config.checkpoint.copy_to)
     resume, copy_notes = bring_newest(config.resume, checkpoints, copies)
+    if copies is not None and checkpoints.newest() is None and is_speaker():
+        try_writing(copies.url)  # or only the first checkpoint would show that the bucket is missing or closed
     checkpoint = find_checkpoint(os.fspath(resume), checkpoints)
     resumption = None if checkpoint is None else Resumption(checkpoint, TrainingState.load(checkpoint))
     pretrained = pretrained_shape(config.model, None if resumption is None else resumption.state)

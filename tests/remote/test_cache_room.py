@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
@@ -78,6 +79,35 @@ def test_a_shuffle_that_is_too_wide_for_the_cache_is_announced_once_with_the_rem
     assert not caplog.records
     create_sft_dataset(URL, 0, cache_size=total * 5 // 8 - 2, shard_window=2)
     assert "shard_window=2 visits" in caplog.text
+
+
+def test_a_shuffle_that_fits_is_not_announced_where_ids_are_narrow(
+    store: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = write_dataset(tmp_path / "narrow", vocab_size=1000)
+    upload(local, f"{URL}_narrow")
+    total = sum(len(data) for name, data in files(local).items() if name.startswith("train"))
+    caplog.set_level(logging.WARNING)
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total + 100), shuffle=True)
+    assert not caplog.records
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total - 1000), shuffle=True)
+    assert f"(about 3 shards of {NUM_SHARDS})" in caplog.text
+
+
+def test_what_finds_no_room_is_asked_for_once(
+    published: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_packed_sft.remote.ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
+    total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
+    dataset = create_sft_dataset(URL, 0, cache_size=total // 2)
+    views = [dataset.source.bin(index).input_ids for index in (0, 6)]  # of two shards, which is all that has room
+    dataset.source.advise(np.arange(len(dataset)))
+    cache = node_cache(size=total // 2)
+    for _ in range(5):
+        assert cache.ahead.step()
+    names = [f"sets/my_dataset/train/shard_{number:06d}/manifest.json" for number in (2, 3)]
+    assert [published.fetched()[name] for name in names] == [1, 0], "nor is there room for those behind the first"
+    assert sum(view.sum() for view in views) > 0
 
 
 MAP_ALL = """

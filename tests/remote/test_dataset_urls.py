@@ -1,20 +1,24 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
+from megatron_packed_sft.inspect.bin_preview import is_packed
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
-from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.storage.dataset_directory import DatasetWriter, open_dataset
 from tests.packed_bins import make_bins
 from tests.remote.object_store import FaultProxy
 
@@ -22,11 +26,18 @@ URL = "s3://bucket/sets/my_dataset"
 NUM_SHARDS = 4
 
 
-def write_dataset(path: Path, *, storage: str = "memmap_v1", seed: int = 0, num_shards: int = NUM_SHARDS) -> Path:
+def write_dataset(
+    path: Path,
+    *,
+    storage: str = "memmap_v1",
+    seed: int = 0,
+    num_shards: int = NUM_SHARDS,
+    vocab_size: int = 70_000,
+) -> Path:
     with DatasetWriter(path, storage=storage) as dataset:
         for number in range(num_shards):
             bins = make_bins(6, 32, seed=seed + number)
-            with dataset.shard_writer("train", number, num_bins=6, pack_size=32, vocab_size=70_000) as writer:
+            with dataset.shard_writer("train", number, num_bins=6, pack_size=32, vocab_size=vocab_size) as writer:
                 for index, one in enumerate(bins):
                     writer.write_bin(index, *one)
                 writer.finalize()
@@ -109,8 +120,11 @@ def test_a_partial_upload_is_not_readable(published: FaultProxy, tmp_path: Path)
     published.trouble["PUT /bucket/sets/my_dataset/train/shard_000003"] = ["drop"] * 1000
     with pytest.raises(StorageIOError, match="cannot write s3://bucket/sets/my_dataset/train/shard_000003"):
         upload(other, URL, overwrite=True)
-    with pytest.raises(InvalidInputError, match="is not a dataset, shard or file"):
-        create_sft_dataset(URL, 0)
+    unfinished = r"my_dataset is not whole: an upload to it is under way, or was cut; wait for it, or run the command"
+    looks = (lambda url: create_sft_dataset(url, 0), open_dataset, describe, validate, is_packed)
+    for look in looks:
+        with pytest.raises(StorageIOError, match=unfinished):
+            look(URL)
     published.trouble.clear()
     assert upload(other, URL).num_sent < len(files(other))
     assert stored(URL) == files(other)
@@ -296,6 +310,11 @@ def test_info_by_url_says_what_it_says_of_local_data(published: FaultProxy, loca
     assert there["kind"] == here["kind"]
     assert there["total"] == here["total"]
     assert "packed-sft-upload" not in str(there)
+    odd = "s3://bucket/my sets/ü [1]"
+    upload(local, odd)
+    lines = describe(odd)["how_to_use"]
+    assert shlex.split(lines[1])[-1] == f"data.path='{odd}'", "as a shell and Hydra take it"
+    assert yaml.safe_load(textwrap.dedent("\n".join(lines[3:6])))["data"] == {"path": odd}
 
 
 def test_object_info_says_what_the_store_says(published: FaultProxy, local: Path) -> None:

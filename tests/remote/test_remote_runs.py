@@ -16,7 +16,7 @@ from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.node_cache import node_cache
-from megatron_packed_sft.remote.objects import list_objects, read_object
+from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
@@ -63,6 +63,13 @@ def test_prepare_to_a_store_gives_the_bytes_of_a_local_run(
     assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
     sent = [name for method, name in store.requests if method == "PUT"]
     assert sent == ["work/lock.json"], "a second run has nothing to send"
+    damaged = f"{URL}/train/shard_000000/loss_mask.npy"
+    write_object(damaged, bytes(len(read_object(damaged, 1 << 24))))
+    store.requests.clear()
+    assert main(["prepare", f"output={URL}", "work_dir=s3://bucket/work", *settings]) == 0
+    sent = [name for method, name in store.requests if method == "PUT" and "/train/" in name]
+    assert sent == ["sets/my_dataset/train/shard_000000/loss_mask.npy"], "what was damaged is sent again"
+    assert validate(URL).ok
     for name, data in stored(URL).items():
         assert b"not-to-be-told" not in data, name
     # Another machine, which has nothing but the work directory in the store.
@@ -207,7 +214,6 @@ def test_a_download_that_is_killed_is_done_again_by_the_next(
     assert contents(dataset) == contents(create_sft_dataset(local, 0))
     for number, shard in enumerate(dataset.source.remote or ()):
         assert files(shard.path) == files(local / "train" / f"shard_{number:06d}")
-    node_cache(size="1MB")._make_room(10**6, 10**6)
     assert not [one for one in (tmp_path / "cache" / "entries").iterdir() if one.name.startswith(".")]
 
 
@@ -224,8 +230,12 @@ def test_the_cache_commands_tell_fetch_and_clear(
     assert main(["cache", "clear", URL]) == 0
     assert "3 shards removed" in capsys.readouterr().out
     assert view.sum() > 0
-    assert main(["cache", "prefetch", URL, "--cache-size", "30kB"]) == 2
-    assert "raise cache_size" in capsys.readouterr().err
+    store.requests.clear()
+    assert main(["cache", "prefetch", URL, "--cache-size", "10kB"]) == 2
+    assert "more than the whole cache of 10.0 kB; raise cache_size" in capsys.readouterr().err
+    assert not [name for name in store.fetched() if name.endswith(".npy")], "refused before anything is fetched"
+    assert main(["cache", "prefetch", str(tmp_path / "data")]) == 2
+    assert "is a local path, which needs no cache" in capsys.readouterr().err
 
 
 def test_a_shard_goes_straight_to_a_file_system_of_the_callers(store: FaultProxy, tmp_path: Path) -> None:

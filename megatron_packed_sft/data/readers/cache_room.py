@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.support.wording import byte_count, counted
 
 _TOLD: set[tuple[str, str, int | None]] = set()
@@ -29,12 +30,14 @@ def shortage(source: BinReader, window: int | None, key: str = "{}") -> str | No
     if told in _TOLD:
         return None
     _TOLD.add(told)
-    sizes = [num_bytes / len(part.entries) for part in remote if (num_bytes := _num_bytes(part))]
-    num_bytes, num_shards = sum(map(_num_bytes, remote)), sum(len(part.entries) for part in remote)
-    room, shard = cache.size, max(sizes, default=1.0)
-    needed = num_bytes if window is None else int(min(_WINDOWS_AT_ONCE * window, num_shards) * shard)
-    if needed <= room:
-        return None
+    room, num_shards = cache.size, sum(len(part.entries) for part in remote)
+    for look in (_estimated, _measured):  # a request only where the estimate does not fit
+        sizes = [look(part) for part in remote]
+        num_bytes = sum(sizes)
+        shard = max((size / len(part.entries) for size, part in zip(sizes, remote, strict=True) if size), default=1.0)
+        needed = num_bytes if window is None else int(min(_WINDOWS_AT_ONCE * window, num_shards) * shard)
+        if needed <= room:
+            return None
     fitting = max(int(room / shard / _WINDOWS_AT_ONCE), 1)
     smaller = f"set {key.format('shard_window')}={fitting} to visit few shards at a time, or "
     if not isinstance(source, ShardBinReader) or (window is not None and window <= fitting):
@@ -49,8 +52,18 @@ def shortage(source: BinReader, window: int | None, key: str = "{}") -> str | No
     )
 
 
-def _num_bytes(part: ShardBinReader) -> int:
-    """Return the size of the shards: as dataset.json lists it, or what their bins take."""
+def _measured(part: ShardBinReader) -> int:
+    """Return about the size of the shards, by the manifest of the first: no other document tells how wide ids are."""
+    if part.remote is None or part.entries[0].num_bytes is not None:
+        return _estimated(part)
+    try:
+        return part.remote[0].contents.num_bytes * len(part) // part.entries[0].num_bins
+    except PackedSFTError:  # whoever reads the shard says what is wrong
+        return _estimated(part)
+
+
+def _estimated(part: ShardBinReader) -> int:
+    """Return the size of the shards: as dataset.json lists it, or what their bins take at most."""
     listed = [entry.num_bytes for entry in part.entries]
     known = [size for size in listed if size is not None]
     if len(known) == len(listed):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.inspect.info import packed_data, training
+from megatron_packed_sft.prepare.how_to_use import path_line, path_setting
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline
@@ -98,7 +99,11 @@ def _describe_url(url: str, deep: bool) -> Facts:
 
 
 def _at_home(facts: Facts, path: Path, url: str) -> Facts:
-    """Return facts about a copy as ones about the store."""
+    """Return facts about a copy as ones about the store; lines to paste are quoted as the URL needs it."""
+    quoted = {path_setting(str(path)): path_setting(redacted(url)), path_line(str(path)): path_line(redacted(url))}
+    for number, line in enumerate(facts.get("how_to_use") or ()):
+        for old, new in quoted.items():
+            facts["how_to_use"][number] = line = line.replace(old, new)
     place, name = (json.dumps(one)[1:-1] for one in (str(path), redacted(url)))
     at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
     return at_home
