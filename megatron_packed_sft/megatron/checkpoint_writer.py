@@ -43,12 +43,14 @@ def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> Non
         target: what the folder will be called, for messages.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     _gather_results_in_process()
     needed = _num_bytes(tensors)
     with _write_errors(folder, target, needed):
         request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True)
-        if request.async_fn is not None:  # this rank has something to write
+        # None if this rank has nothing to write; another release of Megatron-Core may have another function.
+        if getattr(request.async_fn, "func", None) is FileSystemWriterAsync.write_preloaded_data_multiproc:
             request = request._replace(async_fn=partial(_write_in_threads, *request.async_fn.args))
         request.execute_sync()
 

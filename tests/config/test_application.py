@@ -112,7 +112,10 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
         (["output=x", "storage=other"], "storage is 'other'; choose one of legacy, memmap_v1"),
         (["output=x", "hydra.verbose=true"], "hydra.verbose is one of Hydra's own settings"),
         (["output=x", "+storage@hydra.job.env_set=legacy"], "hydra.job.env_set is one of Hydra's own settings"),
-        (["output=x", '"hydra".verbose=true'], "'\"hydra\".verbose' is not a setting; a key has letters, digits, _ and"),
+        (
+            ["output=x", '"hydra".verbose=true'],
+            "'\"hydra\".verbose' is not a setting; a key has letters, digits, _ and",
+        ),
         (["output=[x(1).jsonl]"], "output=[x(1).jsonl] cannot be read, "),
         (["output=[x(1).jsonl]"], "write \"output='[x(1).jsonl]'\""),
         (["output={it's"], r"""write "output='{it\'s'""" + '"'),

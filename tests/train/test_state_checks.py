@@ -13,9 +13,9 @@ from megatron_packed_sft.errors import ManifestError
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.train.checkpoint import MAX_STATE_BYTES, STATE, TrainingState
 from megatron_packed_sft.train.model_and_optimizer import _refuse_odd_settings
+from tests.train.sound_states import MODEL, SCHEDULER
 
-MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "vocab_size": 256}
-SOUND = TrainingState(step=1, data={}, scheduler={"num_steps": 4}, model=MODEL)
+SOUND = TrainingState(step=1, data={}, scheduler=SCHEDULER, model=MODEL)
 PEFT = {"method": "lora", "rank": 8, "alpha": 16, "dropout": 0.0, "target_modules": ["linear_qkv"]}
 
 

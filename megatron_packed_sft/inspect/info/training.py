@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 PRETRAINED = "pretrained.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_TEXTS = ("event", "name", "loss_kind")  # the rest of a record is numbers
 _MAX_DOCUMENT_BYTES = 64 << 20
 _END_BYTES = 1 << 20  # of metrics.jsonl: about 2,500 records, so that of every validation there is one
 
@@ -151,7 +152,11 @@ def _first_and_last_records(file: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):  # half a line: where the parts meet, or where a killed run stopped
             continue
         if isinstance(record, dict):
-            yield record
+            yield {
+                name: value
+                for name, value in record.items()
+                if value is None or isinstance(value, str if name in _TEXTS else int | float)
+            }
 
 
 def _size(path: Path) -> int | None:
