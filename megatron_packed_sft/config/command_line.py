@@ -107,13 +107,22 @@ def _readable(override: str) -> str:
         parsed(override)
     except HydraException:
         if value[:1] not in ("[", "{", "'", '"'):
-            return f"{key}={quoted(value)}"
+            return _with_readable_key(f"{key}={quoted(value)}")
         # The shell takes the outer quotes away, Hydra the inner ones.
         text = quoted(value.strip("'\""))
         raise InvalidInputError(
             f"{override} cannot be read, because brackets and quotes have a meaning in a value; "
             f'for plain text write "{key}={text}"'
         ) from None
+    return override
+
+
+def _with_readable_key(override: str) -> str:
+    try:
+        parsed(override)
+    except HydraException:
+        key = override.partition("=")[0]
+        raise InvalidInputError(f"{key!r} is not a setting; a key has letters, digits, _ and dots") from None
     return override
 
 

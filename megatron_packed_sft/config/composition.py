@@ -108,6 +108,11 @@ class Files(NamedTuple):
             ) from error
         except HydraException as error:
             raise InvalidInputError(" ".join(str(error).split())) from error
+        except KeyError as error:
+            raise InvalidInputError(
+                f"{self.name}.yaml or a file that it names sets hydra.job.env_copy ({error}): Hydra's own settings are "
+                "not used here; leave them out"
+            ) from None
         except (yaml.YAMLError, RecursionError) as error:  # also tags that would make objects of Python
             reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
             raise InvalidInputError(
@@ -118,8 +123,9 @@ class Files(NamedTuple):
         """Return an override as Hydra wants it: a key may be new to the files, a choice of a group must exist."""
         override = parsed(text)
         key, value = override.key_or_group, override.value()
-        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            raise InvalidInputError(f"{key} is one of Hydra's own settings, which are not used here; leave it out")
+        for name in (key, override.package or ""):
+            if name == "hydra" or name.startswith(("hydra.", "hydra/")):
+                raise InvalidInputError(f"{name} is one of Hydra's own settings, which are not used here; leave it out")
         choices = self.choices(key)
         if not choices or isinstance(value, dict):
             return text if override.is_delete() else f"++{text.lstrip('+')}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,7 @@ import torch
 
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError
 from megatron_packed_sft.megatron.weights.inert_pickle import Inert, load_inert, refusal
-from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint, load_saved, read_common
+from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint, read_common
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -148,26 +149,33 @@ def refuse_harmful_state(state: Any, where: str) -> None:
     """Refuse an extra state of Transformer Engine that would run something when it unpickles that.
 
     Args:
-        state: a tensor of bytes, or a file in memory; empty without FP8.
+        state: a tensor of bytes, empty without FP8; or nothing.
         where: the object, for messages.
     """
-    if isinstance(state, io.BytesIO):  # of early releases; it goes to torch.load
-        data = state.getvalue()
-        if data:
-            load_saved(io.BytesIO(data), len(data), where)
-        return
     if not isinstance(state, torch.Tensor) or not state.numel():
         return
 
-    def refuse_harmful_storage(call: Inert) -> None:
+    def refuse_harmful_storage(call: Inert) -> Inert:
         if call.name == _STORAGE:
             data = call.arguments[0] if call.arguments and type(call.arguments[0]) is bytes else b""
-            load_saved(io.BytesIO(data), len(data), where, is_archive=False)
+            _refuse_harmful_storage(data)
+        return call
 
     try:
         load_inert(state.cpu().numpy().tobytes(), _is_state, refuse_harmful_storage)
     except pickle.UnpicklingError as error:
         raise refusal(where, str(error)) from None
+
+
+def _refuse_harmful_storage(data: bytes) -> None:
+    """Refuse the bytes of a storage that torch would run: it unpickles them in a form from before archives."""
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # damage can make torch raise anything
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch says it in many sentences
+        raise pickle.UnpicklingError(
+            f"it names {ascii(named[1])[1:-1]}"[:300] if named else "a storage is damaged"
+        ) from None
 
 
 def _is_state(module: str, name: str) -> bool:

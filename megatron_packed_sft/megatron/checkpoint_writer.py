@@ -1,7 +1,8 @@
-"""Write a sharded state dict with Megatron-Core, whose errors do not say what is wrong.
+"""Write a sharded state dict with Megatron-Core: with threads for its processes, and errors that say what is wrong.
 
-Megatron-Core forks processes that write, and torch's writer calls a full disk "unexpected pos 704 vs 598". Here such
-an error names the path, the reason and the bytes that are needed, and no writer outlives its rank.
+Megatron-Core forks processes that write. One that is killed alone, for lack of memory say, would make its rank wait
+forever; one whose rank is killed would live on. And torch's writer calls a full disk "unexpected pos 704 vs 598": here
+an error names the path, the reason and the bytes that are needed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import errno
 import os
 import queue
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import NoSpaceError, PackedSFTError, StorageIOError
-from megatron_packed_sft.support.processes import forks_die_with_this_process
 
 _REMEDIES: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another output"),
@@ -41,12 +43,51 @@ def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> Non
         target: what the folder will be called, for messages.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     _gather_results_in_process()
     needed = _num_bytes(tensors)
-    # Megatron-Core forks its writers. One that outlived its rank would keep its memory and the staging lock.
-    with _write_errors(folder, target, needed), forks_die_with_this_process():
-        dist_checkpointing.save(tensors, str(folder))
+    with _write_errors(folder, target, needed):
+        request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True)
+        # None if this rank has nothing to write; another release of Megatron-Core may have another function.
+        if getattr(request.async_fn, "func", None) is FileSystemWriterAsync.write_preloaded_data_multiproc:
+            request = request._replace(async_fn=partial(_write_in_threads, *request.async_fn.args))
+        request.execute_sync()
+
+
+def _write_in_threads(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Write the files of this rank; takes the place and the arguments of Megatron-Core's function that forks.
+
+    Args:
+        transforms, use_msc: what Megatron-Core's writer wants to know.
+        rank: of this process.
+        buckets: what goes into each file.
+        results: gets what was written, by file; or the error.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: queue.Queue[Any] = queue.Queue()
+    unfinished: queue.Queue[int] = queue.Queue()
+    threads = []
+    for number, bucket in enumerate(buckets):
+        unfinished.put(number)
+        arguments = (transforms, number, bucket, written, unfinished)
+        options = {"use_fsync": True, "use_msc": use_msc}
+        # Daemons, so that a second Ctrl-C need not wait for them.
+        threads.append(
+            threading.Thread(
+                target=FileSystemWriterAsync.write_preloaded_data, args=arguments, kwargs=options, daemon=True
+            )
+        )
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    outcomes = dict(written.get() for _ in range(written.qsize()))
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+    # Of fewer outcomes than files Megatron-Core makes an error of its own.
+    results.put(errors[0] if errors else dict(sorted(outcomes.items())))
 
 
 def _gather_results_in_process() -> None:

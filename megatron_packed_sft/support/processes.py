@@ -69,33 +69,4 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
             os.kill(os.getpid(), number)
 
 
-@contextlib.contextmanager
-def forks_die_with_this_process() -> Iterator[None]:
-    """Have processes that are forked inside the block killed when this one ends, whoever forks them.
-
-    Example:
-        >>> with forks_die_with_this_process():
-        ...     _forking.pid == os.getpid()
-        True
-    """
-    before, _forking.pid = _forking.pid, os.getpid()
-    try:
-        yield
-    finally:
-        _forking.pid = before
-
-
-class _Forking:
-    """Whose forks are to die with it."""
-
-    pid: int | None = None
-
-    def after_in_child(self) -> None:
-        parent, self.pid = self.pid, None  # its own forks are its own affair
-        if parent is not None:
-            signal_when_parent_dies(signal.SIGKILL, parent)
-
-
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, where little may be called
-_forking = _Forking()
-os.register_at_fork(after_in_child=_forking.after_in_child)
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)

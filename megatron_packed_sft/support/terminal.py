@@ -71,7 +71,8 @@ def show_json(document: Any) -> None:
 
 
 def say_error(sentence: str) -> None:
-    """Print a sentence on stderr, its `packed-sft: error:` in red on a terminal."""
+    """Print a sentence on stderr as one line, its `packed-sft: error:` in red on a terminal."""
+    sentence = "".join(one if one.isprintable() else " " for one in sentence)  # it may quote a name from anywhere
     start, colon, rest = sentence.partition(": error: ")
     if not colon or not is_terminal(sys.stderr):
         print(sentence, file=sys.stderr, flush=True)

@@ -26,11 +26,13 @@ from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
+from megatron_packed_sft.train.state_checks import refuse_impossible
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
 FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
+MAX_STATE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 1 << 22
 # Checkpoints from before these were recorded have the only values there were.
 _BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
@@ -74,8 +76,8 @@ class TrainingState:
                 f"{checkpoint} is not a checkpoint of this recipe: it has no {STATE}; set resume to a directory such "
                 "as output/checkpoints/step_000100"
             )
-        with os_errors("read", file):
-            data = file.read_bytes()
+        with os_errors("read", file), open(file, "rb") as opened:
+            data = opened.read(MAX_STATE_BYTES)
         document = json_document.parse(data, str(file))
         fields = json_document.Fields(document, str(file))
         if fields.text("format") != FORMAT or fields.integer("version", 1, 1 << 30) != VERSION:
@@ -88,6 +90,7 @@ class TrainingState:
         _refuse_missing(checkpoint, mappings["files"])
         if unknown := sorted(mappings["checksums"].keys() - mappings["files"].keys()):
             raise ShardFileError(f"{file} has a checksum of {unknown[0]}, which is not one of its files; restore it")
+        refuse_impossible(mappings, str(file))
         return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
 
 

@@ -32,6 +32,7 @@ from megatron_packed_sft.support.wording import byte_count, counted
 from megatron_packed_sft.train.checkpoint import (
     FORMAT,
     LATEST,
+    MAX_STATE_BYTES,
     STATE,
     STEP_NAME,
     VERSION,
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS: Final = "checkpoints"
 _LOCK: Final = ".fetching.lock"  # in output/checkpoints
 _LOCAL: Final = "file://"
-_MAX_STATE_BYTES: Final = 64 << 20
 _MAX_NUMBER: Final = (1 << 62) - 1
 _RUN_OF: Final = re.compile(rf"(.+)/{CHECKPOINTS}/step_\d{{6,}}/*")
 
@@ -152,7 +152,7 @@ class CopiedRun:
 def read_copy(url: str) -> Copy:
     """Read what the copy of a checkpoint says of itself."""
     file = _shown(child(url, STATE))
-    data = read_object(child(url, STATE), _MAX_STATE_BYTES)
+    data = read_object(child(url, STATE), MAX_STATE_BYTES)
     document = json_document.parse(data, file)
     fields = json_document.Fields(document, file)
     if fields.text("format") != FORMAT or fields.integer("version", 1, 1 << 30) != VERSION:

@@ -307,9 +307,10 @@ def read_metrics(path: str | os.PathLike[str], event: str = "step") -> list[dict
 def _parsed(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
-        if {"event", "step"} <= record.keys():
+        is_number = isinstance(record.get("loss", 0.0), int | float | None)
+        if "event" in record and type(record.get("step")) is int and is_number:
             return record
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     raise InvalidInputError(
         f"{os.fspath(path)}, line {number} is not a metrics record; remove the line, or move the file away"

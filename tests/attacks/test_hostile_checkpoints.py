@@ -27,7 +27,8 @@ from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint, refuse_harmful_state
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.checkpoint_metadata import parse_metadata
-from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint, load_saved, read_common
+from megatron_packed_sft.megatron.weights.saved_archive import load_saved
+from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint, read_common
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState
 from tests.attacks.checkpoint_attacks import ATTACKS, PAYLOAD, Attack
 from tests.train.counting_chats import write_dataset
@@ -46,21 +47,22 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[st
     return home, {(line["attack"], line["verb"]): line for line in lines}
 
 
+EXPECTED = {
+    "as_object": "embedding.word_embeddings.weight;",
+    "odd_settings": "(ValueError: betas of a parameter group is not what an optimizer writes); restore the checkpoint",
+}
+
+
 @pytest.mark.parametrize("attack", list(ATTACKS))
 def test_a_payload_in_a_checkpoint_is_never_run(attack: str, calls: tuple[Path, dict[Any, Any]]) -> None:
     home, results = calls
     for verb in ("train", "export"):
         result = results[attack, verb]
-        if (attack, verb) == ("in_common", "export"):  # does not read it
+        if (attack, verb) in (("in_common", "export"), ("odd_settings", "export")):  # does not read it
             continue
         assert result["code"] == 1, result
         [line] = result["stderr"].splitlines()
-        expected = (
-            "embedding.word_embeddings.weight;"
-            if attack == "as_object"
-            else "it names posix.mkdir, which no checkpoint needs"
-        )
-        assert expected in line
+        assert EXPECTED.get(attack, "it names posix.mkdir, which no checkpoint needs") in line
         assert str(home / attack / "step_000001") in line
     assert results[attack, "info"]["code"] == 0  # says what the JSON files say, and opens nothing else
     assert not (home / f"{PAYLOAD}_{attack}").exists()
@@ -130,7 +132,7 @@ def test_the_state_of_fp8_may_hold_tensors_and_recipes_only(tmp_path: Path) -> N
     by_attribute = b"\x80\x04\x8c\x20transformer_engine.common.recipe\x8c\x09os.system\x93."
     with pytest.raises(ShardFileError, match=r"it names transformer_engine\.common\.recipe\.os\.system"):
         refuse_harmful_state(torch.frombuffer(bytearray(by_attribute), dtype=torch.uint8), "extra")
-    for state in (as_bytes([Storage()]), torch.frombuffer(bytearray(dropped), dtype=torch.uint8), hidden):
+    for state in (as_bytes([Storage()]), torch.frombuffer(bytearray(dropped), dtype=torch.uint8)):
         with pytest.raises(ShardFileError, match=r"extra cannot be read: it names posix\.mkdir"):
             refuse_harmful_state(state, "extra")
     assert not (tmp_path / PAYLOAD).exists()
@@ -153,6 +155,12 @@ def test_what_torch_writes_is_read(genuine: bytes) -> None:
 
 
 HOSTILE = {
+    "an instance by name": b"(X\x01\x00\x00\x00aiposix\nmkdir\n.",
+    "an object by class": b"(cposix\nmkdir\nX\x01\x00\x00\x00ao.",
+    "named arguments": b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x93)}\x92.",
+    "a buffer from elsewhere": b"\x80\x05\x97\x98.",
+    "a frame of a terabyte": b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b"N.",
+    "a number of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "builtins.eval": b"cbuiltins\neval\n(X\x03\x00\x00\x001+1tR.",
     "a name with dots": b"\x80\x04\x8c\x05torch\x8c\x0cserialization\x93.",
     "posix.system": pickle.dumps(os.system),
@@ -189,11 +197,25 @@ def test_a_list_that_is_repeated_and_sizes_that_are_not_there_are_refused(genuin
         parse_metadata(pickle.dumps(metadata))
 
 
+@pytest.mark.parametrize("file", ["../other", "/etc/passwd", "a\nb", "a\0b", "\ud800", ".", "a" * 256])
+def test_a_chunk_in_another_folder_or_with_an_odd_name_is_refused(genuine: bytes, file: str) -> None:
+    metadata: Metadata = pickle.loads(genuine)
+    for place in metadata.storage_data.values():
+        place.relative_path = file
+    with pytest.raises(ShardFileError, match="outside the checkpoint") as caught:
+        parse_metadata(pickle.dumps(metadata))
+    assert str(caught.value).isprintable()
+
+
 def test_a_tensor_larger_than_its_chunks_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="to save in a single process"):
         torch_checkpoint.save({"weight": torch.zeros(3, 4)}, checkpoint_id=tmp_path, no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["weight"].size = torch.Size([1 << 40, 1 << 18])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with TorchDistCheckpoint(tmp_path) as opened, pytest.raises(ShardFileError, match="holds only a part of weight"):
+        opened.read("weight")
+    metadata.state_dict_metadata["weight"].chunks = []
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with TorchDistCheckpoint(tmp_path) as opened, pytest.raises(ShardFileError, match="holds only a part of weight"):
         opened.read("weight")
@@ -214,6 +236,72 @@ def test_damaged_metadata_gives_our_errors_only(genuine: bytes, data: st.DataObj
         parse_metadata(bytes(damaged))
     except PackedSFTError as error:
         assert "\n" not in str(error)
+
+
+def archive_of(pickled: bytes, **members: bytes) -> io.BytesIO:
+    """An archive as torch.save writes it, around any pickle."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, data in {"data.pkl": pickled, "byteorder": b"little", **members}.items():
+            archive.writestr(f"archive/{name}", data)
+    return written
+
+
+def load_all(saved: io.BytesIO) -> Any:
+    return load_saved(saved, len(saved.getvalue()), "a chunk")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.bool])
+def test_what_torch_saves_is_read_without_torch(dtype: torch.dtype) -> None:
+    whole = torch.arange(12).view(3, 4).to(dtype)
+    saved = {
+        "whole": whole,
+        "part": whole[1:, 2],
+        "turned": whole.t(),
+        "none": whole[:0],
+        "one": whole[0, 1],
+        3: [True],
+    }
+    written = io.BytesIO()
+    torch.save(saved, written)
+    read = load_all(written)
+    assert read.keys() == saved.keys()
+    assert read[3] == [True]
+    for name in ("whole", "part", "turned", "none", "one"):
+        assert read[name].dtype == dtype
+        assert read[name].stride() == saved[name].stride()
+        assert read[name].tolist() == saved[name].tolist()
+    assert read["part"].untyped_storage().data_ptr() == read["whole"].untyped_storage().data_ptr()
+
+
+def a_tensor(num_items: int, sizes: bytes, strides: bytes, offset: bytes = b"K\x00") -> bytes:
+    """The pickle of a tensor of float32 with any numbers."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK%ctQ" % num_items
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + sizes + strides + b"\x89}tR."
+
+
+TWICE = b"q\x00h\x00\x86"
+SAVED = {
+    "six gigabytes": (b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x80\x01\x85R.", "names builtins.bytearray"),
+    "text that is encoded": (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.", "codecs.enc"),
+    "a key without end": (b"\x80\x02}K\x01" + TWICE * 99 + b"K\x01s.", "a dict with keys that are neither"),
+    "a call without end": (b"\x80\x02K\x01" + TWICE * 99 + b")R.", "calls something that is not a name"),
+    "values without end": (b"\x80\x02K\x01" + TWICE * 99 + b".", "lists the same things again and again"),
+    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "lists the same things again and again"),
+    "a class is made": (b"\x80\x02ctorch\nFloatStorage\n)\x81.", "calls torch.FloatStorage"),
+    "another id": (b"\x80\x02K\x01Q.", "cannot unpack"),
+    "a large tensor of little": (a_tensor(2, b"K\xffK\xff\x86", b"K\x00K\x00\x86"), "larger than its storage of 2"),
+    "a tensor behind its storage": (a_tensor(2, b"K\x02\x85", b"K\x01\x85", b"K\x05"), "out of bounds"),
+    "a storage of another size": (a_tensor(9, b"K\x02\x85", b"K\x01\x85"), "8 bytes instead of 9 items"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pickled", "reason"), SAVED.values(), ids=SAVED.keys())
+def test_what_torch_would_have_called_or_walked_is_refused(pickled: bytes, reason: str) -> None:
+    with pytest.raises(ShardFileError, match="a chunk cannot be read") as caught:
+        load_all(archive_of(pickled, **{"data/0": b"\0" * 8}))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_archive_that_unfolds_to_more_than_it_has_is_refused(tmp_path: Path) -> None:
@@ -263,8 +351,7 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         if risky.search(line)
     }
     assert {file for file, _ in found} == {
-        "megatron/checkpoint_loader.py",  # with strategies of its own
-        "megatron/weights/torch_dist.py",  # weights_only=True
+        "megatron/checkpoint_loader.py",  # with strategies of its own; storages of FP8 with weights_only=True
         "storage/testing.py",  # what it pickled itself
     }, found
-    assert all("weights_only=True" in line for file, line in found if "torch.load(" in line and "torch_dist" in file)
+    assert all("weights_only=True" in line for _, line in found if "torch.load(" in line)

@@ -111,6 +111,11 @@ def test_the_working_directory_stays_clean(conf: Path) -> None:
         (["output=${nowhere}"], "output: Interpolation key 'nowhere' not found"),
         (["output=x", "storage=other"], "storage is 'other'; choose one of legacy, memmap_v1"),
         (["output=x", "hydra.verbose=true"], "hydra.verbose is one of Hydra's own settings"),
+        (["output=x", "+storage@hydra.job.env_set=legacy"], "hydra.job.env_set is one of Hydra's own settings"),
+        (
+            ["output=x", '"hydra".verbose=true'],
+            "'\"hydra\".verbose' is not a setting; a key has letters, digits, _ and",
+        ),
         (["output=[x(1).jsonl]"], "output=[x(1).jsonl] cannot be read, "),
         (["output=[x(1).jsonl]"], "write \"output='[x(1).jsonl]'\""),
         (["output={it's"], r"""write "output='{it\'s'""" + '"'),
@@ -185,6 +190,7 @@ def test_nothing_that_a_configuration_names_is_called(conf: Path, options: list[
     [
         ({"job": {"env_set": {"PYTHONPATH": "/evil"}}}, "hydra.job.env_set.PYTHONPATH"),
         ({"job": {"env_copy": ["PATH"]}}, "hydra.job.env_set.PATH, hydra.job.env_copy"),
+        ({"job": {"env_copy": ["NOT_SET_ANYWHERE"]}}, "hydra.job.env_copy ('NOT_SET_ANYWHERE')"),
         ({"callbacks": {"x": {"_target_": f"{__name__}.RunByHydra"}}}, "hydra.callbacks.x._target_"),
         ({"launcher": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.launcher._target_"),
         ({"sweeper": {"_target_": f"{__name__}.RunByHydra"}}, "hydra.sweeper._target_"),

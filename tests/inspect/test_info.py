@@ -285,6 +285,15 @@ def test_a_run_tells_its_losses_speed_and_checkpoints(run: Path, capsys: pytest.
     assert "so --deep adds nothing" in said(run, "--deep", capsys=capsys)
 
 
+@pytest.mark.parametrize("record", ['{"event": "step", "step": [1], "loss": {"a": 1}, "epoch": "x"}', "[" * 100_000])
+def test_metrics_that_no_run_writes_are_left_out(
+    tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"event": "step", "step": 3, "loss": 2.5}}\n{record}\n')
+    assert describe(tmp_path)["total"]["first_loss"] == 2.5
+    assert "2.5000" in said(tmp_path, capsys=capsys)
+
+
 def test_a_checkpoint_tells_its_step_model_and_whether_it_is_whole(run: Path) -> None:
     path = run / "checkpoints" / "step_000100"
     facts = describe(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -28,11 +29,40 @@ def one_rank() -> Iterator[None]:
     stop_distributed()
 
 
+FORKS: list[int] = []
+os.register_at_fork(before=lambda: FORKS.append(os.getpid()))
+
+
+@pytest.fixture
+def forks() -> list[int]:
+    """Whoever forks from here on."""
+    FORKS.clear()
+    return FORKS
+
+
 def state() -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     weight = torch.zeros(NUM_BYTES // 4)
     return {"weight": ShardedTensor.from_rank_offsets("weight", weight), "notes": list(range(20_000))}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_nothing_is_forked_and_the_files_are_those_of_megatron(tmp_path: Path, forks: list[int]) -> None:
+    """A process that writes could be killed alone, or outlive its rank."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    weights = [torch.full((1000,), float(number)) for number in range(3)]
+    state = {
+        f"weight_{number}": ShardedTensor.from_rank_offsets(f"weight_{number}", one)
+        for number, one in enumerate(weights)
+    }
+    write_tensors(state, tmp_path, tmp_path)
+    assert forks == []
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    loaded = dist_checkpointing.load(state, str(tmp_path))
+    assert [loaded[f"weight_{number}"].mean() for number in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from megatron_packed_sft.train.copy_sender import CopySender
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import files, stored
 from tests.remote.test_remote_runs import kill_after
+from tests.train.sound_states import MODEL, SCHEDULER
 
 URL = "s3://bucket/run"
 NUM_FILES = 5
@@ -39,8 +40,8 @@ def write_checkpoint(directory: CheckpointDirectory, step: int, num_files: int =
     state = TrainingState(
         step=step,
         data={},
-        scheduler={},
-        model={},
+        scheduler=SCHEDULER,
+        model=MODEL,
         files={name: len(data) for name, data in parts.items()},
         checksums={name: checksum(data) for name, data in parts.items()},
     )

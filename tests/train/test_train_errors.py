@@ -17,6 +17,7 @@ from megatron_packed_sft.train.config import ModelConfig
 from megatron_packed_sft.train.pretrained import model_shape
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
 from tests.train.launch import RECIPE, environment, torchrun
+from tests.train.sound_states import SCHEDULER
 
 TINY = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256)
 
@@ -153,7 +154,7 @@ def saved_run(output: Path, **changes: object) -> Path:
         "seed": 1234,
         **changes,
     }
-    state = TrainingState(step=2, data=data, scheduler={}, model=asdict(model_shape(TINY, VOCAB_SIZE)))
+    state = TrainingState(step=2, data=data, scheduler=SCHEDULER, model=asdict(model_shape(TINY, VOCAB_SIZE)))
     checkpoint = output / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / STATE).write_bytes(state.to_bytes())

@@ -40,6 +40,7 @@ from megatron_packed_sft.train.metrics import (
 )
 from megatron_packed_sft.train.report import ConsoleReporter, EarlyEnd
 from tests.terminal import CONTROLS, screen
+from tests.train.sound_states import MODEL, SCHEDULER
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path: Path) 
 
 
 def test_a_training_state_comes_back_and_damage_is_noticed(tmp_path: Path) -> None:
-    state = TrainingState(step=20, data={"seed": 7}, scheduler={"max_lr": 0.1 + 0.2}, model={"num_layers": 2})
+    state = TrainingState(step=20, data={"seed": 7}, scheduler={**SCHEDULER, "max_lr": 0.1 + 0.2}, model=MODEL)
     (tmp_path / STATE).write_bytes(state.to_bytes())
     assert TrainingState.load(tmp_path) == state
     (tmp_path / STATE).write_bytes(state.to_bytes().replace(b'"step": 20', b'"step": 30'))
@@ -73,7 +74,7 @@ def test_a_training_state_comes_back_and_damage_is_noticed(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_with_a_missing_or_cut_file_is_refused(tmp_path: Path) -> None:
-    state = TrainingState(step=20, data={}, scheduler={}, model={}, files={"__0_0.distcp": 8})
+    state = TrainingState(step=20, data={}, scheduler=SCHEDULER, model=MODEL, files={"__0_0.distcp": 8})
     (tmp_path / STATE).write_bytes(state.to_bytes())
     with pytest.raises(ShardFileError, match=r"__0_0\.distcp is missing; restore it, or remove"):
         TrainingState.load(tmp_path)
@@ -149,7 +150,8 @@ def test_metrics_of_a_resumed_run_continue_after_its_checkpoint(tmp_path: Path) 
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    for damage in (b"not JSON\n", b'{"event": "step"}\n', b"[]\n"):
+    forged = (b'{"event": "step", "step": "x"}\n', b'{"event": "validation", "step": 1, "loss": []}\n')
+    for damage in (b"not JSON\n", b'{"event": "step"}\n', b"[]\n", b"[" * 100_000 + b"\n", *forged):
         with MetricsFile(tmp_path, first_step=0) as metrics:
             write_steps(metrics, range(1, 3))
         with open(tmp_path / METRICS, "ab") as file:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -116,62 +116,53 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     return {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
 
 
-def writer_of(rank: psutil.Process) -> psutil.Process:
-    """The process that Megatron-Core forks to write a checkpoint; waits for the next one."""
+def frozen_while_it_writes(rank: psutil.Process) -> psutil.Process:
+    """The rank, stopped in the middle of writing a checkpoint; waits for the next one."""
+
+    def is_writing() -> bool:
+        return any(file.path.endswith(".distcp") for file in rank.open_files())
+
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        for child in rank.children():
-            return child
-    raise AssertionError("nothing was saved for a minute")
-
-
-def frozen_writer_of(rank: psutil.Process) -> psutil.Process:
-    """Such a process, stopped in the middle of writing: before that it may not know yet with whom it has to die."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with suppress(psutil.NoSuchProcess):
-            writer = writer_of(rank)
-            writer.suspend()
-            if any(file.path.endswith(".distcp") for file in writer.open_files()):
-                return writer
-            writer.resume()
+        if is_writing():
+            rank.suspend()
+            if is_writing():
+                return rank
+            rank.resume()
     raise AssertionError("nothing was being written for a minute")
-
-
-def test_a_killed_rank_gives_the_others_one_clear_sentence(data: Path, tmp_path: Path) -> None:
-    with running(data, tmp_path / "killed") as process:
-        ranks_of(process)[1].kill()
-        printed, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "rank 0 lost the connection to another rank" in printed
-    assert "run the same command again to resume from the last checkpoint" in printed
-    assert "loop.py" not in printed  # no trace of ours
 
 
 def test_a_run_that_is_killed_while_it_saves_leaves_no_process_and_is_resumed_bit_for_bit(
     data: Path, tmp_path: Path
 ) -> None:
-    outputs = [tmp_path / name for name in ("rank_0_killed", "torchrun_killed", "undisturbed")]
-    with running(data, outputs[0], "checkpoint.every=1") as process:
-        ranks = ranks_of(process)
-        writer = frozen_writer_of(ranks[0])  # so that it is still writing when its rank is gone
-        ranks[0].kill()
-        printed, _ = process.communicate(timeout=60)  # also waits for whoever has its stdout
-        assert psutil.wait_procs([writer, *ranks.values()], timeout=60)[1] == []
-    assert "rank 1 lost the connection to another rank" in printed
-    [left] = [entry.name for entry in (outputs[0] / "checkpoints").iterdir() if entry.name.startswith(".step")]
+    outputs = [tmp_path / name for name in ("rank_0_killed", "rank_1_killed", "torchrun_killed", "undisturbed")]
+    left = []
+    for number, output in enumerate(outputs[:2]):
+        with running(data, output, "checkpoint.every=1") as process:
+            ranks = ranks_of(process)
+            frozen_while_it_writes(ranks[number]).kill()
+            printed, _ = process.communicate(timeout=60)  # also waits for whoever has its stdout
+            assert psutil.wait_procs(ranks.values(), timeout=60)[1] == []
+        assert process.returncode != 0
+        assert f"rank {1 - number} lost the connection to another rank" in printed
+        assert "run the same command again to resume from the last checkpoint" in printed
+        assert "loop.py" not in printed  # no trace of ours
+        left += [entry.name for entry in (output / "checkpoints").iterdir() if entry.name.startswith(".step")]
 
-    with running(data, outputs[1], "checkpoint.every=1") as process:
+    with running(data, outputs[2], "checkpoint.every=1") as process:
         ranks = ranks_of(process)
-        writer = writer_of(ranks[0])
+        frozen_while_it_writes(ranks[0])
         process.kill()
-        assert psutil.wait_procs([writer, *ranks.values()], timeout=60)[1] == []
+        ranks[0].resume()
+        assert psutil.wait_procs(ranks.values(), timeout=60)[1] == []
         process.communicate(timeout=60)
 
     until = max(map(num_steps, outputs)) + 3
     printed = run_in_turn(2, [arguments(data, output, until) for output in outputs])
-    assert f"removed {left}, an unfinished checkpoint of a run that was killed\n" in printed
-    assert losses(outputs[0]) == losses(outputs[1]) == losses(outputs[2])
+    assert left, "rank 0 was killed while it wrote"
+    for name in left:
+        assert f"removed {name}, an unfinished checkpoint of a run that was killed\n" in printed
+    assert losses(outputs[0]) == losses(outputs[1]) == losses(outputs[2]) == losses(outputs[3])
     assert len(losses(outputs[0])) == until
     for output in outputs:
         assert [entry.name for entry in (output / "checkpoints").iterdir() if entry.name.startswith(".")] == []

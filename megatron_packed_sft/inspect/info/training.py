@@ -24,6 +24,8 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 PRETRAINED = "pretrained.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_TEXTS = ("event", "name", "loss_kind")  # the rest of a record is numbers
+_MAX_DOCUMENT_BYTES = 64 << 20
 _END_BYTES = 1 << 20  # of metrics.jsonl: about 2,500 records, so that of every validation there is one
 
 
@@ -45,8 +47,7 @@ def is_foreign_checkpoint(path: Path) -> bool:
 def checkpoint_facts(path: Path) -> Facts:
     """Return what a checkpoint records of itself, and whether its files are there in their size."""
     file = path / TRAINING_STATE
-    with os_errors("read", file):
-        state = json_document.parse(file.read_bytes(), str(file))
+    state = _document(file)
     fields = json_document.Fields(state, str(file))
     data, files = (fields.optional_object(name) or {} for name in ("data", "files"))
     sizes = json_document.Fields(files, f"{file}, files")
@@ -78,8 +79,7 @@ def checkpoint_facts(path: Path) -> Facts:
 
 def foreign_checkpoint_facts(path: Path) -> Facts:
     """Return what can be told of a checkpoint of Megatron-LM or Megatron-Bridge: its back end and its size."""
-    with os_errors("read", path / "metadata.json"):
-        recorded = json_document.parse((path / "metadata.json").read_bytes(), str(path / "metadata.json"))
+    recorded = _document(path / "metadata.json")
     files = [one for one in path.rglob("*") if one.is_file()]
     return {
         "total": {"num_files": len(files)},
@@ -115,7 +115,7 @@ def run_facts(path: Path) -> Facts:
         },
         "checkpoints": checkpoints,
         "num_bytes": sum(one["num_bytes"] for one in checkpoints),
-        "pretrained": _without_files(json.loads(pretrained.read_text())) if pretrained.is_file() else None,
+        "pretrained": _without_files(_document(pretrained)) if pretrained.is_file() else None,
         "settings": str(path / "config.yaml") if (path / "config.yaml").is_file() else None,
         "how_to_use": ["Export it:", f"  packed-sft export {path} my_model"] if checkpoints else [],
     }
@@ -149,10 +149,14 @@ def _first_and_last_records(file: Path) -> Iterator[dict[str, Any]]:
     for line in b"".join(parts).splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # half a line: where the parts meet, or where a killed run stopped
+        except (ValueError, RecursionError):  # half a line: where the parts meet, or where a killed run stopped
             continue
         if isinstance(record, dict):
-            yield record
+            yield {
+                name: value
+                for name, value in record.items()
+                if value is None or isinstance(value, str if name in _TEXTS else int | float)
+            }
 
 
 def _size(path: Path) -> int | None:
@@ -164,3 +168,8 @@ def _size(path: Path) -> int | None:
 
 def _without_files(record: Facts) -> Facts:
     return {name: value for name, value in record.items() if name not in ("files", json_document.SELF_CHECKSUM)}
+
+
+def _document(file: Path) -> dict[str, Any]:
+    with os_errors("read", file), open(file, "rb") as opened:
+        return json_document.parse(opened.read(_MAX_DOCUMENT_BYTES), str(file))

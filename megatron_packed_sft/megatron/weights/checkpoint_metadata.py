@@ -16,6 +16,7 @@ import torch
 
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.inert_pickle import Inert, Name, load_inert, refusal
+from megatron_packed_sft.megatron.weights.saved_archive import dtype_of
 
 _CHECKPOINT: Final = "torch.distributed.checkpoint."
 _METADATA: Final = f"{_CHECKPOINT}metadata."
@@ -102,12 +103,7 @@ checkpoint needs; it was damaged, or made to run something, so restore the check
 
 
 def _is_allowed(module: str, name: str) -> bool:
-    return name in _CLASSES.get(module, ()) or (module == "torch" and _torch_value(name) is not None)
-
-
-def _torch_value(name: str) -> torch.dtype | None:
-    found = vars(torch).get(name)  # not getattr, which may import a submodule
-    return found if isinstance(found, torch.dtype) else None
+    return name in _CLASSES.get(module, ()) or dtype_of(f"{module}.{name}") is not None
 
 
 class _Converter:
@@ -147,7 +143,8 @@ class _Converter:
                     f"{self._where}: {_quoted(name)} is stored compressed, which this release does not read"
                 )
             file = _of_type(state["relative_path"], str)
-            if file != os.path.basename(file) or file in ("", ".", "..") or "\0" in file:
+            is_name = file == os.path.basename(file) and 0 < len(file) < 256 and file.isprintable()
+            if not is_name or file in (".", ".."):
                 raise ShardFileError(
                     f"{self._where} puts {_quoted(name)} into {ascii(file)[:200]}, outside the checkpoint"
                 )
@@ -211,7 +208,7 @@ def _number(value: Any) -> int:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    found = _torch_value(value.name.removeprefix("torch.")) if isinstance(value, Name) else None
+    found = dtype_of(value.name) if isinstance(value, Name) else None
     if found is None:
         raise TypeError(f"{_kind(value)} instead of a dtype")
     return found

@@ -22,7 +22,9 @@ _PLAIN: Final = (
     b"\x94qrhj"  # the memo
     b"c\x93R\x81b"  # names, calls, instances, states
     b"0"  # the pickler drops what it has memorized meanwhile
+    b"Q"  # ids of what is outside
 )
+_DICT: Final = "collections.OrderedDict"
 
 
 class Inert:
@@ -52,14 +54,18 @@ class Name:
 
 
 def load_inert(
-    data: bytes, is_allowed: Callable[[str, str], bool], on_call: Callable[[Inert], object] | None = None
+    data: bytes,
+    is_allowed: Callable[[str, str], bool],
+    on_call: Callable[[Inert], Any] | None = None,
+    on_id: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return what a pickle describes: plain values, `Name` and `Inert`.
 
     Args:
         data: the pickle.
         is_allowed: whether it may import a name of a module. Nothing is imported in any case.
-        on_call: shown every call, also those whose result is thrown away.
+        on_call: shown every call, also those whose result is thrown away; returns what to take for the result.
+        on_id: returns what the id of something outside the pickle stands for; without it there must be none.
 
     Example:
         >>> load_inert(pickle.dumps({"a": [1, None]}), lambda module, name: False)
@@ -69,7 +75,7 @@ def load_inert(
         _pickle.UnpicklingError: it names builtins.print
     """
     try:
-        return _Reader(data, is_allowed, on_call).load()
+        return _Reader(data, is_allowed, on_call, on_id).load()
     except (pickle.UnpicklingError, PackedSFTError):
         raise
     except KeyError as error:
@@ -99,11 +105,16 @@ class _Reader(pickle._Unpickler):
     """Python's own unpickler, in Python, without the instructions that import, call, or allocate by a number."""
 
     def __init__(
-        self, data: bytes, is_allowed: Callable[[str, str], bool], on_call: Callable[[Inert], object] | None
+        self,
+        data: bytes,
+        is_allowed: Callable[[str, str], bool],
+        on_call: Callable[[Inert], Any] | None,
+        on_id: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._is_allowed = is_allowed
         self._on_call = on_call
+        self._on_id = on_id
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -115,11 +126,15 @@ class _Reader(pickle._Unpickler):
         arguments, name = self._stack().pop(), self._stack().pop()
         if type(name) is not Name or type(arguments) is not tuple:
             raise pickle.UnpicklingError("it calls something that is not a name")
-        call = Inert(name.name, arguments)
-        if self._on_call is not None:
-            self._on_call(call)
-        is_dict = name.name == "collections.OrderedDict" and not arguments
-        self._stack().append({} if is_dict else call)
+        call: Any = {} if name.name == _DICT and not arguments else Inert(name.name, arguments)
+        if self._on_call is not None and type(call) is Inert:
+            call = self._on_call(call)
+        self._stack().append(call)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._on_id is None:
+            raise pickle.UnpicklingError("it refers to something outside")
+        return self._on_id(pid)
 
     def _build(self) -> None:
         state, made = self._stack().pop(), self._stack()[-1]

@@ -6,7 +6,7 @@
     metadata.json        the format's name
 
 All readers of checkpoints go through here, so that one from elsewhere cannot run anything: the pickle is read by
-`parse_metadata`, and what torch.save wrote by torch's own restricted reader (`weights_only`).
+`parse_metadata`, and what torch.save wrote by `load_saved`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import io
 import json
 import math
 import os
-import pickle
-import re
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,12 +28,13 @@ import torch
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.checkpoint_metadata import Chunk, Place, StoredTensor, parse_metadata
-from megatron_packed_sft.megatron.weights.inert_pickle import refusal
+from megatron_packed_sft.megatron.weights.saved_archive import load_saved
 
 METADATA: Final = ".metadata"
 BACKEND: Final = "metadata.json"
 COMMON: Final = "common.pt"
 _MAX_METADATA_BYTES: Final = 1 << 30
+_MAX_COMMON_BYTES: Final = 1 << 28
 _MAX_BACKEND_BYTES: Final = 1 << 16
 _BACKEND_FIELDS: Final = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
 
@@ -51,7 +49,9 @@ class TorchDistCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         refuse_other_backend(path)
-        self.tensors, self._objects = parse_metadata(_read_whole(path / METADATA), str(path / METADATA))
+        self.tensors, self._objects = parse_metadata(
+            _read_whole(path / METADATA, _MAX_METADATA_BYTES), str(path / METADATA)
+        )
         self._closing = ExitStack()
         self._files: dict[str, int] = {}
         self._bounds: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
@@ -107,8 +107,8 @@ class TorchDistCheckpoint:
         """Yield the chunks that hold something of a region; there may be one per layer and rank."""
         chunks = self.tensors[name].chunks
         if name not in self._bounds:
-            offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), -1)
-            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), -1)
+            offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(begin))
+            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(begin))
             self._bounds[name] = offsets, offsets + sizes
         starts, stops = self._bounds[name]
         ends = [at + size for at, size in zip(begin, wanted, strict=True)]
@@ -195,59 +195,19 @@ def refuse_unreadable(path: Path) -> None:
 def read_common(path: Path) -> dict[str, Any]:
     """Return what `common.pt` of a checkpoint holds: what all ranks share, such as the optimizer's settings."""
     file = path / COMMON
-    data = _read_whole(file)
+    data = _read_whole(file, _MAX_COMMON_BYTES)
     common = load_saved(io.BytesIO(data), len(data), str(file))
     if not isinstance(common, dict):
         raise ShardFileError(f"{file} holds a {type(common).__name__} instead of a dict; restore the checkpoint")
     return common
 
 
-def load_saved(file: Any, num_bytes: int, where: str, *, is_archive: bool = True) -> Any:
-    """Return what torch.save wrote, if it can be had without running anything.
-
-    Args:
-        file: open for reading.
-        num_bytes: its size; a compressed archive could unfold to much more, and torch writes none.
-        where: the file, and what of it, for messages.
-        is_archive: whether it is a file of its own; a tensor inside another pickle is written in an older form.
-    """
-    try:
-        members = []
-        if is_archive:
-            with zipfile.ZipFile(file) as archive:
-                members = archive.infolist()
-        if (
-            any(one.compress_type != zipfile.ZIP_STORED for one in members)
-            or sum(one.file_size for one in members) > num_bytes
-        ):
-            raise ShardFileError(f"{where} is compressed, which torch.save never does; restore the checkpoint")
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except ShardFileError:
-        raise
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))  # torch says it in many sentences
-        name = named and (named[1] if named[1].isprintable() else ascii(named[1]))
-        raise refusal(where, f"it names {name}"[:300] if name else "it is not what torch.save writes") from None
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise _damaged(error, where) from None
-    except Exception as error:  # damage can make torch raise anything
-        raise _damaged(error, where) from None
-
-
-def _damaged(error: Exception, where: str) -> ShardFileError:
-    reason = str(error).partition("\n")[0][:200] or type(error).__name__
-    return ShardFileError(f"{where} is cut or damaged ({reason}); restore the checkpoint")
-
-
-def _read_whole(file: Path) -> bytes:
+def _read_whole(file: Path, most: int) -> bytes:
     if not file.is_file():
         raise ShardFileError(f"{file} is missing; give the folder of a torch_dist checkpoint")
     with os_errors("read", file):
-        if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise ShardFileError(f"{file} has more than {_MAX_METADATA_BYTES:,} bytes; restore the checkpoint")
+        if file.stat().st_size > most:
+            raise ShardFileError(f"{file} has more than {most:,} bytes; restore the checkpoint")
         return file.read_bytes()
 
 
