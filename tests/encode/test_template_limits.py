@@ -70,6 +70,9 @@ ATTACKS = [
     "{{ {'a': [1]} | tojson(false, 10**10) }}",
     "{{ {'a': [1], 'b': 2} | tojson(separators=['b' * 10000000, ':']) }}",
     "{{ 1.5 | round(10**10, 'ceil') }}",
+    "{{ 15 | round(-(10**9)) }}",
+    "{{ ('é' * 1000000) | urlencode | length }}",
+    "{{ ('a ' * 300000) | title | length }}",
     "{{ lipsum(n=10**9) }}",
     "{{ (5).to_bytes(10**10, 'little') | length }}",
     # doubling

@@ -174,7 +174,7 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
 
 class _Namespace(Namespace):
     def __repr__(self) -> str:
-        take_steps(1)  # one may hold others twice, and so on
+        take_steps(10)  # one may hold others twice, and so on
         return super().__repr__()
 
 

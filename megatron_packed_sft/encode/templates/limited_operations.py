@@ -186,7 +186,7 @@ def _check_parts(values: Any, number: Any = 0, *_: Any, **named: Any) -> None:
 
 
 def _check_round(value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
-    if _whole(precision) > _WIDEST:
+    if max(_whole(precision), _whole(-precision if isinstance(precision, int) else 0)) > _WIDEST:
         raise TemplateLimitError(f"rounds to more than {_WIDEST} digits; fix the template")
 
 
@@ -301,6 +301,8 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "slice": _check_parts,
     "round": _check_round,
     "int": _check_int,
+    "urlencode": lambda text, *_, **__: take_characters(12 * size(text)),
+    **dict.fromkeys(("title", "pprint"), lambda text, *_, **__: take_steps(size(text))),  # slow ones
 }
 # Filters that look at every value.
 _OVER_VALUES = (

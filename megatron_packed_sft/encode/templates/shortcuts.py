@@ -42,7 +42,7 @@ class QuickNamespace(Namespace):
         self.__dict__[name] = value
 
     def __repr__(self) -> str:
-        take_steps(1)  # one may hold others twice, and so on
+        take_steps(10)  # one may hold others twice, and so on
         return f"<Namespace {self.__dict__!r}>"
 
 
