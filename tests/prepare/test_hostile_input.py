@@ -11,6 +11,7 @@ import pytest
 
 from megatron_packed_sft import open_dataset
 from megatron_packed_sft.caches.config import read_config
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from tests.prepare.preparing import chat, prepare, write_records
@@ -141,6 +142,13 @@ def test_a_degenerate_tokenizer_is_one_sentence(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInputError, match=problem):
         load_tokenizer(tmp_path)
+
+
+def test_a_pattern_that_looks_for_ever_is_one_sentence(tmp_path: Path) -> None:
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(DOCUMENT | {"pre_tokenizer": pattern}))
+    with pytest.raises(InvalidInputError, match="cannot encode a text"):
+        load_tokenizer(tmp_path).encode_many([MarkedText("a" * 40 + "!", ())])
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,9 @@ class HuggingFaceTokenizer:
         for backend, indices, given in jobs:
             try:
                 found = getattr(backend, method)(given, add_special_tokens=False)
-            except Exception as error:  # tokenizers raises plain Exception
+            except BaseException as error:  # likewise: a pattern that looks too long is a panic
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 raise InvalidInputError(
                     f"the tokenizer in {self._path} cannot encode a text ({error}); choose one that knows every "
                     "character, or has an unknown token"
