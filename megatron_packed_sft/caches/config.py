@@ -187,7 +187,9 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         _refuse_double_keys(yaml.compose(text, yaml.SafeLoader), path)
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except InvalidInputError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: numbers of thousands of digits
         raise InvalidInputError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
     if not isinstance(values, dict):
         raise InvalidInputError(f"{path} is not a mapping; it needs the keys tokenizer and sources")

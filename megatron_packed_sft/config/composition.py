@@ -113,7 +113,7 @@ class Files(NamedTuple):
             ) from error
         except HydraException as error:
             raise InvalidInputError(" ".join(str(error).split())) from error
-        except (yaml.YAMLError, RecursionError) as error:  # also tags that would make objects of Python
+        except (yaml.YAMLError, RecursionError, ValueError) as error:  # also tags of Python, numbers without end
             reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
             raise InvalidInputError(
                 f"{self.name}.yaml or a file that it names is not plain YAML ({reason}); correct it"

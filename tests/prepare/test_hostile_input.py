@@ -160,6 +160,7 @@ def test_a_pattern_that_looks_for_ever_is_one_sentence(tmp_path: Path) -> None:
         "\toutput: x\n",
         "output: a\noutput: b\n",
         "output: " + "[" * 3000 + "]" * 3000 + "\n",
+        "output: " + "9" * 5000 + "\n",
     ],
 )
 def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: str, text: str) -> None:
