@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS
 from megatron_packed_sft.config.schema import MISSING, WrongKeysError, build, plain, wrong_keys
+from megatron_packed_sft.config.yaml_aliases import refuse_alias_bomb
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.support.paths import local_path, refuse_special_file
 
@@ -182,10 +183,13 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise StorageIOError(f"cannot read {path}: {reason}; give the YAML that lists the sources") from None
+    refuse_alias_bomb(path)
     try:
         _refuse_double_keys(yaml.compose(text, yaml.SafeLoader), path)
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except InvalidInputError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: numbers of thousands of digits
         raise InvalidInputError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
     if not isinstance(values, dict):
         raise InvalidInputError(f"{path} is not a mapping; it needs the keys tokenizer and sources")

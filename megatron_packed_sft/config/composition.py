@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatron_packed_sft.config.command_line import parsed, quoted
+from megatron_packed_sft.config.yaml_aliases import refuse_alias_bomb
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import installed_plugins
 
@@ -67,6 +68,10 @@ class Files(NamedTuple):
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return what the files and the overrides say, without the application's defaults and checks."""
+        for directory in self.directories:
+            if directory != config_directory():  # the user's own: the main file, and those of its groups
+                for file in (*directory.glob("*.yaml"), *directory.glob("*/*.yaml")):
+                    refuse_alias_bomb(file)
         composed = self._composed(self.name, [self._as_hydra_writes(one) for one in overrides])
         if len(self.directories) > 1:
             self._refuse_hydra_settings(composed.hydra)
@@ -113,7 +118,7 @@ class Files(NamedTuple):
                 f"{self.name}.yaml or a file that it names sets hydra.job.env_copy ({error}): Hydra's own settings are "
                 "not used here; leave them out"
             ) from None
-        except (yaml.YAMLError, RecursionError) as error:  # also tags that would make objects of Python
+        except (yaml.YAMLError, RecursionError, ValueError) as error:  # also tags of Python, numbers without end
             reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
             raise InvalidInputError(
                 f"{self.name}.yaml or a file that it names is not plain YAML ({reason}); correct it"

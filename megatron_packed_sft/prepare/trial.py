@@ -12,7 +12,7 @@ from megatron_packed_sft.prepare.counts import Counts
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder, SliceTask
 from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.records.files import InputFile, expand_path, find_files
-from megatron_packed_sft.records.slices import scan_slices
+from megatron_packed_sft.records.slices import first_repeated_key, scan_slices
 from megatron_packed_sft.support.drop_reasons import Severity
 from megatron_packed_sft.support.wording import counted
 
@@ -28,12 +28,12 @@ def try_first_records(sources: Sequence[Source], settings: EncodeSettings) -> li
         settings: of the run; a record that stops the run stops it here.
 
     Returns:
-        A warning for each source of which every record that was tried would be dropped.
+        A warning for each source of which every record that was tried would be dropped, or has a key twice.
     """
-    warnings = []
+    warnings: list[str] = []
     with _silence():
         encoder = SliceEncoder(replace(settings, tokens=None, audit=False))
-        tried = [(source, _tried(source, encoder)) for source in sources]
+        tried = [(source, _tried(source, encoder, warnings)) for source in sources]
     for source, counts in tried:
         lost = {reason: count for reason, count in counts.dropped.items() if reason.severity is not Severity.HARMLESS}
         if counts.num_rows >= _NUM_RECORDS and sum(lost.values()) == counts.num_rows:
@@ -45,12 +45,16 @@ def try_first_records(sources: Sequence[Source], settings: EncodeSettings) -> li
     return warnings
 
 
-def _tried(source: Source, encoder: SliceEncoder) -> Counts:
+def _tried(source: Source, encoder: SliceEncoder, warnings: list[str]) -> Counts:
     counts = Counts()
+    repeated = None
     wanted = min(_NUM_RECORDS, encoder.settings.limit or _NUM_RECORDS)
     for file in _first_files(source):
         for file_slice in islice(scan_slices(file, _SLICE_BYTES, max_record_bytes=source.max_record_bytes), 1):
             counts.add(encoder.encode(SliceTask(0, source, file_slice, 0, max_records=wanted)).counts)
+            repeated = repeated or first_repeated_key(file_slice, wanted)
+    if repeated is not None:
+        warnings.append(repeated)
     return counts
 
 

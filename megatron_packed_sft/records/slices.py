@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import orjson
@@ -28,6 +29,7 @@ from megatron_packed_sft.records.formats.json_files import LEFT_OUT, MARK, Cut, 
 from megatron_packed_sft.records.limits import MAX_RECORD_BYTES, too_many_bytes
 from megatron_packed_sft.records.record import Location, RecordError, kind_of, too_deep
 from megatron_packed_sft.records.streams import read_blocks, read_range
+from megatron_packed_sft.support.wording import shortened
 
 SLICE_BYTES = 4 << 20
 _NEWLINE = b"\n"
@@ -141,6 +143,24 @@ def read_slice(file_slice: FileSlice) -> Iterator[RawRecord]:
         yield _located(RawRecord(value, file, number))
 
 
+def first_repeated_key(file_slice: FileSlice, num_records: int) -> str | None:
+    r"""Return a sentence about a key that one of the first records names twice; None if none does.
+
+    Example:
+        >>> file = InputFile("a.jsonl.gz", "jsonl", "gzip", 60, "c0ffee")
+        >>> first_repeated_key(FileSlice(file, 0, 0, 32, 1, b'{"text": "One", "text": "Two"}\n'), 4)
+        "a.jsonl.gz, line 1: the key 'text' appears twice in one object, and only the last one counts"
+    """
+    if file_slice.file.format not in ("jsonl", "json"):
+        return None
+    for number, record in islice(_raw_records(file_slice), num_records):
+        key = json_files.repeated_key(record) if len(record) <= file_slice.max_record_bytes else None
+        if key is not None:
+            where = RawRecord({}, file_slice.file, number).where
+            return f"{where}: the key {shortened(repr(key))} appears twice in one object, and only the last one counts"
+    return None
+
+
 def _cuts(
     file: InputFile, slice_bytes: int, on_read: Callable[[int], None] | None, max_record_bytes: int
 ) -> Iterator[Cut]:
@@ -165,17 +185,27 @@ def _reported(file: InputFile, cuts: Iterator[Cut], on_read: Callable[[int], Non
 
 def _parsed_records(file_slice: FileSlice) -> Iterator[RawRecord]:
     file = file_slice.file
-    is_lines = file.format == "jsonl"
     longest = file_slice.max_record_bytes
-    first = file_slice.first_record
-    for text in _whole_records(_portions(file_slice), _NEWLINE if is_lines else MARK, longest):
+    for text, records in _portions_of_records(file_slice):
         parse = json_files.parse if json_files.has_long_number(text) else orjson.loads
-        for number, record in _split(text, first, is_lines=is_lines):
-            if is_lines and (not record or record.isspace()):
-                continue
+        for number, record in records:
             value = too_many_bytes(longest) if len(record) > longest else _parsed(parse, record, file, number)
             yield _located(RawRecord(value, file, number))
-        first += text.count(_NEWLINE if is_lines else MARK)
+
+
+def _portions_of_records(file_slice: FileSlice) -> Iterator[tuple[bytes, Iterator[tuple[int, bytes]]]]:
+    """Yield portions of a slice, each with the numbers and bytes of its records; blank lines are none."""
+    is_lines = file_slice.file.format == "jsonl"
+    separator = _NEWLINE if is_lines else MARK
+    first = file_slice.first_record
+    for text in _whole_records(_portions(file_slice), separator, file_slice.max_record_bytes):
+        records = _split(text, first, is_lines=is_lines)
+        yield text, (one for one in records if one[1] and not one[1].isspace()) if is_lines else records
+        first += text.count(separator)
+
+
+def _raw_records(file_slice: FileSlice) -> Iterator[tuple[int, bytes]]:
+    return chain.from_iterable(records for _, records in _portions_of_records(file_slice))
 
 
 def _located(raw: RawRecord) -> RawRecord:
@@ -264,4 +294,6 @@ def _remedy(file: InputFile, record: bytes, number: int) -> str:
             return "a .json file holds one array of records, or one record per line; make it one of these"
         if record.lstrip().startswith(b"["):
             return "a file that holds one array must be named .json; rename it, or write one record per line"
+    if b"}\r" in record.strip():
+        return "end lines with \\n, not with \\r alone"
     return "fix or remove it"

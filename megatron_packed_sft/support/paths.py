@@ -43,7 +43,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
 
 
 def refuse_special_file(path: str | os.PathLike[str]) -> None:
-    """Refuse what can be opened but never ends or never begins: named pipes, devices, sockets.
+    """Refuse what can be opened but never ends or never begins: named pipes, devices, sockets, files of the kernel.
 
     A path that cannot be looked at is left to whoever opens it.
     """
@@ -58,6 +58,8 @@ def refuse_special_file(path: str | os.PathLike[str]) -> None:
         stat.S_IFBLK: "a device",
     }
     kind = kinds.get(stat.S_IFMT(mode))
+    if os.path.realpath(path).startswith(("/proc/", "/sys/")):  # they call themselves files, but /proc/kmsg never ends
+        kind = "the kernel's"
     if kind is not None:
         raise InvalidInputError(
             f"{os.fspath(path)} is {kind}, not a file; write its content to a file, and give that one"

@@ -21,3 +21,14 @@ def byte_count(number: int) -> str:
         ('9.7 kB', '43.5 MB')
     """
     return f"{number / 1e6:,.1f} MB" if number >= 1e6 else f"{number / 1e3:,.1f} kB"
+
+
+def shortened(text: str, longest: int = 500) -> str:
+    r"""Return what someone else wrote as a part of a sentence: on one line, and cut if it is long.
+
+    Example:
+        >>> shortened("no such\n  key"), shortened("x" * 1_000_000, longest=5)
+        ('no such key', 'xxxxx...')
+    """
+    line = " ".join(text[: 2 * longest].split())
+    return f"{line[:longest]}..." if len(line) > longest or len(text) > 2 * longest else line

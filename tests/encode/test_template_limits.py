@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer
 from megatron_packed_sft.encode.templates import limits
+from megatron_packed_sft.encode.templates.load import load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.drop_reasons import DropReason
@@ -18,6 +20,7 @@ from megatron_packed_sft.support.drop_reasons import DropReason
 CHAT = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]
 CONTENT = "messages[0].content"
 DOUBLING = "{%% set ns = namespace(x='ab') %%}{%% for _ in range(64) %%}%s{%% endfor %%}{{ ns.x | length }}"
+LOOKING = "{%% set x = %s %%}{%% for _ in range(99999) %%}{{ %s }}{%% endfor %%}"
 ATTACKS = [
     # much out of little
     "{{ 'a'.center(3000000000) }}",
@@ -45,6 +48,12 @@ ATTACKS = [
     "{{ '{:{}}'.format('a', 10**10) }}",
     f"{{{{ '{{:10000000000}}'.format({CONTENT}) }}}}",
     "{{ '{a:10000000000}'.format_map({'a': 1}) }}",
+    "{{ '{:999{a}}'.format('a', a='999999') }}",
+    "{{ '{:{a[x]}}'.format('a', a={'x': '>9999999999'}) }}",
+    "{{ ('%999s' * 100000) % (('a',) * 100000) }}",
+    "{{ ('f' * 60000) | int(0, 16) // 3 }}",
+    "{{ (5).from_bytes(('a' * 60000).encode(), 'big') // 3 }}",
+    "{{ ('é' * 60000).encode('punycode') | length }}",
     "{{ 'a' | indent(10**10, true) }}",
     f"{{{{ {CONTENT} | indent(10**10, true) }}}}",
     "{{ ('a' * 10000) | wordwrap(1, wrapstring='b' * 1000000) }}",
@@ -61,6 +70,9 @@ ATTACKS = [
     "{{ {'a': [1]} | tojson(false, 10**10) }}",
     "{{ {'a': [1], 'b': 2} | tojson(separators=['b' * 10000000, ':']) }}",
     "{{ 1.5 | round(10**10, 'ceil') }}",
+    "{{ 15 | round(-(10**9)) }}",
+    "{{ ('é' * 1000000) | urlencode | length }}",
+    "{{ ('a ' * 300000) | title | length }}",
     "{{ lipsum(n=10**9) }}",
     "{{ (5).to_bytes(10**10, 'little') | length }}",
     # doubling
@@ -76,6 +88,17 @@ ATTACKS = [
     DOUBLING % "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
     f"{{% set ns = namespace(x={CONTENT}) %}}{{% for _ in range(64) %}}{{% set ns.x = ns.x ~ ns.x %}}{{% endfor %}}",
     f"{{% set ns = namespace(x={CONTENT}) %}}{{% for _ in range(64) %}}{{% set ns.x = ns.x + ns.x %}}{{% endfor %}}",
+    DOUBLING % "{% set ns.x = ns.x.encode('utf-32').decode('latin-1') %}",
+    DOUBLING % "{% set ns.x = ns.x.encode().hex() %}",
+    DOUBLING % "{% set ns.x = '%' ~ ns.x | urlencode | urlencode | replace('25', '%%%') %}",
+    DOUBLING % "{% set ns.x = (ns.x ~ '&') | string | forceescape | string | replace('amp', '&&&') %}",
+    DOUBLING % "{% set ns.x = ([ns.x ~ '\\\\'] | string) %}",
+    DOUBLING % "{% set ns.x = (ns.x ~ '\\\\') | tojson %}",
+    DOUBLING % "{% set ns.x = dict(a=ns.x, b=ns.x) %}",
+    DOUBLING % "{% set ns.x = dict.fromkeys(['a', 'b'], ns.x) %}",
+    "".join(f"{{% set n{place} = namespace() %}}" for place in range(41))
+    + "".join(f"{{% set n{place}.x = [n{place + 1}, n{place + 1}] %}}" for place in range(40))
+    + "{{ n0 }}",
     # loops and calls
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{{ loop.index }}{% endfor %}{% endfor %}",
@@ -88,6 +111,19 @@ ATTACKS = [
     "{% set x = 'a' * 1000000 %}{% for a in range(99999) %}{{ x }}{% endfor %}",
     "{% for a in ('a' * 50000000) %}{% endfor %}",
     "{% for a in ('a' * 50000000) | map('upper') %}{% endfor %}",
+    # few operations, each of which looks at much
+    LOOKING % ("'a' * 1000000", "'b' in x"),
+    LOOKING % ("'a' * 1000000", "x.lower() == x"),
+    LOOKING % ("range(50000) | list", "-1 in x"),
+    LOOKING % ("range(50000) | list", "x | sort | length"),
+    LOOKING % ("range(2000) | list", "x | map('string') | list"),
+    LOOKING % ("range(2000) | list", "x | select('odd') | first"),
+    LOOKING % ("range(2000) | list", "x | reverse | first"),
+    "{% set n = namespace(x='') %}{% for a in range(90000) %}{% if not a %}{% set n.x = 'a' * 1000000 %}{% endif %}"
+    "{{ 'b' in n.x }}{% endfor %}",
+    "{% for a in range(99999) %}" + "{{ 1 if a else 2 }}" * 3000 + "{% endfor %}",
+    "{{ ('a' * 600000) | wordwrap(9) }}",
+    "{{ ('a' * 600000) | sort | length }}",
 ]  # fmt: skip
 
 
@@ -116,8 +152,42 @@ def test_a_template_that_loops_or_allocates_without_end_is_stopped_by_a_limit(so
         assert refused.value.detail.endswith("fix the template")
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_long_texts_of_a_record_leave_fewer_steps(is_traced: bool) -> None:
+    renderer = Renderer("{% for _ in range(30000) %}{{ 'b' in messages[0].content }}{% endfor %}")
+    render = TracedRenderer(renderer).render if is_traced else renderer.render
+    assert render(CHAT)
+    with pytest.raises(RecordRefusedError, match="too often with 1,000,000 characters to look at; shorten the record"):
+        render([{"role": "user", "content": "a" * 1_000_000}])
+
+
+def test_what_the_whole_template_writes_costs_no_steps() -> None:
+    chat = [{"role": "user", "content": "x" * 1000}] * 2000
+    renderer = Renderer("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
+    assert len(renderer.render(chat)) == len(TracedRenderer(renderer).render(chat).text) == 2_008_000
+
+
+def test_errors_of_a_template_are_short() -> None:
+    for source in ("{{ raise_exception('a\n' * 100000) }}", "{{ messages[0]['a' * 100000].x }}"):
+        renderer = Renderer(source, name="evil.jinja")
+        for render in (renderer.render, TracedRenderer(renderer).render):
+            with pytest.raises(RecordRefusedError) as refused:
+                render(CHAT)
+            assert len(refused.value.detail) < 600
+            assert "\n" not in refused.value.detail
+
+
+def test_a_huge_template_is_refused_before_it_is_compiled(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"big\.jinja has 200,001 characters, and a chat template at most 200"):
+        Renderer("x" * 200_001, name="big.jinja")
+    with (tmp_path / "big.jinja").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(InvalidInputError, match="so it is no chat template"):
+        load_template(str(tmp_path / "big.jinja"))
+
+
 def test_limits_hold_for_each_render_and_not_for_all_together() -> None:
-    renderer = Renderer("{% for _ in range(99999) %}{% endfor %}{% set x = 'a' * 1000000 %}{{ x }}")
+    renderer = Renderer("{% for _ in range(3000) %}{% endfor %}{% set x = 'a' * 1000000 %}{{ x }}")
     for _ in range(20):
         assert len(renderer.render(CHAT)) == 1_000_000
         assert len(TracedRenderer(renderer).render(CHAT).text) == 1_000_000

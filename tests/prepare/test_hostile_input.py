@@ -11,6 +11,7 @@ import pytest
 
 from megatron_packed_sft import open_dataset
 from megatron_packed_sft.caches.config import read_config
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from tests.prepare.preparing import chat, prepare, write_records
@@ -121,6 +122,11 @@ def _token(**changed: Any) -> dict[str, Any]:
         ),
         ({"model": None}, {}, "has no model"),
         ({"model": {}}, {}, "is not a tokenizer"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            {},
+            "is not a tokenizer that",
+        ),  # panics
         ({"added_tokens": None}, {}, "has added_tokens that are not a list of objects"),
         ({"added_tokens": [{"id": 1}]}, {}, "has an added token without a text or an id"),
         ({"added_tokens": [_token(content="x" * 1_000_000)]}, {}, "has an added token of 1,000,000 characters"),
@@ -138,6 +144,13 @@ def test_a_degenerate_tokenizer_is_one_sentence(
         load_tokenizer(tmp_path)
 
 
+def test_a_pattern_that_looks_for_ever_is_one_sentence(tmp_path: Path) -> None:
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(DOCUMENT | {"pre_tokenizer": pattern}))
+    with pytest.raises(InvalidInputError, match="cannot encode a text"):
+        load_tokenizer(tmp_path).encode_many([MarkedText("a" * 40 + "!", ())])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -147,6 +160,7 @@ def test_a_degenerate_tokenizer_is_one_sentence(
         "\toutput: x\n",
         "output: a\noutput: b\n",
         "output: " + "[" * 3000 + "]" * 3000 + "\n",
+        "output: " + "9" * 5000 + "\n",
     ],
 )
 def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: str, text: str) -> None:
@@ -160,6 +174,22 @@ def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: 
     with pytest.raises(InvalidInputError, match=r"sources\.yaml"):
         read_config(tmp_path / "sources.yaml")
     assert not Path("hacked").exists()
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{place}: &a{place} [{', '.join([f'*a{place - 1}'] * 9)}]\n" for place in range(1, 10)
+)
+
+
+@pytest.mark.parametrize("text", [LAUGHS, "output: &a [*a]\n", "output: &a {x: *a}\n"])
+def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "my.yaml").write_text(f"defaults:\n  - prepare\n  - _self_\n{text}")
+    failed = prepare("input=none.jsonl", "--config-dir", str(tmp_path), "--config-name", "my")
+    assert failed.code == 2
+    assert f"{tmp_path}/my.yaml has aliases that stand for more than 100,000 values" in failed.err
+    assert failed.err.count("\n") == 1
+    with pytest.raises(InvalidInputError, match="has aliases that stand for more than 100,000 values"):
+        read_config(tmp_path / "my.yaml")
 
 
 def test_a_template_without_end_is_an_error_before_anything_is_encoded(tmp_path: Path, tokenizer_path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -86,3 +87,18 @@ def test_the_trial_changes_nothing_of_the_result(tmp_path: Path, tokenizer_path:
             }
         )
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("name", ["twice.jsonl", "twice.json"])
+def test_a_key_that_stands_twice_in_a_first_record_is_a_warning(tmp_path: Path, tokenizer_path: str, name: str) -> None:
+    twice = json.dumps(GOOD).replace('"content": "Yes."', '"content": "No.", "content": "Yes."')
+    rows = [json.dumps(GOOD), twice, twice]
+    (tmp_path / name).write_text("\n".join(rows) if name == "twice.jsonl" else f"[{','.join(rows)}]")
+    done = prepare(f"input={tmp_path / name}", *arguments(tmp_path, tokenizer_path), "--dry-run")
+    assert done.code == 0, done.err
+    noun = "line" if name == "twice.jsonl" else "record"
+    assert (
+        f"packed-sft prepare: warning: {tmp_path / name}, {noun} 2: the key 'content' appears twice in one object, and "
+        "only the last one counts\n" in done.err
+    )
+    assert done.err.count("twice in one object") == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from megatron_packed_sft.records.files import find_files
 from megatron_packed_sft.records.formats.json_files import MARK, array_elements
 from megatron_packed_sft.records.record import RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
-from megatron_packed_sft.records.slices import scan_slices
+from megatron_packed_sft.records.slices import read_slice, scan_slices
 from tests.records.chat_files import FORMATS, chats, lines_of, raw_records, values, write_records
 
 JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -148,3 +149,16 @@ def test_lines_and_array_of_the_same_records_have_the_same_number_of_records(tmp
     (tmp_path / "lines.json").write_bytes(lines_of(records))
     write_records(tmp_path / "array.json", records)
     assert values(tmp_path / "lines.json", 300) == values(tmp_path / "array.json", 300) == records
+
+
+def test_a_large_row_group_of_small_records_is_cut_into_few_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_packed_sft.records.formats.tables._BYTES_AT_ONCE", 1 << 20)  # 16 records at once
+    rows = [{"text": f"{number:0100}"} for number in range(10_000)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False, compression="none")
+    [file] = find_files(path)
+    parts = list(scan_slices(file, 50_000))
+    assert len(parts) < 30
+    assert [raw.value for part in parts for raw in read_slice(part)] == rows

@@ -471,6 +471,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
         return constant(found[0])
     runs: list[Run] = []
     parts: list[Part] = []
+    constants: list[str] = []  # since the last variable; joined at once, since there may be very many
     recorder = None
     for fragment in found:
         if type(fragment) is AuthoredText:
@@ -482,11 +483,16 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
             new = ((fragment, None),)
         else:
             continue
-        for text, name in new:
-            if name is None and parts and parts[-1][1] is None:
-                parts[-1] = (parts[-1][0] + text, None)
-            else:
-                parts.append((text, name))
+        for part in new:
+            if part[1] is None:
+                constants.append(part[0])
+                continue
+            if constants:
+                parts.append(("".join(constants), None))
+                constants.clear()
+            parts.append(part)
+    if constants:
+        parts.append(("".join(constants), None))
     return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 

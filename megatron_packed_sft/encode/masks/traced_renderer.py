@@ -43,8 +43,14 @@ from megatron_packed_sft.encode.templates.limited_operations import (
     limited_method,
     use_limits,
 )
-from megatron_packed_sft.encode.templates.limits import made, measured
-from megatron_packed_sft.encode.templates.renderer import BLOCK_BEGINS, BLOCK_ENDS, Renderer, prepare_environment
+from megatron_packed_sft.encode.templates.limits import made, measured, take_steps
+from megatron_packed_sft.encode.templates.renderer import (
+    BLOCK_BEGINS,
+    BLOCK_ENDS,
+    Renderer,
+    compiling,
+    prepare_environment,
+)
 
 _DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
 _LIST_METHODS = frozenset({"index", "count", "copy"})
@@ -132,19 +138,17 @@ class TracedRenderer:
             is_probe: some messages are not the record's.
         """
         chat = chat or AuthoredChat()
-        context = self._template.new_context(
-            {
-                **self._variables,
-                "messages": chat.messages(messages, is_probe=is_probe),
-                "tools": chat.tools,
-                "add_generation_prompt": add_generation_prompt,
-                BLOCK_BEGINS: event("begin"),
-                BLOCK_ENDS: event("end"),
-            },
-            shared=True,
-        )
-        with self._renderer.refusing():
-            return TracedText(_concatenated(["", *self._template.root_render_func(context)]))
+        variables = {
+            **self._variables,
+            "messages": chat.messages(messages, is_probe=is_probe),
+            "tools": chat.tools,
+            "add_generation_prompt": add_generation_prompt,
+            BLOCK_BEGINS: event("begin"),
+            BLOCK_ENDS: event("end"),
+        }
+        context = self._template.new_context(variables, shared=True)
+        with self._renderer.refusing(variables):
+            return TracedText(_all_joined(self._template.root_render_func(context)))
 
 
 @lru_cache(maxsize=16)
@@ -153,17 +157,25 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
     environment = _Environment(optimized=False)
     prepare_environment(environment, name, date)
     environment.concat = _concatenated  # type: ignore[method-assign]
+    environment.globals["namespace"] = _Namespace
     for filter_name, function in list(environment.filters.items()):
         if filter_name not in _TRANSPARENT:
             environment.filters[filter_name] = _opaque(filter_name, function)
     environment.filters.update(_FILTERS)
     environment.tests.update(_tests())
     limit(environment)
-    tree = _Instrument().visit(environment.parse(source))
-    code = environment.compile(tree)
-    template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+    with compiling(name, source):  # instrumented, it is nested more deeply
+        tree = _Instrument().visit(environment.parse(source))
+        code = environment.compile(tree)
+        template = environment.template_class.from_code(environment, code, environment.make_globals(None))
     use_limits(template)
     return template, environment.globals
+
+
+class _Namespace(Namespace):
+    def __repr__(self) -> str:
+        take_steps(10)  # one may hold others twice, and so on
+        return super().__repr__()
 
 
 class _Environment(LimitedEnvironment):
@@ -189,7 +201,7 @@ class _Environment(LimitedEnvironment):
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
-        if (type(obj) is LoopContext or type(obj) is Namespace) and not attribute.startswith("_"):
+        if (type(obj) is LoopContext or type(obj) is _Namespace) and not attribute.startswith("_"):
             try:
                 return getattr(obj, attribute)  # what Jinja returns after many more questions
             except AttributeError:
@@ -254,8 +266,17 @@ class _Instrument(NodeTransformer):
 
 
 def _concatenated(texts: Iterable[Any]) -> AuthoredText:
-    text: AuthoredText = made(concatenate(measured([text if isinstance(text, str) else str(text) for text in texts])))
+    text: AuthoredText = made(concatenate(measured(_as_texts(texts))))
     return text
+
+
+def _all_joined(texts: Iterable[Any]) -> AuthoredText:
+    """Join what the whole template wrote."""
+    return concatenate(["", *measured(_as_texts(texts), is_last=True)])
+
+
+def _as_texts(values: Iterable[Any]) -> list[str]:
+    return [value if isinstance(value, str) else str(value) for value in values]
 
 
 def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> nodes.Filter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Callable
@@ -25,9 +26,12 @@ from megatron_packed_sft.encode.templates.limits import (
     take_steps,
 )
 
-_MOST_BITS = 100_000  # of a whole number
+_MOST_BITS = 10_000  # of a whole number
 _WIDEST = 64  # characters of an indentation or a separator in JSON
-_DIGITS = re.compile(r"\d{4,}")
+_DIGITS = re.compile(r"\d+")
+_COMPUTED_WIDTH = re.compile(r":[^}]*\{")
+# Encodings that take as long as a text is long; `punycode` and `idna` take the square of it.
+_ENCODINGS = frozenset({"ascii", "iso8859-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32"})
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -46,7 +50,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Return a method of a text with its limits; None if it needs none."""
         found = super().wrap_str_format(value)
         owner = getattr(value, "__self__", None)
-        if found is None and not isinstance(owner, str | bytes | int):
+        if found is None and not isinstance(owner, str | bytes | int) and owner is not int:
             return None
         method = limited_method(value if found is None else found, owner)
         return method if method is not value else None
@@ -59,8 +63,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
             _check_percent(left, *(right if isinstance(right, tuple) else (right,)))
     elif isinstance(left, int) and isinstance(right, int):
         bits, more = int(left).bit_length(), int(right).bit_length()
-        if (bits * max(0, int(right)) if operator == "**" else bits + more) > _MOST_BITS:
-            raise TemplateLimitError(f"computes a number of more than {_MOST_BITS:,} bits; fix the template")
+        _check_bits(bits * max(0, int(right)) if operator == "**" else bits + more)
     elif operator == "*":
         many, times = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(times, int) and isinstance(many, str | bytes | list | tuple):
@@ -69,14 +72,31 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 def limited_method(method: Any, owner: Any) -> Any:
     """Return a method that asks before it makes a long text; methods that cannot are returned as they are."""
-    if isinstance(owner, int) and getattr(method, "__name__", "") == "to_bytes":
-        return _limited(method, lambda length=1, *_, **named: take_characters(int(length)))
-    check = _METHODS.get(getattr(method, "__name__", "")) if isinstance(owner, str | bytes) else None
+    methods = (
+        _NUMBER_METHODS
+        if isinstance(owner, int) or owner is int
+        else _METHODS
+        if isinstance(owner, str | bytes)
+        else {}
+    )
+    check = methods.get(getattr(method, "__name__", ""))
     if check is None:
         return method
     found = _limited(method, functools.partial(check, owner), joins=method.__name__ == "join")
     found.__self__ = owner  # type: ignore[attr-defined]
     return found
+
+
+def _check_bits(number: int) -> None:
+    if number > _MOST_BITS:
+        raise TemplateLimitError(f"computes a number of more than {_MOST_BITS:,} bits; fix the template")
+
+
+def _check_coding(text: Any, encoding: Any = "utf-8", *_: Any, **__: Any) -> None:
+    name = codecs.lookup(_text(encoding)).name
+    if name not in _ENCODINGS:
+        raise TemplateLimitError(f"uses the encoding {name}, and not one of Unicode; fix the template")
+    take_characters(4 * size(text))
 
 
 def _limited(function: Callable[..., Any], check: Callable[..., Any], *, joins: bool = False) -> Callable[..., Any]:
@@ -122,8 +142,9 @@ def _check_translate(text: Any, table: Any = None) -> None:
 
 def check_format(text: Any, *values: Any, **named: Any) -> None:
     """Refuse a text of which `format` would make too much."""
-    has_nested = re.search(r":[^}]*\{", str.__str__(text)) is not None
-    _check_pattern(text, "{", [*values, *named.values()], takes_widths=has_nested)
+    if _COMPUTED_WIDTH.search(str.__str__(text)):
+        raise TemplateLimitError("formats a value by a width that is computed; fix the template")
+    _check_pattern(text, "{", [*values, *named.values()], takes_widths=False)
 
 
 def _check_percent(text: Any, *values: Any, **named: Any) -> None:
@@ -147,18 +168,25 @@ def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
 def _check_wordwrap(
     text: Any, width: Any = 79, break_long_words: Any = True, wrapstring: Any = None, *_: Any, **__: Any
 ) -> None:
+    take_steps(size(text))  # one of the slow ones
     take_characters(
         size(text) + (size(text) // max(1, _whole(width)) + _count(text, "\n") + 1) * size(wrapstring or "")
     )
 
 
+def _check_int(value: Any, *_: Any, **__: Any) -> None:
+    if isinstance(value, str):
+        _check_bits(4 * str.__len__(value))
+
+
 def _check_parts(values: Any, number: Any = 0, *_: Any, **named: Any) -> None:
+    _check_values(values)
     most = _whole(named.get("slices", named.get("linecount", number)))
     take_steps(most)
 
 
 def _check_round(value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
-    if _whole(precision) > _WIDEST:
+    if max(_whole(precision), _whole(-precision if isinstance(precision, int) else 0)) > _WIDEST:
         raise TemplateLimitError(f"rounds to more than {_WIDEST} digits; fix the template")
 
 
@@ -174,13 +202,41 @@ def _json(function: Callable[..., Any]) -> Callable[..., Any]:
                     raise TemplateLimitError(
                         f"indents or separates JSON by more than {_WIDEST} characters; fix the template"
                     )
-        return function(value, ensure_ascii, indent, separators, sort_keys)
+        return made(function(value, ensure_ascii, indent, separators, sort_keys))
 
     return limited
 
 
 def _check_lipsum(n: Any = 5, html: Any = True, min: Any = 20, max: Any = 100) -> None:
     take_characters(_whole(n) * _whole(max) * 16)
+
+
+def _over_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Count what a filter is about to look at."""
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) > place:
+            _check_values(arguments[place])
+        return function(*arguments, **named)
+
+    return counting
+
+
+def _check_values(values: Any) -> None:
+    if not hasattr(type(values), "__next__"):  # whoever made it was counted
+        counted(values)
+
+
+def _looking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Look at what a function made."""
+
+    @functools.wraps(function)
+    def looking(*arguments: Any, **named: Any) -> Any:
+        return made(function(*arguments, **named))
+
+    return looking
 
 
 def _sum(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,10 +277,17 @@ _METHODS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "join": _check_join,
     "translate": _check_translate,
+    "encode": _check_coding,
+    "decode": _check_coding,
+    "hex": lambda text, *_, **__: take_characters(3 * size(text)),
     "format": check_format,
     "format_map": lambda text, values=None: check_format(
         text, *(inside_of(values) if isinstance(values, dict) else ())
     ),
+}
+_NUMBER_METHODS: dict[str, Callable[..., None]] = {
+    "to_bytes": lambda _, length=1, *__, **___: take_characters(_whole(length)),
+    "from_bytes": lambda _, given=b"", *__, **___: _check_bits(8 * size(given)),
 }
 _FILTERS: dict[str, Callable[..., None]] = {
     "center": _check_width,
@@ -237,7 +300,20 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "batch": _check_parts,
     "slice": _check_parts,
     "round": _check_round,
+    "int": _check_int,
+    "urlencode": lambda text, *_, **__: take_characters(12 * size(text)),
+    **dict.fromkeys(("title", "pprint"), lambda text, *_, **__: take_steps(size(text))),  # slow ones
 }
+# Filters that look at every value.
+_OVER_VALUES = (
+    *("list", "sort", "unique", "groupby", "map", "reverse", "min", "max", "dictsort"),
+    *("select", "reject", "selectattr", "rejectattr", "items", "random"),
+)
+# Filters whose texts may be longer than what they get, or that make lists.
+_LOOKED_AT = (
+    *("escape", "e", "forceescape", "pprint", "string", "urlencode", "urlize", "xmlattr"),
+    *("list", "sort", "dictsort"),
+)
 
 
 def limit(environment: Environment) -> None:
@@ -247,6 +323,10 @@ def limit(environment: Environment) -> None:
             environment.filters[name] = _limited(environment.filters[name], check, joins=name == "join")
     environment.filters["sum"] = _sum(environment.filters["sum"])
     environment.filters["tojson"] = _json(environment.filters["tojson"])
+    for name in _OVER_VALUES:
+        environment.filters[name] = _over_values(environment.filters[name])
+    for name in _LOOKED_AT:
+        environment.filters[name] = _looking(environment.filters[name])
     functions: dict[str, Any] = dict(environment.globals)
     environment.globals["range"] = lambda *given: _counted_range(functions["range"](*given))
     environment.globals["lipsum"] = _limited(functions["lipsum"], _check_lipsum)

@@ -14,7 +14,7 @@ from megatron_packed_sft.remote.filesystem import base_name
 from megatron_packed_sft.remote.objects import read_object
 from megatron_packed_sft.support.paths import is_url
 
-_MOST_BYTES = 16 << 20  # of a template in a store
+_MOST_BYTES = 16 << 20  # of a file with a template; a tokenizer_config.json may be some megabytes long
 _BUILTIN = Path(__file__).parent / "builtin"
 
 
@@ -92,9 +92,14 @@ def _read(path: Path, names: list[str]) -> ChatTemplate:
     if not path.is_file():
         raise InvalidInputError(f"template.name {path} is not a file; use a Jinja file, or one of {', '.join(names)}")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise StorageIOError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    if len(data) > _MOST_BYTES:
+        raise InvalidInputError(
+            f"{path} has more than {_MOST_BYTES:,} bytes, so it is no chat template; give a Jinja file"
+        )
     return _template(str(path), path.name, data)
 
 

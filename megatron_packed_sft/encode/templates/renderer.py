@@ -6,7 +6,7 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -14,13 +14,15 @@ from jinja2.parser import Parser
 
 from megatron_packed_sft.encode.templates.json_text import json_text
 from megatron_packed_sft.encode.templates.limited_operations import LimitedEnvironment, limit, use_limits
-from megatron_packed_sft.encode.templates.limits import TemplateLimitError, begin, joined
+from megatron_packed_sft.encode.templates.limits import TemplateLimitError, all_joined, begin, factor_of, joined, made
 from megatron_packed_sft.encode.templates.shortcuts import QuickNamespace, ShortcutGenerator, use_shortcuts
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
+from megatron_packed_sft.support.wording import shortened
 
 # Variables that stand where a generation block begins and ends: empty texts, but traced renders see events there.
 BLOCK_BEGINS, BLOCK_ENDS = "generation_block_begins", "generation_block_ends"
+_MOST_CHARACTERS = 200_000  # of a template; those that are in use have some thousands
 
 
 class RecordRefusedError(PackedSFTError):
@@ -52,10 +54,10 @@ class _Dict:
     """The global `dict`, without access to the class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*arguments, **named)
+        return cast(dict[Any, Any], made(dict(*arguments, **named)))
 
     def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*arguments)
+        return cast(dict[Any, Any], made(dict.fromkeys(*arguments)))
 
 
 class Renderer:
@@ -82,6 +84,7 @@ class Renderer:
         date: str | None = None,
     ) -> None:
         self.tree, self._template, defaults = _compiled(source, name, date)
+        self._factor = factor_of(self.tree)
         self.name = name
         self.source = source
         self.date = date
@@ -109,8 +112,8 @@ class Renderer:
             BLOCK_BEGINS: "",
             BLOCK_ENDS: "",
         }
-        with self.refusing():
-            return joined(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+        with self.refusing(variables):
+            return all_joined(self._template.root_render_func(self._template.new_context(variables, shared=True)))
 
     def asked_variables(self) -> list[str]:
         r"""Return the variables that the template wants from outside, besides the messages and what is always there.
@@ -131,9 +134,9 @@ class Renderer:
         return sorted(((undeclared - own) | (undeclared & tested)) - always)
 
     @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Refuse the record whose render fails inside."""
-        begin()
+    def refusing(self, variables: Mapping[str, Any]) -> Iterator[None]:
+        """Refuse the record whose render with these variables fails inside."""
+        begin(variables, self._factor)
         try:
             yield
         except InvalidInputError:
@@ -146,9 +149,24 @@ class Renderer:
             raise RecordRefusedError(DropReason.TEMPLATE_ERROR, detail) from None
         except Exception as error:
             # A template can raise anything; whatever it was, this record cannot be rendered.
-            raise RecordRefusedError(
-                DropReason.TEMPLATE_ERROR, f"{self.name}: {type(error).__name__}: {error}"
-            ) from None
+            reason = shortened(f"{type(error).__name__}: {error}")
+            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name}: {reason}") from None
+
+
+@contextlib.contextmanager
+def compiling(name: str, source: str) -> Iterator[None]:
+    """Refuse a template that cannot be compiled."""
+    if len(source) > _MOST_CHARACTERS:
+        raise InvalidInputError(
+            f"{name} has {len(source):,} characters, and a chat template at most {_MOST_CHARACTERS:,}; choose another"
+        )
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        problem = shortened(error.message or "cannot be parsed")
+        raise InvalidInputError(f"{name}, line {error.lineno}: {problem}; fix the template or choose another") from None
+    except (RecursionError, MemoryError, SyntaxError):  # of Jinja's parser, or of Python's with what Jinja wrote
+        raise InvalidInputError(f"{name} is nested too deeply to be compiled; simplify it or choose another") from None
 
 
 @lru_cache(maxsize=16)
@@ -159,15 +177,9 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     limit(environment)
     environment.concat = joined  # type: ignore[method-assign]
     environment.globals["namespace"] = QuickNamespace
-    try:
+    with compiling(name, source):
         tree = environment.parse(source)
         template = environment.from_string(source)
-    except TemplateSyntaxError as error:
-        raise InvalidInputError(
-            f"{name}, line {error.lineno}: {error.message}; fix the template or choose another"
-        ) from None
-    except (RecursionError, MemoryError, SyntaxError):  # of Jinja's parser, or of Python's with what Jinja wrote
-        raise InvalidInputError(f"{name} is nested too deeply to be compiled; simplify it or choose another") from None
     use_shortcuts(template)
     use_limits(template)
     # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.

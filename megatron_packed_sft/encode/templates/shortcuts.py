@@ -20,7 +20,7 @@ from jinja2.compiler import Frame, optimizeconst
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
-from megatron_packed_sft.encode.templates.limits import SMALL, LimitedGenerator
+from megatron_packed_sft.encode.templates.limits import SMALL, LimitedGenerator, take_steps
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_ATTRIBUTES = frozenset({"index0", "index", "first", "last", "length", "revindex", "revindex0"})
@@ -42,6 +42,7 @@ class QuickNamespace(Namespace):
         self.__dict__[name] = value
 
     def __repr__(self) -> str:
+        take_steps(10)  # one may hold others twice, and so on
         return f"<Namespace {self.__dict__!r}>"
 
 

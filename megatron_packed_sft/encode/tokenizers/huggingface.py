@@ -290,7 +290,9 @@ class HuggingFaceTokenizer:
         for backend, indices, given in jobs:
             try:
                 found = getattr(backend, method)(given, add_special_tokens=False)
-            except Exception as error:  # tokenizers raises plain Exception
+            except BaseException as error:  # likewise: a pattern that looks too long is a panic
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 raise InvalidInputError(
                     f"the tokenizer in {self._path} cannot encode a text ({error}); choose one that knows every "
                     "character, or has an unknown token"
@@ -370,7 +372,9 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
         raise MissingDependencyError(f"the tokenizer in {folder} needs tokenizers; {INSTALL}") from None
     try:
         return tokenizers.Tokenizer.from_str(orjson.dumps(document).decode())
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:  # tokenizers raises plain Exception, and a panic of Rust is not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise InvalidInputError(
             f"{folder / TOKENIZER_FILE} is not a tokenizer that `tokenizers` can load ({error}); download it again"
         ) from None

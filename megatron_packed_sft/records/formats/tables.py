@@ -24,6 +24,7 @@ _LARGEST_ROW_GROUP_SLICES = 16
 _RECORDS_AT_ONCE, _FEWEST_AT_ONCE = 256, 16
 # A column may say one long text once, and thousands of times "the same": so much may be decoded at once.
 _BYTES_AT_ONCE = 1 << 30
+_LARGEST_CARRIED = 32 << 20  # bytes of a slice, unless few records have more
 
 
 def cut_parquet(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
@@ -111,13 +112,26 @@ def _rows(columns: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _decoded_cuts(parquet: Any, group: int, start: int, num_records: int) -> Iterator[Cut]:
-    pyarrow = load("pyarrow", "parquet", "reading Parquet")
+    """Yield slices of about `num_records` that carry their records; of very long records fewer."""
+    gathered: list[Any] = []
     for batch in _batches(parquet, [group], num_records):
-        sink = pyarrow.BufferOutputStream()
-        with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+        gathered.append(batch)
+        found = sum(one.num_rows for one in gathered)
+        if found >= num_records or sum(one.nbytes for one in gathered) >= _LARGEST_CARRIED:
+            yield Cut(start, start + found, start + 1, _written(gathered))
+            start += found
+            gathered.clear()
+    if gathered:
+        yield Cut(start, start + sum(one.num_rows for one in gathered), start + 1, _written(gathered))
+
+
+def _written(batches: list[Any]) -> bytes:
+    pyarrow = load("pyarrow", "parquet", "reading Parquet")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batches[0].schema) as stream:
+        for batch in batches:
             stream.write_batch(batch)
-        yield Cut(start, start + batch.num_rows, start + 1, sink.getvalue().to_pybytes())
-        start += batch.num_rows
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def _batches(parquet: Any, groups: list[int], num_records: int) -> Iterator[Any]:
