@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS
 from megatron_packed_sft.config.schema import MISSING, WrongKeysError, build, plain, wrong_keys
-from megatron_packed_sft.config.yaml_aliases import refuse_alias_bomb
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.support.paths import local_path, refuse_special_file
+from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 DEFAULT_SEED = 42
 DEFAULT_SHARD_BYTES = 128 << 20

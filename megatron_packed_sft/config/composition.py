@@ -14,9 +14,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megatron_packed_sft.config.command_line import parsed, quoted
-from megatron_packed_sft.config.yaml_aliases import refuse_alias_bomb
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import installed_plugins
+from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 # Groups of settings that plugins extend: their registry, and the key that a choice sets, in which package.
 _PLUGGABLE = {"storage": ("storages", "packed_storage", "_global_"), "packing": ("strategies", "strategy", "packing")}

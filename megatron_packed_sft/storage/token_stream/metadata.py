@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
 from megatron_packed_sft.support.paths import refuse_special_file
+from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 # In a directory of tokens, in this order. A token cache keeps its meta.json above the directories of its splits.
 _NAMES = ("metadata.yaml", "metadata.yml", "metadata.json", "meta.json")
@@ -101,14 +102,15 @@ def _load(path: Path) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"{path} is not valid JSON ({error}); repair or remove it") from None
+            raise ManifestError(f"{path} is not valid JSON ({error}); repair it or move it away") from None
     import yaml
 
+    refuse_alias_bomb(path)
     try:
         return yaml.safe_load(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ManifestError(f"{path} is not valid YAML ({reason}); repair or remove it") from None
+        raise ManifestError(f"{path} is not valid YAML ({reason}); repair it or move it away") from None
 
 
 def _integer(path: Path, values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
