@@ -2,7 +2,8 @@
 
 Taking it is one conditional write where the store has those (S3, and whatever else knows If-None-Match). A lease that
 was not renewed for two minutes is a dead owner's and is taken over; one of a process of this machine that is gone, at
-once. Clocks of machines that share a lease may differ by a minute.
+once. Clocks of machines that share a lease may differ by a minute. No lock in a store is perfect: whoever loses a lease
+notices when it renews it, and work must not be mixed up even then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_packed_sft.support.paths import redacted
 
 RENEWED_EVERY = 20.0  # seconds
 EXPIRES_AFTER = 120.0
+_SETTLES_AFTER = 1.0
 _MAX_BYTES = 1 << 16
 
 
@@ -103,11 +105,20 @@ class Lease:
             "renewed": now,
             "identity": secrets.token_hex(8),
         }
-        while not create_object(url, _rendered(document)):
+        took_over = False
+        while True:
+            if create_object(url, _rendered(document)):
+                if not took_over:
+                    break
+                _wait_for_others()
             owner = owner_of(url)
+            if owner is not None and owner.identity == document["identity"]:
+                break
             if owner is not None and owner.is_alive:
                 return None, owner
-            remove_object(url)  # a dead owner's; of two who find it, the conditional write lets one in
+            # A dead owner's. Another process may have found it, too, and remove the lease that comes after it.
+            remove_object(url)
+            took_over = True
         return cls(url, document), None
 
     def refuse_lost(self) -> None:
@@ -155,6 +166,11 @@ def living_owners(url: str) -> dict[str, Owner]:
     """Return name -> owner of the leases below a URL whose owners may still be at work."""
     owners = {name: owner_of(f"{url}/{name}") for name in list_objects(url)}
     return {name: owner for name, owner in owners.items() if owner is not None and owner.is_alive}
+
+
+def _wait_for_others() -> None:
+    """Give processes that were about to remove a dead owner's lease the time to do it."""
+    time.sleep(_SETTLES_AFTER)
 
 
 def _machine() -> str:

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +192,40 @@ def test_the_lease_of_a_dead_owner_does_not_last(store: FaultProxy, monkeypatch:
     refused, owner = Lease.taken(url)
     assert refused is None
     assert str(owner).startswith(f"process {os.getpid()} on far-away, since 20")
+
+
+def test_of_two_who_find_the_lease_of_a_dead_owner_one_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://leases/lock.json"
+    dead = leases.Owner("far-away", "another", 1, since=0.0, renewed=0.0, identity="dead")
+    write_object(url, json.dumps(dead._asdict()).encode())
+    first, second = threading.get_ident(), []
+    second_has_it, first_is_done = threading.Event(), threading.Event()
+    owner_of, looks = leases.owner_of, []
+
+    def slow_look(url: str) -> Any:
+        if threading.get_ident() != first or looks:
+            return owner_of(url)
+        looks.append(url)  # the first process reads the dead owner's name, and the second is faster from here on
+        thread.start()
+        assert second_has_it.wait(60)
+        return dead
+
+    def wait_for_others() -> None:
+        if threading.get_ident() != first:
+            second_has_it.set()
+            assert first_is_done.wait(60)
+
+    thread = threading.Thread(target=lambda: second.append(Lease.taken(url)))
+    monkeypatch.setattr(leases, "owner_of", slow_look)
+    monkeypatch.setattr(leases, "_wait_for_others", wait_for_others)
+    mine, _ = Lease.taken(url)
+    first_is_done.set()
+    thread.join(60)
+    [(other, owner)] = second
+    assert mine is not None
+    assert other is None, "both would work in one directory"
+    assert owner == owner_of(url)
+    mine.release()
 
 
 def test_an_owner_renews_its_lease_and_notices_that_it_lost_it(
