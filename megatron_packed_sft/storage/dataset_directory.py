@@ -81,7 +81,7 @@ class DatasetDirectory:
     fingerprint: str
     url: str | None = None
     cache: NodeCache | None = None
-    files: Mapping[str, FileRecord] = field(default_factory=dict)  # README.md and what lies beside shards, by path
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # README.md and the files beside shards, by path
     reading: ReadOptions = field(default_factory=ReadOptions)
 
     @property

@@ -174,7 +174,7 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, o
 
 
 def _validate_files(dataset: DatasetDirectory, report: ValidationReport, outline: Outline | None) -> None:
-    """Compare README.md and what lies beside shards with what dataset.json says of them."""
+    """Compare README.md and the files beside shards with what dataset.json says of them."""
     for name in sorted({CARD, *dataset.files}):
         path, record = dataset.path / name, dataset.files.get(name)
         if _name_link(path, report) or record is None:

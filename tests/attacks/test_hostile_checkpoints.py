@@ -189,7 +189,7 @@ def test_a_list_that_is_repeated_and_sizes_that_are_not_there_are_refused(genuin
     tensor.chunks *= 3000
     many = {f"copy_{number}": tensor for number in range(3000)}
     places = {type(index)(name, index.offset): place for index, place in metadata.storage_data.items() for name in many}
-    with pytest.raises(ShardFileError, match="lists the same things again and again"):
+    with pytest.raises(ShardFileError, match="repeats the same values too often"):
         parse_metadata(pickle.dumps(Metadata(many, None, places)))  # nine million chunks
     tensor.chunks = tensor.chunks[:1]
     tensor.size = tensor.chunks[0].sizes = torch.Size([1 << 40, 1 << 20])
@@ -286,8 +286,8 @@ SAVED = {
     "text that is encoded": (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.", "codecs.enc"),
     "a key without end": (b"\x80\x02}K\x01" + TWICE * 99 + b"K\x01s.", "a dict with keys that are neither"),
     "a call without end": (b"\x80\x02K\x01" + TWICE * 99 + b")R.", "calls something that is not a name"),
-    "values without end": (b"\x80\x02K\x01" + TWICE * 99 + b".", "lists the same things again and again"),
-    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "lists the same things again and again"),
+    "values without end": (b"\x80\x02K\x01" + TWICE * 99 + b".", "repeats the same values too often"),
+    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "repeats the same values too often"),
     "a class is made": (b"\x80\x02ctorch\nFloatStorage\n)\x81.", "calls torch.FloatStorage"),
     "another id": (b"\x80\x02K\x01Q.", "cannot unpack"),
     "a large tensor of little": (a_tensor(2, b"K\xffK\xff\x86", b"K\x00K\x00\x86"), "larger than its storage of 2"),

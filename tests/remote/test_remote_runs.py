@@ -142,7 +142,7 @@ def test_two_ranks_train_from_a_store_as_from_a_local_disk_and_go_on_elsewhere_f
     left = node_cache(tmp_path / "small_node", size)
     assert sum(entry.num_bytes for entry in left.entries()) <= size
     assert "a full shuffle visits" in printed
-    assert printed.count("so shards will be fetched again and again; set data.shard_window=1 to visit few") == 1
+    assert printed.count("so shards will be fetched repeatedly; set data.shard_window=1 to visit few") == 1
     assert "copied step_000004 to s3://bucket/copies" in printed
 
     store.requests.clear()

@@ -104,7 +104,7 @@ def _measure(bins: Sequence[LocatedBins], batch_size: int) -> tuple[list[int], l
     # Lists: for the few numbers of a batch they are quicker than arrays, and their integers do not overflow.
     token_count, num_sequences = [0] * batch_size, [0] * batch_size
     for located in bins:
-        lengths, counts, indices = located.table[LENGTH : BATCH_INDEX + 1].tolist()  # with what lies in between
+        lengths, counts, indices = located.table[LENGTH : BATCH_INDEX + 1].tolist()  # with the one in between
         for column, index in enumerate(indices):
             if not 0 <= index < batch_size or num_sequences[index]:
                 raise damaged_bin(located, column, BAD_BATCH_INDEX)

@@ -48,7 +48,7 @@ def shortage(source: BinReader, window: int | None, key: str = "{}") -> str | No
     return (
         f"{source.description} has about {byte_count(num_bytes)}, and {what}, but the cache {cache.directory} holds "
         f"{byte_count(room)} (about {counted(int(room / shard), 'shard')} of {num_shards:,}), so shards will be "
-        f"fetched again and again; {smaller}raise {key.format('cache_size')} to {byte_count(int(needed * 1.05))}"
+        f"fetched repeatedly; {smaller}raise {key.format('cache_size')} to {byte_count(int(needed * 1.05))}"
     )
 
 

@@ -240,7 +240,7 @@ def _looking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep `sum` to numbers: sums of lists copy all of them again and again."""
+    """Keep `sum` to numbers: sums of lists copy all of them each time."""
 
     @functools.wraps(function)
     def limited(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:

@@ -177,7 +177,7 @@ class _Converter:
     def _count(self) -> None:
         self._num_items_left -= 1
         if self._num_items_left < 0:
-            raise ValueError("it lists the same things again and again")
+            raise ValueError("it repeats the same values too often")
 
 
 def _of_class(value: Any, *names: str) -> Inert:

@@ -165,7 +165,7 @@ class _Archive:
 
 
 def _refuse_repetition(value: Any, num_values_left: int) -> None:
-    """Refuse lists and dicts that hold each other, or the same things again and again: whoever walks there never ends.
+    """Refuse lists and dicts that hold each other, or the same values many times over: whoever walks there never ends.
 
     Args:
         value: what a pickle describes.
@@ -176,7 +176,7 @@ def _refuse_repetition(value: Any, num_values_left: int) -> None:
         one = waiting.pop()
         num_values_left -= 1
         if num_values_left < 0:
-            raise pickle.UnpicklingError("it lists the same things again and again")
+            raise pickle.UnpicklingError("it repeats the same values too often")
         waiting.extend(one.values() if type(one) is dict else one if type(one) in (list, tuple) else ())
 
 
