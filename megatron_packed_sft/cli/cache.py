@@ -65,8 +65,7 @@ def build_all(
     with Progress("tokenize", total=None, unit="token", quiet=quiet) as progress:
 
         def on_tokens(source: str, count: int) -> None:
-            progress.note(source=source)
-            progress.update(count)
+            progress.update(count, source=source)
 
         results = build_caches(loaded, cache_dir, only=only, overwrite=overwrite, on_tokens=on_tokens)
     if as_json or (context.parent is not None and context.parent.params.get("as_json")):

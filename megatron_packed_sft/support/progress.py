@@ -57,24 +57,17 @@ class Progress:
         if not quiet and is_terminal(self._stream):
             self._bar = _Bar(self._stream, stage, total, unit, done)
 
-    def update(self, amount: int, **notes: int) -> None:
-        """Count further work done; notes are shown with their sums."""
+    def update(self, amount: int, **notes: int | str) -> None:
+        """Count further work done; notes are shown with it: numbers as their sums, texts until there are newer ones."""
         self._done += amount
         for name, value in notes.items():
             before = self._notes.get(name, 0)
-            assert isinstance(before, int)
-            self._notes[name] = before + value
+            self._notes[name] = before + value if isinstance(value, int) and isinstance(before, int) else value
         if self._bar is not None:
             self._bar.move(self._done, self._shown_notes())
         elif not self._silent and time.monotonic() - self._last >= self._interval:
             self._last = time.monotonic()
             print(self._line(), file=self._stream, flush=True)
-
-    def note(self, **notes: str) -> None:
-        """Show values beside the bar, until there are newer ones."""
-        self._notes |= notes
-        if self._bar is not None:
-            self._bar.move(self._done, self._shown_notes())
 
     def begin(self, stage: str) -> None:
         """Start again for another stage over the same work."""
@@ -222,9 +215,11 @@ def _amount(number: float, unit: str) -> str:
     """Return a number that has few digits, with its unit.
 
     Example:
-        >>> _amount(950, "step"), _amount(43_500_000, "B"), _amount(43_500_000, "")
-        ('950 step', '43.5 MB', '43.5 M')
+        >>> _amount(950, "step"), _amount(43_500_000, "B"), _amount(43_500_000, ""), _amount(0.04, "step")
+        ('950 step', '43.5 MB', '43.5 M', '0.04 step')
     """
+    if 0 < number < 1:
+        return f"{number:.2g} {unit}".rstrip()
     for size, divisor, prefix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= size:
             return f"{number / divisor:,.1f} {prefix}{'' if unit in ('', 'B') else ' '}{unit}"

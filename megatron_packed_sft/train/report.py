@@ -120,8 +120,8 @@ class ConsoleReporter(Reporter):
         if not self._is_terminal:
             self.say(_line(record, self._num_steps))
         else:
-            self._bar.update(record.step - self._step)
-            self._bar.note(
+            self._bar.update(
+                record.step - self._step,
                 loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f} tokens/s",
                 lr=f"{record.learning_rate:.2e}",
             )  # fmt: skip

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled_yet(request: pytest.FixtureRequest) -> None:
-    if "flex" in request.node.name:
-        import torch
+def _many_shapes_are_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "flex_attention" not in request.node.name:
+        yield
+        return
+    import torch._dynamo
 
-        torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield

@@ -10,7 +10,7 @@ from tests.inspect.previewing import prepared_sequences, preview_json, shown_seq
 from tests.prepare.preparing import prepare
 from tests.real_data import IS_WHOLE, chat_files, tokenizer_folder
 
-NUM_RECORDS = 6
+NUM_RECORDS = 6 if IS_WHOLE else 3
 
 
 @pytest.mark.parametrize("name", ["qwen3", *(["llama3_1", "mistral_nemo", "gemma3"] if IS_WHOLE else [])])

@@ -79,8 +79,7 @@ def test_a_bar_begins_again_for_the_next_stage() -> None:
 def test_two_bars_are_drawn_below_each_other_and_lines_above_them() -> None:
     terminal = Terminal()
     with Progress("train", 4, "step", stream=terminal, done=1) as steps:
-        steps.update(1)
-        steps.note(loss="2.5")
+        steps.update(1, loss="2.5")
         with Progress("validating", None, "bin", stream=terminal) as bins:
             bins.update(3)
             seen = screen(terminal.getvalue())

@@ -19,6 +19,7 @@ import pytest
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support import progress
 from megatron_packed_sft.train.checkpoint import (
     STATE,
     CheckpointDirectory,
@@ -182,6 +183,7 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     controller, terminal = pty.openpty()
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_DRAWINGS", 0.0)
     # rich asks the process's own terminal, which a test may not have, and a quick machine has a long rate to show.
     monkeypatch.setenv("COLUMNS", "200")
     record, totals = make_record(1)
@@ -197,13 +199,13 @@ def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
             reporter.on_validation_end("validation", 0, 2.5, 100)
             reporter.on_steps(record, totals)
             while is_terminal and b"loss 2.0000" not in shown and select.select([controller], [], [], 30)[0]:
-                shown += os.read(controller, 1 << 16)  # the bar is drawn some times a second
+                shown += os.read(controller, 1 << 16)  # a terminal hands out 4 KB at a time
             reporter.summarize(None)
             reporter.close()
         printed = capsys.readouterr().out
         assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
         assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
-    while select.select([controller], [], [], 0)[0]:  # a terminal hands out 4 KB at a time
+    while b"to train longer" not in shown and select.select([controller], [], [], 30)[0]:
         shown += os.read(controller, 1 << 16)
     plain = CONTROLS.sub("", shown.decode())
     assert re.search(r"train +[━╸╺]+ +25% 1 of 4 step, .*loss 2.0000, speed 4 tokens/s, lr 1.00e-04", plain)
