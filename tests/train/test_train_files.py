@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import pty
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +16,6 @@ import pytest
 from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
-from megatron_packed_sft.support import progress
 from megatron_packed_sft.train.checkpoint import (
     STATE,
     CheckpointDirectory,
@@ -40,7 +36,7 @@ from megatron_packed_sft.train.metrics import (
     step_record,
 )
 from megatron_packed_sft.train.report import ConsoleReporter, EarlyEnd
-from tests.terminal import CONTROLS, screen
+from tests.terminal import on_terminal, screen
 from tests.train.sound_states import MODEL, SCHEDULER
 
 
@@ -179,44 +175,45 @@ def test_a_loss_without_trained_tokens_is_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / METRICS).read_bytes())["loss"] is None
 
 
-def test_on_a_terminal_a_progress_bar_moves_and_elsewhere_lines_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    controller, terminal = pty.openpty()
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_DRAWINGS", 0.0)
-    # rich asks the process's own terminal, which a test may not have, and a quick machine has a long rate to show.
-    monkeypatch.setenv("COLUMNS", "200")
+def report_a_step(folder: Path) -> None:
     record, totals = make_record(1)
-    shown = b""
-    for is_terminal in (True, False):
-        with monkeypatch.context() as patch, open(terminal, "w", closefd=False) as stream:
-            if is_terminal:
-                patch.setattr(sys, "stderr", stream)
-                patch.setattr(sys, "stdout", stream)
-            reporter = ConsoleReporter(MetricsFile(tmp_path, first_step=0), first_step=0, num_steps=4)
-            reporter.on_validation_start("validation", 0, 12)
-            reporter.on_validation_progress(6)
-            reporter.on_validation_end("validation", 0, 2.5, 100)
-            reporter.on_steps(record, totals)
-            while is_terminal and b"loss 2.0000" not in shown and select.select([controller], [], [], 30)[0]:
-                shown += os.read(controller, 1 << 16)  # a terminal hands out 4 KB at a time
-            reporter.summarize(None)
-            reporter.close()
-        printed = capsys.readouterr().out
-        assert ("step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed) != is_terminal
-        assert ("step 0: validating on validation, 12 bins\n" in printed) != is_terminal
-    while b"to train longer" not in shown and select.select([controller], [], [], 30)[0]:
-        shown += os.read(controller, 1 << 16)
-    plain = CONTROLS.sub("", shown.decode())
-    assert re.search(r"train +[━╸╺]+ +25% 1 of 4 step, .*loss 2.0000, speed 4 tokens/s, lr 1.00e-04", plain)
-    assert re.search(r"validating on validation +[━╸╺]+ +50% 6 of 12 bin", plain)
-    seen = screen(shown.decode())
+    reporter = ConsoleReporter(MetricsFile(folder, first_step=0), first_step=0, num_steps=4)
+    reporter.on_validation_start("validation", 0, 12)
+    reporter.on_validation_progress(6)
+    reporter.on_validation_end("validation", 0, 2.5, 100)
+    reporter.on_steps(record, totals)
+    reporter.summarize(None)
+    reporter.close()
+
+
+# Drawn every time, as if every step took long.
+REPORT_A_STEP = """
+import pathlib, sys
+from megatron_packed_sft.support import progress
+from tests.train.test_train_files import report_a_step
+progress._SECONDS_BETWEEN_DRAWINGS = 0.0
+report_a_step(pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_on_a_terminal_a_progress_bar_moves(tmp_path: Path) -> None:
+    shown = on_terminal(tmp_path, columns=200, program=[sys.executable, "-c", REPORT_A_STEP])
+    assert shown.code == 0, shown.text
+    bar = r"train +[━╸╺]+ +25% 1 of 4 step, .*loss 2.0000, speed 4 tokens/s, lr 1.00e-04"
+    assert re.search(bar, shown.plain), shown.plain
+    assert re.search(r"validating on validation +[━╸╺]+ +50% 6 of 12 bin", shown.plain), shown.plain
+    seen = screen(shown.text)
     assert seen[0] == "step 0: loss 2.5000 on validation (100 trained tokens), perplexity 12.18"
     assert seen[1].startswith("finished at step 1 of 4: loss 2.0000")
     assert seen[2].startswith("speed: ")
     assert "━" not in "".join(seen)  # the bars are gone
-    os.close(terminal)
-    os.close(controller)
+
+
+def test_without_a_terminal_lines_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_a_step(tmp_path)
+    printed = capsys.readouterr().out
+    assert "step 0: validating on validation, 12 bins\n" in printed
+    assert "step 1/4: loss 2.0000, lr 1.00e-04, grad norm 1.000, 4 tokens/s (2 trained)" in printed
 
 
 def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) -> None:
