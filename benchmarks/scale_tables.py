@@ -23,7 +23,7 @@ CORES_PER_NODE = 64
 NODES = (1, 64, 4096)
 SIZES = {"10 billion": 10**10, "1 trillion": 10**12}
 _KINDS = {"requests that write": ("PUT", "DELETE"), "requests that read": ("GET", "HEAD", "LIST")}
-FILES_OF_A_PART = 4  # manifest, ids, train, offsets
+FILES_OF_A_PART = 5  # manifest, ids, train, offsets, checksums
 
 
 def check(
