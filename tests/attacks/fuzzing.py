@@ -54,7 +54,7 @@ values = st.recursive(
 
 @dataclass(frozen=True)
 class Target:
-    """`build` makes sound data and returns the file that is changed; `use` opens what lies around it and reads all."""
+    """`build` makes sound data and returns the file that is changed; `use` opens the data and reads all."""
 
     build: Callable[[Path], Path]
     use: Callable[[Path], object]
