@@ -20,7 +20,7 @@ Catch `PackedSFTError` for all of them. On the command line, `InvalidInputError`
 
 from __future__ import annotations
 
-from megatron_packed_sft.support.redaction import without_url_secrets
+from megatron_packed_sft.support.wording import without_url_secrets
 
 
 class PackedSFTError(Exception):

@@ -22,23 +22,22 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # architecture.md: what each room may import of ours. errors, plugins, support and the version are open to all.
 ALLOWED = {
     "support": set(),
-    "disk": set(),
-    "remote": {"disk"},
+    "remote": set(),
     "records": {"remote"},  # inputs may be URLs
     "encode": {"records", "remote"},  # the types of records; tokenizers and templates may be URLs
     "config": set(),
-    "packing": {"disk", "remote"},  # a plan's file is published like everything else
-    "storage": {"disk", "remote"},
-    "tokens": {"disk", "remote", "storage", "packing"},  # a token store and a plan become shards
-    "data": {"records", "encode", "tokens", "packing", "storage", "remote", "disk"},
-    "megatron": {"records", "encode", "tokens", "packing", "storage", "disk", "data"},
-    "caches": {"records", "encode", "storage", "disk", "config"},
-    "prepare": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "config"},
-    "train": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "megatron", "config"},
+    "packing": {"remote"},  # a plan's file is published like everything else
+    "storage": {"remote"},
+    "tokens": {"remote", "storage", "packing"},  # a token store and a plan become shards
+    "data": {"records", "encode", "tokens", "packing", "storage", "remote"},
+    "megatron": {"records", "encode", "tokens", "packing", "storage", "data"},
+    "caches": {"records", "encode", "storage", "config"},
+    "prepare": {"records", "encode", "tokens", "packing", "storage", "remote", "data", "config"},
+    "train": {"records", "encode", "tokens", "packing", "storage", "remote", "data", "megatron", "config"},
     # All but megatron and train: what those leave on disk is described by its JSON files.
-    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "disk", "data", "prepare", "config"},
+    "inspect": {"records", "encode", "tokens", "packing", "storage", "remote", "data", "prepare", "config"},
     "cli": {
-        *("records", "encode", "tokens", "packing", "storage", "remote", "disk", "data"),
+        *("records", "encode", "tokens", "packing", "storage", "remote", "data"),
         *("megatron", "caches", "prepare", "train", "inspect"),
     },
 }

@@ -30,13 +30,13 @@ from megatron_packed_sft.caches.publishing import (
 from megatron_packed_sft.caches.sft_cache import build_sft_cache
 from megatron_packed_sft.caches.sources import OpenedSource
 from megatron_packed_sft.caches.text_encoder import TextEncoder, tokenizer_files
-from megatron_packed_sft.disk.atomic import os_errors, write_file
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, NoSpaceError, PackedSFTError, TargetExistsError
+from megatron_packed_sft.support.atomic import os_errors, write_file
+from megatron_packed_sft.support.checksum import checksum
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class _Builder:
             logger.warning(
                 "%s: left out %s that cannot be used; on_error: stop names the first",
                 name,
-                counted(opened.num_skipped, "record"),
+                plural(opened.num_skipped, "record"),
             )
         totals = (published_meta(folder) or {})["totals"]
         return SourceResult(name, source.kind, "built", totals, num_skipped=opened.num_skipped)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.disk.checksum import file_checksum
-from megatron_packed_sft.disk.json_document import SELF_CHECKSUM, Fields, FileRecord, parse, render
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
+from megatron_packed_sft.support.atomic import os_errors, replace_file
+from megatron_packed_sft.support.checksum import file_checksum
+from megatron_packed_sft.support.json_document import SELF_CHECKSUM, Fields, FileRecord, parse, render
 from megatron_packed_sft.support.paths import local_path
 
 META = "meta.json"

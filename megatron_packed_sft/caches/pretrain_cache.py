@@ -19,12 +19,12 @@ from megatron_packed_sft.caches.meta import file_records
 from megatron_packed_sft.caches.publishing import common_meta, publish, staged
 from megatron_packed_sft.caches.shuffle import HeldOut, seeded, shuffled
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS, EncodedTexts, Ids, TextEncoder
-from megatron_packed_sft.disk.atomic import Staging
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.writer import TokenShardWriter, token_dtype_for
+from megatron_packed_sft.support.atomic import Staging
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,10 @@ def _announce(staging: Staging, totals: Mapping[str, int], num_empty: int, max_t
         logger.warning(
             "%s: all %s went to val and none to train; lower max_val_tokens, or use val_frac",
             staging.target,
-            counted(totals["val_tokens"], "token"),
+            plural(totals["val_tokens"], "token"),
         )
     if num_empty:
-        logger.warning("%s: left out %s without tokens; remove them", staging.target, counted(num_empty, "document"))
+        logger.warning("%s: left out %s without tokens; remove them", staging.target, plural(num_empty, "document"))
 
 
 def _check_limits(max_train: int | None, max_val: int | None, has_val_texts: bool, val_frac: float | None) -> None:
@@ -149,7 +149,7 @@ def _check_limits(max_train: int | None, max_val: int | None, has_val_texts: boo
 
 def _split_rule(max_train: int | None, max_val: int | None, has_val_texts: bool, val_frac: float | None) -> str:
     train, val = (
-        f"up to {counted(limit, 'token')}" if limit is not None else "all tokens" for limit in (max_train, max_val)
+        f"up to {plural(limit, 'token')}" if limit is not None else "all tokens" for limit in (max_train, max_val)
     )
     if has_val_texts:
         return f"val: {val} of the documents given for val; train: {train} of the others"

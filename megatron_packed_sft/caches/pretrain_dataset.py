@@ -16,7 +16,7 @@ from megatron_packed_sft.storage.token_stream.metadata import read_metadata
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class PretrainTokenStreamDataset:
             logger.warning(
                 "%s: %s shorter than a window of %s tokens; %s never drawn, lower T to reach them",
                 self.path,
-                f"{counted(len(short), 'shard')} {'is' if len(short) == 1 else 'are'}",
+                f"{plural(len(short), 'shard')} {'is' if len(short) == 1 else 'are'}",
                 f"{self.T + 1:,}",
-                f"{counted(sum(file.num_tokens for file in short), 'token')} are",
+                f"{plural(sum(file.num_tokens for file in short), 'token')} are",
             )

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_packed_sft.caches.meta import META, is_complete, meta_bytes, read_meta
 from megatron_packed_sft.caches.text_encoder import TextEncoder
-from megatron_packed_sft.disk.atomic import Staging, write_file
 from megatron_packed_sft.errors import PackedSFTError, TargetExistsError
 from megatron_packed_sft.storage.token_stream.writer import token_dtype_for
+from megatron_packed_sft.support.atomic import Staging, write_file
 from megatron_packed_sft.support.paths import local_path
 
 FORMAT_KEY, FORMAT = "cache_format", 1

@@ -24,14 +24,13 @@ from megatron_packed_sft.caches.meta import ALGORITHM, file_records
 from megatron_packed_sft.caches.publishing import common_meta, publish, staged
 from megatron_packed_sft.caches.shuffle import seeded
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS, Ids, TextEncoder
-from megatron_packed_sft.disk.appended_file import AppendedFile
-from megatron_packed_sft.disk.array_file import GrowingArrayFile
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.writer import TOKEN_DTYPES, token_dtype_for
+from megatron_packed_sft.support.array_files import AppendedFile, GrowingArrayFile
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ class _ExampleBatches:
         if batch:
             yield self._encoded(batch, place - len(batch))
         if self.num_empty:
-            logger.warning("left out %s without messages; remove them", counted(self.num_empty, "example"))
+            logger.warning("left out %s without messages; remove them", plural(self.num_empty, "example"))
 
     def announce_untrained(self, target: Path) -> None:
         """Say how many examples teach nothing; they are kept, as the caller gave them."""
@@ -164,7 +163,7 @@ class _ExampleBatches:
             logger.warning(
                 "%s: %s without an assistant message, of which no token counts in the loss; remove them",
                 target,
-                counted(self.num_untrained, "example"),
+                plural(self.num_untrained, "example"),
             )
 
     def _encoded(self, batch: list[Sequence[Message]], num_before: int) -> _Examples:

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_packed_sft.caches.config import SFT, CacheSource
 from megatron_packed_sft.caches.sft_cache import ROLE_TOKENS, Message
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.hub_datasets import stream_dataset
@@ -17,6 +16,7 @@ from megatron_packed_sft.records.record import Conversation, Location, RecordErr
 from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
 from megatron_packed_sft.records.text_files import TextFile, find_text_files, read_text_file
+from megatron_packed_sft.support.checksum import checksum
 
 _RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".zst")

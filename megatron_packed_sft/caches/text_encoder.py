@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.caches.meta import ALGORITHM, sha256_file
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.checksum import checksum
 
 SPECIAL_TOKENS: Mapping[str, str] = {
     name: f"<|ngpt_{name}_84a5023f67d74cf29cc4001becde983c|>" for name in ("sys", "usr", "asst", "eot")

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, add_completion_class, get_completion_class, shell_complete
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.atomic import os_errors
 
 COMPLETION_VARIABLE = "_PACKED_SFT_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")

@@ -68,7 +68,7 @@ def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) ->
     from megatron_packed_sft.remote.node_cache import node_cache
     from megatron_packed_sft.support.paths import redacted
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import byte_count, counted
+    from megatron_packed_sft.support.wording import byte_count, plural
 
     cache = node_cache(cache_dir)
     wanted = None if url is None else redacted(url.rstrip("/"))
@@ -79,8 +79,8 @@ def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) ->
     if as_json:
         show_json({"num_removed": len(gone), "num_bytes": num_bytes, "num_in_use": num_kept})
     elif not quiet:
-        kept = f"; {counted(num_kept, 'shard')} in use stayed" if num_kept else ""
-        print(f"{cache.directory}: {counted(len(gone), 'shard')} removed, {byte_count(num_bytes)}{kept}")
+        kept = f"; {plural(num_kept, 'shard')} in use stayed" if num_kept else ""
+        print(f"{cache.directory}: {plural(len(gone), 'shard')} removed, {byte_count(num_bytes)}{kept}")
     return 0
 
 
@@ -99,7 +99,7 @@ def prefetch(
     from megatron_packed_sft.support.paths import is_url
     from megatron_packed_sft.support.progress import Progress
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import byte_count, counted
+    from megatron_packed_sft.support.wording import byte_count, plural
 
     if not is_url(url):
         raise InvalidInputError(f"{url} is a local path, which needs no cache; give the URL of a dataset")
@@ -110,5 +110,5 @@ def prefetch(
     if as_json:
         show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
     elif not quiet:
-        print(f"{cache.directory}: {counted(num_shards, 'shard')} of {byte_count(num_bytes)} are there")
+        print(f"{cache.directory}: {plural(num_shards, 'shard')} of {byte_count(num_bytes)} are there")
     return 0

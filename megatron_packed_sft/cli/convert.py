@@ -100,11 +100,11 @@ def command(
 
 
 def _show(report: ConversionReport) -> None:
-    from megatron_packed_sft.support.wording import counted
+    from megatron_packed_sft.support.wording import plural
 
     print(
-        f"{report.target}: {counted(report.num_files, 'file')}, {counted(report.num_bins, 'bin')}, "
-        f"{counted(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
+        f"{report.target}: {plural(report.num_files, 'file')}, {plural(report.num_bins, 'bin')}, "
+        f"{plural(report.num_tokens, 'token')}, pack size {report.pack_size:,}, {report.packed_storage}"
     )
     if report.asked_pack_size is not None and report.pack_size > report.asked_pack_size:
         print(f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin")

@@ -71,7 +71,7 @@ def command(
     goes on. The folder appears when it is complete.
     """
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import byte_count, counted
+    from megatron_packed_sft.support.wording import byte_count, plural
     from megatron_packed_sft.train.export import export_model
 
     report = export_model(
@@ -89,8 +89,8 @@ def command(
         show_json(asdict(report))
     elif not quiet:
         print(
-            f"{report.target}: {report.family}, {counted(report.num_parameters, 'parameter')}, {report.dtype}, "
-            f"{byte_count(report.num_bytes)} in {counted(report.num_files, 'file')}, from {report.source}"
+            f"{report.target}: {report.family}, {plural(report.num_parameters, 'parameter')}, {report.dtype}, "
+            f"{byte_count(report.num_bytes)} in {plural(report.num_files, 'file')}, from {report.source}"
         )
         for note in report.notes:
             print(f"note: {note}")

@@ -18,7 +18,7 @@ from megatron_packed_sft._version import __version__
 from megatron_packed_sft.cli._completion import COMPLETION_OPTIONS, COMPLETION_VARIABLE, answer_shell
 from megatron_packed_sft.cli._verb import WIDTH, Helpful, debug_option
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.support.exits import ended
+from megatron_packed_sft.support.exits import run_command
 from megatron_packed_sft.support.terminal import never_fail_on_characters
 
 PROGRAM = "packed-sft"
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if instruction := os.environ.get(COMPLETION_VARIABLE):
         return answer_shell(command_line, PROGRAM, instruction)
-    return ended(lambda: _run(given), name=PROGRAM, debug="--debug" in given)
+    return run_command(lambda: _run(given), name=PROGRAM, debug="--debug" in given)
 
 
 def _run(given: list[str]) -> int:

@@ -53,7 +53,7 @@ def command(
 
     from megatron_packed_sft.inspect.report.write import write_report
     from megatron_packed_sft.support.terminal import show_json
-    from megatron_packed_sft.support.wording import byte_count, counted
+    from megatron_packed_sft.support.wording import byte_count, plural
 
     report = write_report(
         source,
@@ -70,7 +70,7 @@ def command(
         shown = ""
         if report.num_bins is not None and report.num_suspicious is not None:
             suspicious = sum(report.num_suspicious.values())
-            shown = f", {report.num_bins_shown:,} of {counted(report.num_bins, 'bin')}, {suspicious:,} worth a look"
+            shown = f", {report.num_bins_shown:,} of {plural(report.num_bins, 'bin')}, {suspicious:,} worth a look"
         print(f"{report.path}: {byte_count(report.num_bytes)}{shown}")
         for note in report.notes:
             print(f"note: {note}")

@@ -62,7 +62,7 @@ def command(
     from megatron_packed_sft.caches.validate import is_sft_cache, validate_sft_cache
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.support.terminal import show, show_json
-    from megatron_packed_sft.support.wording import counted
+    from megatron_packed_sft.support.wording import plural
     from megatron_packed_sft.tokens.validate import is_token_store, validate_token_store
 
     stream = stream_options(
@@ -89,9 +89,9 @@ def command(
     if not quiet:
         for note in report.notes:
             print(f"note: {note}")
-        verdict = ("sound", "green") if report.ok else (counted(report.num_findings, "finding"), "bold red")
-        counts = f"{counted(report.num_shards, 'shard')}, {counted(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
+        verdict = ("sound", "green") if report.ok else (plural(report.num_findings, "finding"), "bold red")
+        counts = f"{plural(report.num_shards, 'shard')}, {plural(report.num_bins, 'bin')}, {report.num_bytes:,} bytes"
         if report.level == "full":
-            counts += f", {counted(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
+            counts += f", {plural(report.num_tokens, 'token')}, {report.num_loss_tokens:,} trained"
         show(Text.assemble(f"{report.path}: ", verdict, f" ({report.level}: {counts})"))
     return 0 if report.ok else 1

@@ -21,7 +21,7 @@ from megatron_packed_sft.config.composition import Files
 from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.plugins import GROUPS, installed_plugins
-from megatron_packed_sft.support.exits import ended, refused
+from megatron_packed_sft.support.exits import refused, run_command
 from megatron_packed_sft.support.terminal import never_fail_on_characters
 
 ConfigT = TypeVar("ConfigT")
@@ -74,7 +74,7 @@ def run_application(
                 codes.append(_refused(program, error, debug=debug))
         return max(codes, default=0)
 
-    return ended(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
+    return run_command(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
 
 
 def composed(

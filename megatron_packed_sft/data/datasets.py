@@ -28,7 +28,6 @@ from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader, sample_of
 from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.interface import PackedShard
@@ -37,6 +36,7 @@ from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
 from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import not_a_shard, storage_named
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 

@@ -14,8 +14,8 @@ from megatron_packed_sft.data._sample_lengths import (
     read_sample,
 )
 from megatron_packed_sft.data.static_plan import plan_statically
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.support.checksum import checksum
 
 
 class SamplePackDataset:

@@ -23,11 +23,11 @@ from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.sample_pack_reader import SamplePackReader
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.data.static_plan import StaticPlan, plan_statically
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store

@@ -17,7 +17,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import longest_that_fits
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import AlignedPlan
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def plan_statically(
     oversized = np.flatnonzero(lengths > limit)
     if overflow == "drop" and len(oversized) == len(lengths):
         raise InvalidInputError(
-            f"static packing produced no packs: all {counted(len(lengths), 'sample')} are oversized for packs of "
+            f"static packing produced no packs: all {plural(len(lengths), 'sample')} are oversized for packs of "
             f"{pack_size}, and oversized samples are left out; choose a larger length, or allow packs of a single "
             "long sample"
         )
@@ -93,7 +93,7 @@ def plan_statically(
     aligned = plan.aligned(world_size, drop_last)
     if not aligned.num_bins:
         raise InvalidInputError(
-            f"drop_last leaves no packs: the plan has {counted(plan.num_bins, 'pack')} for {world_size} ranks; repeat "
+            f"drop_last leaves no packs: the plan has {plural(plan.num_bins, 'pack')} for {world_size} ranks; repeat "
             "packs instead (drop_last false), or start fewer ranks"
         )
     return StaticPlan(aligned, oversized, [*aligned.lines(), *lines])
@@ -106,5 +106,5 @@ def _described(
     indices = ", ".join(map(str, oversized[:_NUM_INDICES_SHOWN].tolist()))
     more = f", and {len(oversized) - _NUM_INDICES_SHOWN:,} more" if len(oversized) > _NUM_INDICES_SHOWN else ""
     rule = f"of length {pack_size} or more" if full_is_oversized else f"longer than a pack of {pack_size}"
-    number = f"{len(oversized):,} of {counted(len(lengths), 'sample')}"
+    number = f"{len(oversized):,} of {plural(len(lengths), 'sample')}"
     return f"{number} {'is' if len(oversized) == 1 else 'are'} {rule} (index {indices}{more})"

@@ -16,7 +16,6 @@ from megatron_packed_sft.data.factory import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
@@ -34,7 +33,8 @@ from megatron_packed_sft.storage.range_shard import RangeShard
 from megatron_packed_sft.storage.registry import shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, redacted
 from megatron_packed_sft.tokens.range_store import RangeStore
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store

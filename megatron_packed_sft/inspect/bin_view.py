@@ -10,7 +10,7 @@ from megatron_packed_sft.inspect.painting import LABEL, Painter
 from megatron_packed_sft.inspect.record_view import tokens_json, tokens_table
 from megatron_packed_sft.inspect.visible_text import visible
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,8 +75,8 @@ def bin_json(preview: BinPreview, previewer: PackedPreviewer) -> dict[str, Any]:
 
 def _summary(preview: BinPreview) -> str:
     share = preview.num_trained / max(1, preview.num_tokens)
-    words = f"{counted(preview.num_tokens, 'token')}, {preview.num_trained:,} trained ({share:.1%})"
+    words = f"{plural(preview.num_tokens, 'token')}, {preview.num_trained:,} trained ({share:.1%})"
     if preview.pack_size is not None:
         full = preview.num_tokens / preview.pack_size
-        words += f", {counted(len(preview.sequences), 'sequence')}, {full:.1%} of {preview.pack_size:,} full"
+        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of {preview.pack_size:,} full"
     return words

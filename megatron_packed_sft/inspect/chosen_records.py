@@ -12,7 +12,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice, scan_slices
-from megatron_packed_sft.support.wording import byte_count, counted
+from megatron_packed_sft.support.wording import byte_count, plural
 
 _SLICE_BYTES = 1 << 18
 _ENOUGH_BYTES = 1 << 30  # of a file's text, to draw records from
@@ -74,7 +74,7 @@ def record_numbered(files: Sequence[SourceFile], number: int) -> ChosenRecord:
     if found is None:
         total = _num_records(file, _starts(file)[0])
         is_lines = file.format == "jsonl"
-        what = counted(total, "line" if is_lines else "record")
+        what = plural(total, "line" if is_lines else "record")
         problem = f"line {number} is blank" if number <= total else f"it has {what}"
         raise InvalidInputError(f"{file.path} has no record at --row {number}: {problem}; choose another")
     return ChosenRecord(source, found)

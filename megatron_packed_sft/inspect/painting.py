@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.inspect.tokens_of_bin import Token
 from megatron_packed_sft.inspect.visible_text import OPEN_NOTE, note, visible
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -82,7 +82,7 @@ class Painter:
         text = "".join(token.text for token in tokens)
         shown = self._visible(text[:longest])
         if len(text) > longest:
-            shown += f" … {counted(len(text) - longest, 'character')} more"
+            shown += f" … {plural(len(text) - longest, 'character')} more"
         if self._in_colour:
             return Text(shown.removesuffix("\n"), style=CUT)
         return Text(f"{OPEN_CUT}{shown}{CLOSE_CUT}")
@@ -146,7 +146,7 @@ class Painter:
             else:
                 yield from self._ordinary(list(run))
         if num_pads:
-            yield Stretch(note(counted(num_pads, "padding token")), 0.0, is_padding=True)
+            yield Stretch(note(plural(num_pads, "padding token")), 0.0, is_padding=True)
 
     def _ordinary(self, tokens: Sequence[Token]) -> Iterator[Stretch]:
         """Yield text that is no control token, cut where it looks like one and where its weight changes."""

@@ -32,7 +32,7 @@ from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.records.record import Conversation, NotTakenError, Record, RecordError, TokenizedRecord
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
-from megatron_packed_sft.support.redaction import without_url_secrets
+from megatron_packed_sft.support.wording import without_url_secrets
 
 
 class Drop(NamedTuple):

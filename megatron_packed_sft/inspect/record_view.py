@@ -13,7 +13,7 @@ from megatron_packed_sft.inspect.tokens_of_bin import Token
 from megatron_packed_sft.inspect.turns_of_text import KIND_NAMES, TurnTokens
 from megatron_packed_sft.inspect.visible_text import quoted, visible
 from megatron_packed_sft.support.terminal import table
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -180,7 +180,7 @@ def _notes(one: SequencePreview, previewer: RecordPreviewer) -> Iterator[Rendera
 def _cut_words(cut: Cut, previewer: RecordPreviewer) -> str:
     trained = sum(token.is_trained for token in cut.tokens)
     side = "the start" if cut.at_start else "the end"
-    return f"{counted(len(cut.tokens), 'token')} ({trained:,} trained) at {side}, by {cut.limit}"
+    return f"{plural(len(cut.tokens), 'token')} ({trained:,} trained) at {side}, by {cut.limit}"
 
 
 def _summary(preview: RecordPreview) -> str:
@@ -192,13 +192,13 @@ def _summary(preview: RecordPreview) -> str:
     if len(preview.sequences) == 1:
         words.append(_tokens_words(preview.sequences[0]))
     elif preview.sequences:
-        words.append(counted(len(preview.sequences), "sequence"))
+        words.append(plural(len(preview.sequences), "sequence"))
     return ", ".join(words)
 
 
 def _tokens_words(one: SequencePreview) -> str:
     share = one.num_trained / max(1, len(one.tokens))
-    return f"{counted(len(one.tokens), 'token')}, {one.num_trained:,} trained ({share:.1%})"
+    return f"{plural(len(one.tokens), 'token')}, {one.num_trained:,} trained ({share:.1%})"
 
 
 def _template_words(preview: RecordPreview, previewer: RecordPreviewer) -> str:

@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.attention import PackedAttention
 from megatron_packed_sft.megatron.cpu import adapt_to_cpu
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import NoSpaceError, PackedSFTError, StorageIOError
+from megatron_packed_sft.support.atomic import os_errors
 
 _REMEDIES: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another output"),

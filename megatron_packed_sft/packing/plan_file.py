@@ -19,13 +19,13 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import Staging, os_errors, write_at
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.packing.accounting import REASONS, Accounting
 from megatron_packed_sft.packing.items import MEASURES, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.support.atomic import Staging, os_errors, write_at
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 _VERSION = 1

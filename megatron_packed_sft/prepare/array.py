@@ -19,7 +19,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import PrepareConfig
 from megatron_packed_sft.prepare.counts import Counts
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _RECEIPT = "array"
 
@@ -117,7 +117,7 @@ def incomplete(missing: Sequence[int], num_slices: int, count: int) -> InvalidIn
         count: of the calls.
     """
     return InvalidInputError(
-        f"{len(missing):,} of {counted(num_slices, 'slice')} are not encoded; run "
+        f"{len(missing):,} of {plural(num_slices, 'slice')} are not encoded; run "
         f"executor.index={ranges(sorted(set(missing)))} of executor.count={count} again, then this call (or "
         "executor=local, which encodes the rest itself)"
     )
@@ -138,9 +138,9 @@ class ShareReport:
         made = self.num_slices - self.num_reused
         tokens = sum(one.num_tokens for one in self.counts.splits.values())
         return [
-            f"encode   share {self.index} of {self.count}: {counted(self.num_slices, 'slice')}: "
+            f"encode   share {self.index} of {self.count}: {plural(self.num_slices, 'slice')}: "
             f"{self.num_reused:,} reused, {made:,} encoded",
-            f"         {counted(self.counts.num_rows, 'record')}, {counted(tokens, 'token')}",
+            f"         {plural(self.counts.num_rows, 'record')}, {plural(tokens, 'token')}",
             "When all calls are done, run the same command without executor.index to plan and publish.",
         ]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.support.terminal import table
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -153,5 +153,5 @@ def audit_parts(audits: Mapping[str, Audit]) -> list[RenderableType]:
             )
         for odd, count in audit.odd.items():
             places = "; ".join(audit.examples[odd])
-            lines.append(f"{name}: {counted(count, 'sequence')} {_ODD[odd]}, such as {places}")
+            lines.append(f"{name}: {plural(count, 'sequence')} {_ODD[odd]}, such as {places}")
     return lines

@@ -31,7 +31,7 @@ from megatron_packed_sft.prepare.sources import ScannedSource
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of, part_number, slice_receipt
 from megatron_packed_sft.records.files import InputFile
 from megatron_packed_sft.records.slices import FileSlice
-from megatron_packed_sft.support.executors import Executor, LocalExecutor
+from megatron_packed_sft.support.processes import Executor, LocalExecutor
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.store import TokenStore
 

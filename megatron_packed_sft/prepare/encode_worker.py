@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.sequences import Sequences
@@ -36,6 +34,8 @@ from megatron_packed_sft.records.record import (
 )
 from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
+from megatron_packed_sft.support.atomic import os_errors, replace_file
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
 from megatron_packed_sft.support.processes import rare_garbage_collection
 from megatron_packed_sft.tokens.store import TokenPart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.config import ExecutorConfig
 from megatron_packed_sft.prepare.ray_executor import RayExecutor
-from megatron_packed_sft.support.executors import Executor, LocalExecutor
+from megatron_packed_sft.support.processes import Executor, LocalExecutor
 
 # The keys that only one kind has.
 _KEYS: dict[str, tuple[str, ...]] = {"local": (), "array": ("index", "count"), "ray": ("address", "num_cpus")}

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
@@ -26,6 +25,7 @@ from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
 from megatron_packed_sft.prepare.work_directory import part_number, record_numbers_path, slice_receipt
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory
+from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.remote_part import open_outlines
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store
 

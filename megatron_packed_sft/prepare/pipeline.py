@@ -65,11 +65,11 @@ from megatron_packed_sft.prepare.trial import try_first_records
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from megatron_packed_sft.remote.filesystem import is_of_one_process
 from megatron_packed_sft.storage.registry import dataset_storage
-from megatron_packed_sft.support.executors import LocalExecutor
 from megatron_packed_sft.support.paths import is_url, redacted
+from megatron_packed_sft.support.processes import LocalExecutor
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal
-from megatron_packed_sft.support.wording import byte_count, counted
+from megatron_packed_sft.support.wording import byte_count, plural
 
 
 class Pipeline:
@@ -193,7 +193,7 @@ class Pipeline:
             trained = estimated_trained_of_items(plans[split], one.lengths, one.trained)
             packed[split] = packed_by_source(plans[split], one.lengths, options, one.sources, names, trained)
         report = self._report(found.counts, plans, packed, tokenizer)
-        dry_run = f"{counted(found.num_slices, 'slice')} encoded; nothing was written"
+        dry_run = f"{plural(found.num_slices, 'slice')} encoded; nothing was written"
         stages = [_scan_line(sources), ("dry run", dry_run)]
         return replace(report, stages=stages, looked_at=found.looked_at, audits=found.audits)
 
@@ -378,13 +378,13 @@ def _ignore(num_bytes: int) -> None:
 def _scan_line(sources: Sequence[ScannedSource]) -> tuple[str, str]:
     num_files = sum(len(one.files) for one in sources)
     num_bytes = sum(one.num_bytes for one in sources)
-    return "scan", f"{counted(num_files, 'file')}, {byte_count(num_bytes)}, in {counted(len(sources), 'source')}"
+    return "scan", f"{plural(num_files, 'file')}, {byte_count(num_bytes)}, in {plural(len(sources), 'source')}"
 
 
 def _encode_line(encoded: EncodedSources) -> tuple[str, str]:
     num_slices = len(encoded.slice_sources)
     made = num_slices - encoded.num_reused
-    return "encode", f"{counted(num_slices, 'slice')}: {encoded.num_reused:,} reused, {made:,} encoded"
+    return "encode", f"{plural(num_slices, 'slice')}: {encoded.num_reused:,} reused, {made:,} encoded"
 
 
 def _plan_line(planned: Mapping[str, Planned]) -> tuple[str, str]:

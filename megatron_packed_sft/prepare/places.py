@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.filesystem import base_name, is_of_one_process, refuse_read_only
 from megatron_packed_sft.remote.node_cache import default_directory
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 

@@ -18,9 +18,9 @@ from megatron_packed_sft.packing.strategies.registry import is_dotted
 from megatron_packed_sft.prepare.counts import SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
-from megatron_packed_sft.support.dotted_names import function_named
 from megatron_packed_sft.support.drop_reasons import DropReason
-from megatron_packed_sft.support.executors import Executor
+from megatron_packed_sft.support.imports import function_named
+from megatron_packed_sft.support.processes import Executor
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, copies_of_part
 
 _PREFIX = "packing."

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import PackedSFTError, StorageIOError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of
@@ -21,7 +19,9 @@ from megatron_packed_sft.remote.objects import list_objects, read_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, begin_upload, upload
 from megatron_packed_sft.storage.dataset_directory import DATASET, MAX_DATASET_BYTES, DatasetWriter, open_dataset
 from megatron_packed_sft.storage.registry import storage_named
-from megatron_packed_sft.support.executors import Executor
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import checksum
+from megatron_packed_sft.support.processes import Executor
 from megatron_packed_sft.tokens.materialize import stored_width
 from megatron_packed_sft.tokens.shards import write_shards
 from megatron_packed_sft.tokens.store import TokenStore

@@ -17,7 +17,7 @@ from contextlib import ExitStack, redirect_stdout
 from typing import Any, TypeVar
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 
 _MAX_RETRIES = 5  # of a task whose worker or node died; an error of ours is not tried again
 

@@ -10,8 +10,6 @@ from posixpath import basename
 
 import numpy as np
 
-from megatron_packed_sft.disk.atomic import Staging, os_errors
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
@@ -22,6 +20,8 @@ from megatron_packed_sft.prepare.work_directory import WorkDirectory, part_numbe
 from megatron_packed_sft.remote.filesystem import refuse_read_only
 from megatron_packed_sft.remote.objects import object_info, read_range
 from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.support.atomic import Staging, os_errors
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.drop_reasons import Severity
 from megatron_packed_sft.support.paths import is_url, local_path, refuse_special_file
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt, part_number, slice_receipt
@@ -23,6 +22,7 @@ from megatron_packed_sft.remote.lease import EXPIRES_AFTER, Lease, Owner, living
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, object_info, read_object, remove_object
 from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import send_file
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.tokens.manifest import OFFSETS
 from megatron_packed_sft.tokens.remote_part import outlined_part

@@ -12,7 +12,7 @@ from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.plan_stage import PackedSequences
 from megatron_packed_sft.support.drop_reasons import DropReason, Severity
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _WORTH_A_WARNING = 0.01  # share of records or tokens
 _REMEDIES = {
@@ -183,7 +183,7 @@ class PrepareReport:
         for reason in DropReason:
             if reason.severity in severities and (reason in dropped or reason in dropped_tokens):
                 by_record = reason in dropped
-                amount = counted(dropped[reason], "record") if by_record else counted(dropped_tokens[reason], "token")
+                amount = plural(dropped[reason], "record") if by_record else plural(dropped_tokens[reason], "token")
                 parts.append(f"{reason} {amount} ({_REMEDIES.get(reason, _FIX)})")
         return (
             f"{100 * records:.1f} % of the records and {100 * tokens:.1f} % of the tokens are lost: {', '.join(parts)}"

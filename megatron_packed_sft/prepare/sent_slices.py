@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.prepare.encode_worker import (
     EncodeSettings,
     SliceResult,
@@ -28,6 +27,7 @@ from megatron_packed_sft.prepare.work_directory import record_numbers_path, rend
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import file_md5, write_object
 from megatron_packed_sft.remote.uploads import send_file
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.tokens.remote_part import RemotePart
 from megatron_packed_sft.tokens.store import TokenPart, copies_of_part
 from megatron_packed_sft.tokens.writer import part_path

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.prepare.array import ranges
 from megatron_packed_sft.prepare.sources import ScannedSource, Source, scan
@@ -20,8 +19,9 @@ from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from megatron_packed_sft.records.files import InputFile, find_files
 from megatron_packed_sft.records.slices import FileSlice
 from megatron_packed_sft.remote.objects import list_objects, object_info
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import is_url
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Share:
             what = f"{changed.shown} changed after a call had read it"
         else:
             num_files = len(self._starts)
-            what = f"{len(missing):,} of {counted(num_files, 'file')} are not read yet, such as {missing[0].shown}"
+            what = f"{len(missing):,} of {plural(num_files, 'file')} are not read yet, such as {missing[0].shown}"
         return InvalidInputError(
             f"{what}; run executor.index={ranges(indices)} of executor.count={self.count} again, then this call (or "
             "executor=local, which encodes the rest itself)"

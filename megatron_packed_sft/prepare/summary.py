@@ -11,7 +11,7 @@ from megatron_packed_sft.prepare.audit import audit_parts
 from megatron_packed_sft.prepare.how_to_use import how_to_use
 from megatron_packed_sft.prepare.report import PrepareReport, added_up
 from megatron_packed_sft.support.terminal import as_text, table
-from megatron_packed_sft.support.wording import byte_count, counted
+from megatron_packed_sft.support.wording import byte_count, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -155,11 +155,11 @@ def _notes(report: PrepareReport) -> list[str]:
         remedy = "encode.render=turns keeps it" if kind == REASONING else "encode.on_lost"
         notes.append(f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} ({remedy})")
     if total.num_cut_rows:
-        cut = [counted(total.num_cut_rows, "record"), counted(total.num_cut_tokens, "token")]
-        cut += [counted(total.num_cut_turns, "trained turn")] if total.num_cut_turns else []
+        cut = [plural(total.num_cut_rows, "record"), plural(total.num_cut_tokens, "token")]
+        cut += [plural(total.num_cut_turns, "trained turn")] if total.num_cut_turns else []
         notes.append(f"cut at encode.max_len: {', '.join(cut)}")
     if total.num_straddling:
-        tokens = counted(total.num_straddling, "token")
+        tokens = plural(total.num_straddling, "token")
         notes.append(
             f"{tokens} with trained and untrained characters, such as a header's blank: trained (docs/masks.md)"
         )

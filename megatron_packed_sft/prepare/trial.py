@@ -14,7 +14,7 @@ from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.records.files import InputFile, expand_path, find_files
 from megatron_packed_sft.records.slices import first_repeated_key, scan_slices
 from megatron_packed_sft.support.drop_reasons import Severity
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _NUM_FILES, _NUM_RECORDS = 4, 4  # of each source, of each file
 _SLICE_BYTES = 1 << 16
@@ -39,7 +39,7 @@ def try_first_records(sources: Sequence[Source], settings: EncodeSettings) -> li
         if counts.num_rows >= _NUM_RECORDS and sum(lost.values()) == counts.num_rows:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items()))
             warnings.append(
-                f"the first {counted(counts.num_rows, 'record')} of source {source.name} would all be dropped "
+                f"the first {plural(counts.num_rows, 'record')} of source {source.name} would all be dropped "
                 f"({reasons}), such as {counts.examples[min(lost)][0]}"
             )
     return warnings

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.sources import SPLITS
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import os_errors, replace_file
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 
 _SAVED = "state.json"  # in a folder that `save_to_disk` wrote
 

@@ -10,7 +10,7 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.support.redaction import without_url_secrets
+from megatron_packed_sft.support.wording import without_url_secrets
 
 DEEPEST = 100  # levels of lists and objects; templates and their traces recurse, and Python stops at 1,000 calls
 

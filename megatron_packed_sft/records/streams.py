@@ -13,7 +13,7 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, Storag
 from megatron_packed_sft.records.limits import refuse_expansion
 from megatron_packed_sft.remote.client_errors import translated
 from megatron_packed_sft.remote.filesystem import file_system
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import is_url, refuse_special_file
 
 BLOCK_BYTES = 1 << 20

@@ -11,11 +11,11 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import fsync_directory, write_file
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import StorageIOError
 from megatron_packed_sft.remote.objects import ObjectInfo, object_info
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import fsync_directory, write_file
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:

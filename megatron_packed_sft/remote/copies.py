@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.downloads import Contents
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import list_objects, object_info
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import byte_count
 

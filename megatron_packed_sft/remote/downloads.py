@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import file_checksum
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ShardFileError, StorageIOError
 from megatron_packed_sft.remote.filesystem import child, is_missing
 from megatron_packed_sft.remote.objects import download_file
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import file_checksum
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 8

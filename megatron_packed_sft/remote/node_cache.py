@@ -27,10 +27,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.file_maps import POOL
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError
 from megatron_packed_sft.remote.ahead import FetchAhead, NoRoomError
 from megatron_packed_sft.remote.cache_upkeep import (
@@ -50,6 +46,10 @@ from megatron_packed_sft.remote.filesystem import base_name, missing_error
 from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.remote.range_locks import RangeLocks, alone
 from megatron_packed_sft.remote.sizes import parse_size
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import checksum
+from megatron_packed_sft.support.file_maps import POOL
 from megatron_packed_sft.support.own_directories import user_cache
 from megatron_packed_sft.support.paths import local_path, redacted
 from megatron_packed_sft.support.wording import byte_count

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_packed_sft.disk.atomic import os_errors, write_at
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import FileRecord
-from megatron_packed_sft.disk.npy import MAX_HEADER
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, read_range
 from megatron_packed_sft.remote.uploads import refuse_unfinished, scratch_directory
+from megatron_packed_sft.support.atomic import os_errors, write_at
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import FileRecord
+from megatron_packed_sft.support.npy import MAX_HEADER
 from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 16

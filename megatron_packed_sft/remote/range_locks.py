@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_packed_sft.disk.atomic import os_errors
+from megatron_packed_sft.support.atomic import os_errors
 
 _TRY = getattr(fcntl, "F_OFD_SETLK", fcntl.F_SETLK)
 _WAIT = getattr(fcntl, "F_OFD_SETLKW", fcntl.F_SETLKW)

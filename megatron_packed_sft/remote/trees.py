@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import ObjectInfo, file_md5, list_objects, upload_file
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import FileRecord
 
 _NUM_THREADS = 16
 

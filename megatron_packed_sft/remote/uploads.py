@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
 from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, refuse_read_only
 from megatron_packed_sft.remote.objects import (
@@ -35,6 +33,8 @@ from megatron_packed_sft.remote.objects import (
     write_object,
 )
 from megatron_packed_sft.remote.part_tags import is_tag_of_parts
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 from megatron_packed_sft.support.paths import redacted
 
 UNFINISHED = ".upload.json"  # there while an upload runs, and after one that was cut

@@ -16,13 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
-from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, stored_size
-from megatron_packed_sft.disk.file_maps import LazyMaps
-from megatron_packed_sft.disk.json_document import FileRecord
-from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError, ShardError, StorageIOError
 from megatron_packed_sft.remote.filesystem import child, is_missing
 from megatron_packed_sft.remote.objects import object_info
@@ -43,6 +36,12 @@ from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import StagedWriter, fsync_directory, os_errors, write_file
+from megatron_packed_sft.support.checked_files import CheckedDirectory
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum, stored_size
+from megatron_packed_sft.support.file_maps import LazyMaps
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ManifestError, UnsupportedFormatError
 from megatron_packed_sft.storage.bins import EXTREMES, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.json_document import FileRecord
 
 DATASET = "dataset.json"
 CARD = "README.md"

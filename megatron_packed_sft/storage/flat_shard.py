@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.checksum import new_hasher
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+from megatron_packed_sft.support.checksum import new_hasher
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum
-from megatron_packed_sft.disk.json_document import FileRecord
-from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+from megatron_packed_sft.support.atomic import StagedWriter
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_packed_sft.disk.atomic import os_errors, write_at
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
 from megatron_packed_sft.storage.bins import (
     BinBlock,
@@ -27,6 +26,7 @@ from megatron_packed_sft.storage.bins import (
 )
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.loss_weights import cannot_keep, mask_and_weights
+from megatron_packed_sft.support.atomic import os_errors, write_at
 
 _ID_LIMIT = 2**31
 _SPOOL = "spool"

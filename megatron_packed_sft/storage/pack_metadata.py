@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import local_path
 
 FILE_NAME = "metadata.json"

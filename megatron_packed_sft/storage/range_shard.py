@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from megatron_packed_sft.disk.npy import ArraySpec
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.bins import PackedBin
@@ -16,6 +15,7 @@ from megatron_packed_sft.storage.dataset_directory import ShardEntry, open_liste
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.npy import ArraySpec
 
 _NUM_THREADS = 4
 

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
 from megatron_packed_sft.remote.copies import copy_of, kept_copy
@@ -21,6 +19,8 @@ from megatron_packed_sft.remote.uploads import refuse_unfinished
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support.checksum import checksum
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import byte_count
 

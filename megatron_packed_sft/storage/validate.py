@@ -15,10 +15,6 @@ from typing import get_args
 
 import numpy as np
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, stored_size
-from megatron_packed_sft.disk.json_document import FileRecord
-from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import base_name
@@ -36,6 +32,10 @@ from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storag
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, stored_size
+from megatron_packed_sft.support.json_document import FileRecord
+from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 

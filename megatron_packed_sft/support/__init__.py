@@ -1,1 +1,1 @@
-"""What every room may use and none owns: compiled kernels, worker processes, optional packages, wording."""
+"""Helpers that every room may use: atomic publishing, checksums, array files, compiled kernels, progress, wording."""

@@ -16,7 +16,7 @@ from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.terminal import say_error
 
 
-def ended(
+def run_command(
     run: Callable[[], int], *, name: str, debug: bool = False, interrupted: str = "interrupted; nothing was published"
 ) -> int:
     """Run a command and return its exit code.

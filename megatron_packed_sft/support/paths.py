@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.support.redaction import without_url_secrets
+from megatron_packed_sft.support.wording import without_url_secrets
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 # Also fsspec's chains (simplecache::s3://...) and s3:/..., which is what path joining makes of a URL.

@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that started them, not even when that is killed."""
+"""Worker processes of this machine, which never outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import wait
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol, TypeVar
+
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 _PR_SET_PDEATHSIG = 1
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's own 700 are for programs that keep few
@@ -52,7 +55,7 @@ def _start_worker(initializer: Callable[..., None], arguments: tuple[Any, ...]) 
 def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        wait([parent.sentinel])
+        multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
 
@@ -70,3 +73,86 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
 
 
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+# Starting a process, with its tokenizer, takes as long as encoding some megabytes.
+_BYTES_PER_WORKER = 8 << 20
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Executor(Protocol):
+    """Runs one function over many tasks, after a set-up in each process."""
+
+    num_workers: int
+
+    def fitting(self, num_bytes: int) -> Executor:
+        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
+    ) -> Iterator[Result]:
+        """Yield results as they come, in any order; take new tasks only as old ones are done."""
+
+    def close(self) -> None:
+        """Let go of what `run` left open for the next one."""
+
+
+class LocalExecutor:
+    """Processes of this machine; with one worker, this very process.
+
+    Args:
+        num_workers: how many; None for one per core, or fewer where there is little to do.
+
+    Example:
+        >>> sorted(LocalExecutor(1).run(abs, [-2, 1], int))
+        [1, 2]
+    """
+
+    def __init__(self, num_workers: int | None = None) -> None:
+        if num_workers is not None and num_workers < 1:
+            raise InvalidInputError(f"executor.num_workers is {num_workers}; it must be at least 1")
+        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._is_free = num_workers is None
+
+    def fitting(self, num_bytes: int) -> LocalExecutor:
+        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
+        return LocalExecutor(max(1, min(self.num_workers, num_bytes // _BYTES_PER_WORKER))) if self._is_free else self
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
+    ) -> Iterator[Result]:
+        """Yield results as they come; at most two tasks per process are waiting, so memory stays bounded."""
+        if self.num_workers == 1:
+            setup(*arguments)
+            yield from map(function, tasks)
+            return
+        num_workers = min(self.num_workers, len(tasks)) if isinstance(tasks, Sized) else self.num_workers
+        with process_pool(max(1, num_workers), setup, *arguments) as pool:
+            waiting: set[Future[Result]] = set()
+            try:
+                for task in tasks:
+                    waiting.add(pool.submit(function, task))
+                    if len(waiting) >= 2 * self.num_workers:
+                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                        yield from (future.result() for future in done)
+                while waiting:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            except BrokenProcessPool:
+                raise worker_died() from None
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def worker_died() -> PackedSFTError:
+    """Return the error for a process that ended without a word."""
+    return PackedSFTError(
+        "a worker process died (killed, or out of memory); run the same command again to resume, with "
+        "fewer executor.num_workers if memory was short"
+    )

@@ -1,13 +1,18 @@
-"""Numbers in sentences, written one way everywhere."""
+"""Wording that every message shares: numbers with nouns, sizes, quoted text and URLs without credentials.
+
+errors imports this, so it imports nothing of ours.
+"""
 
 from __future__ import annotations
 
+import re
 
-def counted(number: int, noun: str) -> str:
+
+def plural(number: int, noun: str) -> str:
     """Return a number with its noun.
 
     Example:
-        >>> counted(1, "file"), counted(2000, "file")
+        >>> plural(1, "file"), plural(2000, "file")
         ('1 file', '2,000 files')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
@@ -32,3 +37,17 @@ def shortened(text: str, longest: int = 500) -> str:
     """
     line = " ".join(text[: 2 * longest].split())
     return f"{line[:longest]}..." if len(line) > longest or len(text) > 2 * longest else line
+
+
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]*@")
+_QUERY = re.compile(r"(://[^\s'\"?]*)\?(?!\*\*\*)[^\s'\"]*")  # not twice: what follows would be taken for more of it
+
+
+def without_url_secrets(text: str) -> str:
+    """Return a message whose URLs have no user names, passwords and queries; cheap if it has no URL.
+
+    Example:
+        >>> without_url_secrets("really? see https://me:secret@host/page?token=abc")
+        'really? see https://***@host/page?***'
+    """
+    return _QUERY.sub(r"\1?***", _USER_INFO.sub("***@", text)) if "://" in text else text

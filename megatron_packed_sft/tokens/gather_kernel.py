@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.memory_kernel import hash_bytes, prefetch
 from megatron_packed_sft.support.compiled import inner_kernel, kernel
+from megatron_packed_sft.support.memory_kernel import hash_bytes, prefetch
 
 # Sequences lie anywhere, and a processor fetches ahead inside one only. Told where the next ones are, it fills bins in
 # two thirds of the time.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_packed_sft.disk import json_document, npy
-from megatron_packed_sft.disk.json_document import FileRecord, parse_file_records
 from megatron_packed_sft.errors import UnsupportedFormatError
+from megatron_packed_sft.support import json_document, npy
+from megatron_packed_sft.support.json_document import FileRecord, parse_file_records
 
 FORMAT = "token_store_v1"
 FIRST_VERSION = "1.0"

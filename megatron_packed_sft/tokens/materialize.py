@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.span_checksums import hash_function
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft.support.checksum import hash_function
 from megatron_packed_sft.tokens.gathered import GatheredSequences
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore
 

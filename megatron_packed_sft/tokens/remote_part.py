@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.errors import ShardError, ShardFileError
 from megatron_packed_sft.remote.downloads import Contents
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, node_cache
 from megatron_packed_sft.remote.objects import read_object
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.support.checked_files import CheckedDirectory
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.support.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.tokens.manifest import parse_part_manifest
 from megatron_packed_sft.tokens.store import TokenPart, TokenStore

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum
-from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.remote.copies import kept_copy
 from megatron_packed_sft.remote.downloads import Contents
@@ -13,6 +11,8 @@ from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum
+from megatron_packed_sft.support.json_document import MANIFEST, FileRecord
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.tokens.manifest import OFFSETS, parse_part_manifest
 from megatron_packed_sft.tokens.store_index import MAX_STORE_BYTES, STORE, ListedPart, parse_store

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron_packed_sft.disk.span_checksums import span_checksums
+from megatron_packed_sft.support.checksum import span_checksums
 
 Checksums = npt.NDArray[np.uint32]
 Spans = npt.NDArray[np.int64]

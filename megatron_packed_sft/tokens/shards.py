@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.checksum import stored_size
 from megatron_packed_sft.errors import InvalidInputError, TargetExistsError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.remote.filesystem import child
@@ -22,8 +21,9 @@ from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.dataset_directory import ShardEntry
 from megatron_packed_sft.storage.loss_weights import cannot_keep
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
-from megatron_packed_sft.support.executors import Executor, LocalExecutor
+from megatron_packed_sft.support.checksum import stored_size
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.processes import Executor, LocalExecutor
 from megatron_packed_sft.tokens.gathered import GatheredSequences
 from megatron_packed_sft.tokens.materialize import check_fit, no_progress, place, stored_width, write_bins
 from megatron_packed_sft.tokens.store import TokenStore

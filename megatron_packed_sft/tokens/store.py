@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
-from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, checksum, file_checksum
-from megatron_packed_sft.disk.file_maps import Holder, LazyMaps
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardChangedError, ShardError, ShardFileError
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
 from megatron_packed_sft.storage.read_options import FIRST_READ, ReadOptions
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import os_errors, replace_file
+from megatron_packed_sft.support.checked_files import CheckedDirectory
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum, file_checksum
+from megatron_packed_sft.support.file_maps import Holder, LazyMaps
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.tokens.manifest import (
     CHECKSUMS,
     IDS,
@@ -214,7 +214,7 @@ class TokenStore:
         older = [part.manifest for part in self.parts if not part.manifest.has_checksums]
         if not older:
             return None
-        some = "" if len(older) == len(self.parts) else f"{counted(len(older), 'part')} of {len(self.parts)}: "
+        some = "" if len(older) == len(self.parts) else f"{plural(len(older), 'part')} of {len(self.parts)}: "
         return (
             f"{some}format {older[0].version} without checksums of sequences, so sequences are not verified as they "
             "are read; `packed-sft prepare` writes token stores that have them"

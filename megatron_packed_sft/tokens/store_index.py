@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import ManifestError
+from megatron_packed_sft.support import json_document
 
 STORE = "store.json"
 STORE_FORMAT = "token_store_index_v1"

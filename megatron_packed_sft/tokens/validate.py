@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile, HashingReader
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.read_options import ALWAYS
 from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.support.checked_files import CheckedDirectory, CheckedFile, HashingReader
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays

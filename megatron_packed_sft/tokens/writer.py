@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import json_document, npy
-from megatron_packed_sft.disk.array_file import GrowingArrayFile
-from megatron_packed_sft.disk.atomic import write_file
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.staged_writer import StagedWriter
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
 from megatron_packed_sft.storage.loss_weights import as_weights
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
+from megatron_packed_sft.support import json_document, npy
+from megatron_packed_sft.support.array_files import GrowingArrayFile
+from megatron_packed_sft.support.atomic import StagedWriter, write_file
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
 from megatron_packed_sft.data.order.state import LoaderState
 from megatron_packed_sft.data.packing_modes import STATIC
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.remote.objects import try_writing
+from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.exits import is_speaker
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
 from megatron_packed_sft.train.config_checks import check_config, check_parallel
 from megatron_packed_sft.train.ranks import (
@@ -369,10 +369,10 @@ def _opening_lines(
     data: TrainingData, schedule: StepSchedule, backend: Backend, resumption: Resumption | None
 ) -> Iterator[str]:
     source = data.dataset.source
-    num_bins = counted(len(data.dataset), "bin")
+    num_bins = plural(len(data.dataset), "bin")
     yield f"data: {source.description}, {num_bins} of up to {source.figures.pack_size:,} tokens"
     for name, dataset in data.validation.items():
-        yield f"validation: {name}, {counted(len(dataset), 'bin')}"
+        yield f"validation: {name}, {plural(len(dataset), 'bin')}"
     yield (
         f"steps: {schedule.num_steps:,}, bins per step: {schedule.bins_per_step:,}, forward passes per step and rank: "
         f"{schedule.num_microbatches:,}, ranks: {num_ranks():,} ({backend.device_type}, {backend.distributed_backend})"

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import Staging, os_errors, remove_leftovers, replace_file, write_file
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import Staging, os_errors, remove_leftovers, replace_file, write_file
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.state_checks import refuse_impossible

@@ -16,10 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import Staging, os_errors, replace_file, write_file
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError, UnsupportedFormatError
 from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import base_name, child
@@ -27,8 +23,12 @@ from megatron_packed_sft.remote.objects import list_objects, read_object, write_
 from megatron_packed_sft.remote.range_locks import alone
 from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import remove_published, scratch_directory
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import Staging, os_errors, replace_file, write_file
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
-from megatron_packed_sft.support.wording import byte_count, counted
+from megatron_packed_sft.support.wording import byte_count, plural
 from megatron_packed_sft.train.checkpoint import (
     FORMAT,
     LATEST,
@@ -263,7 +263,7 @@ def _newest_of_both(directory: CheckpointDirectory, copies: CopiedRun) -> tuple[
 
 def _brought(copy: Copy, directory: CheckpointDirectory) -> tuple[Path, list[str]]:
     path, is_new = fetch_copy(copy, directory)
-    size = f"{counted(len(copy.contents.files), 'file')}, {byte_count(copy.contents.num_bytes)}"
+    size = f"{plural(len(copy.contents.files), 'file')}, {byte_count(copy.contents.num_bytes)}"
     return path, [f"fetched {copy.shown} ({size})"] if is_new else []
 
 

@@ -16,7 +16,7 @@ from megatron_packed_sft.data.static_plan import StaticPlan
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.support.dotted_names import function_named
+from megatron_packed_sft.support.imports import function_named
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.ranks import num_ranks

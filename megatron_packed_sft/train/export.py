@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_packed_sft.disk.atomic import Staging, fsync_directory
 from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
@@ -29,6 +28,7 @@ from megatron_packed_sft.megatron.weights.torch_dist_writer import (
     sharded_weights,
     write_descriptions,
 )
+from megatron_packed_sft.support.atomic import Staging, fsync_directory
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.train.checkpoint import make_durable

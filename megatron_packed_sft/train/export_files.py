@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.families import shape_family
 from megatron_packed_sft.megatron.weights.folder import CONFIG
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support.atomic import fsync_directory, os_errors, write_file
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.pretrained import has_tokenizer, small_files
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
@@ -17,6 +16,7 @@ from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, H
 from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.megatron.weights.torch_dist import METADATA, TorchDistCheckpoint
 from megatron_packed_sft.megatron.weights.torch_dist_writer import RELEASE, TRACKER
+from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, refuse_damaged
 from megatron_packed_sft.train.checkpoint_copies import CHECKPOINTS, fetched_run

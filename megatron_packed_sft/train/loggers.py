@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.atomic import os_errors, replace_file
+from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.train.config import LoggerConfig
 
 TENSORBOARD: Final = "tensorboard"

@@ -18,10 +18,10 @@ import torch
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.data.order.blend_order import BlendOrder
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import PackedSFTError, StorageIOError
 from megatron_packed_sft.megatron.backend import seed_random_numbers
 from megatron_packed_sft.megatron.forward_step import forward_step
+from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, recorded_model
 from megatron_packed_sft.train.config import TrainConfig

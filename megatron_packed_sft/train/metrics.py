@@ -21,8 +21,8 @@ from typing import Any, Final
 import torch
 
 from megatron_packed_sft.data.order.blend import SourceProgress
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.train.loggers import Tracker
 from megatron_packed_sft.train.unwritten import Unwritten
 

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.config import ModelConfig, PeftConfig
 

@@ -13,7 +13,7 @@ from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.support import progress
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import is_terminal, show_json
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.train.metrics import MetricsFile, StepRecord, Totals, perplexity_of
 
 NO_COPIES: Mapping[str, Any] = MappingProxyType({})
@@ -132,7 +132,7 @@ class ConsoleReporter(Reporter):
         if self._is_terminal:
             self._validation_bar = self._new_bar(f"validating on {name}", total=num_bins, unit="bin")
         else:
-            self.say(f"step {step}: validating on {name}, {counted(num_bins, 'bin')}")
+            self.say(f"step {step}: validating on {name}, {plural(num_bins, 'bin')}")
 
     def on_validation_progress(self, num_bins: int) -> None:
         """Move the bar."""
@@ -195,7 +195,7 @@ class ConsoleReporter(Reporter):
         self.say(f"metrics: {self._metrics.path}")
         self.say(f"checkpoint: {self._checkpoint}")
         if copies.get("num_copies_skipped"):
-            num_skipped = counted(copies["num_copies_skipped"], "checkpoint")
+            num_skipped = plural(copies["num_copies_skipped"], "checkpoint")
             self.say(f"not copied: {num_skipped}, because a newer one was there before the store was ready for it")
         self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
         if unwritten := self._metrics.unwritten.summary():
@@ -231,7 +231,7 @@ class ConsoleReporter(Reporter):
 
 
 def _progress(name: str, source: SourceProgress) -> str:
-    return f"{name} {source.share:.2%} ({counted(source.num_samples, 'bin')}, {source.epochs:.2f} epochs)"
+    return f"{name} {source.share:.2%} ({plural(source.num_samples, 'bin')}, {source.epochs:.2f} epochs)"
 
 
 def _finite(number: float) -> float | None:

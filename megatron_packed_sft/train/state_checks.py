@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from megatron_packed_sft.disk.json_document import Fields
 from megatron_packed_sft.megatron.lora_settings import TARGETS
+from megatron_packed_sft.support.json_document import Fields
 
 _LARGEST: Final = (1 << 31) - 1
 _MANY: Final = 1 << 16  # layers, or heads: whoever reads weights makes a list of them

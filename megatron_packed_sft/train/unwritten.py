@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _NUM_TRIES: Final = 3  # in a row; a server that does not answer may take a minute to fail
 
@@ -61,5 +61,5 @@ class Unwritten:
 
     def summary(self) -> str | None:
         """Say how much was not written; None if everything was."""
-        parts = [f"{counted(count, 'record')} of {place}" for place, count in self.counts.items() if count]
+        parts = [f"{plural(count, 'record')} of {place}" for place, count in self.counts.items() if count]
         return f"not written: {', '.join(parts)}" if parts else None

@@ -17,10 +17,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, open_dataset, open_shard, pack, validate
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.encode.templates.renderer import Renderer
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.plan_file import load_plan, save_plan
+from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.materialize import plan_block
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import validate_token_store

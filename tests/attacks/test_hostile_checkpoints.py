@@ -21,7 +21,6 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import megatron_packed_sft
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint, refuse_harmful_state
@@ -29,6 +28,7 @@ from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.checkpoint_metadata import parse_metadata
 from megatron_packed_sft.megatron.weights.saved_archive import load_saved
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint, read_common
+from megatron_packed_sft.support import json_document
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState
 from tests.attacks.checkpoint_attacks import ATTACKS, PAYLOAD, Attack
 from tests.train.counting_chats import write_dataset

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft import open_dataset, open_shard, validate
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import ManifestError, PackedSFTError, ShardError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.json_document import MANIFEST
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 SEED = {

@@ -22,8 +22,8 @@ from megatron_packed_sft import (
     create_sft_dataset,
     doc_ids_from_boundaries,
 )
-from megatron_packed_sft.disk import file_sizes
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StateMismatchError
+from megatron_packed_sft.support import file_sizes
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
 from tests.storage.test_token_stream import write_stream

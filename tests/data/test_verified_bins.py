@@ -21,12 +21,12 @@ import xxhash
 
 from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
-from megatron_packed_sft.disk import file_sizes, json_document, span_checksums
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.storage.memmap_v1 import layout, open_arrays
 from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
 from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
+from megatron_packed_sft.support import checksum, file_sizes, json_document
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
 
@@ -230,7 +230,7 @@ def test_batches_are_the_same_however_they_are_read(many: Path, contract: str, m
 def test_an_xxhash_that_exports_nothing_gives_the_same_files_and_errors(
     tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_checksums, "hash_function", lambda: 0)
+    monkeypatch.setattr(checksum, "hash_function", lambda: 0)
     monkeypatch.setattr(located_bins, "hash_function", lambda: 0)
     write_shard(tmp_path / "shard", WEIGHTED, 64, vocab_size=500)
     for name in FILES:
@@ -392,7 +392,7 @@ def test_a_mapped_file_that_was_cut_is_an_error_at_the_next_look(
 
 
 def test_shards_that_are_read_keep_few_files_open(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.disk import file_maps
+    from megatron_packed_sft.support import file_maps
 
     monkeypatch.setattr(file_maps, "POOL", file_maps.MapPool(limit=24))  # three shards of eight places
     dataset = create_sft_dataset(many, 2, access="pread")

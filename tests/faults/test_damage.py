@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import DatasetWriter, open_shard, validate
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.support.json_document import MANIFEST
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 FILES = (*layout.ARRAY_FILES, MANIFEST)

@@ -55,7 +55,7 @@ def test_a_republish_that_fails_keeps_the_old_shard(tmp_path: Path) -> None:
 
 
 def test_republishing_works_where_the_system_cannot_swap_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.disk import atomic
+    from megatron_packed_sft.support import atomic
 
     monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
     write_shard(tmp_path / "shard", OLD, 32)

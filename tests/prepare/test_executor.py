@@ -15,7 +15,7 @@ import pytest
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.prepare.config import ExecutorConfig
 from megatron_packed_sft.prepare.executor import create_executor
-from megatron_packed_sft.support.executors import LocalExecutor
+from megatron_packed_sft.support.processes import LocalExecutor
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_a_worker_that_dies_is_one_sentence() -> None:
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"
-        "from megatron_packed_sft.support.executors import LocalExecutor\n"
+        "from megatron_packed_sft.support.processes import LocalExecutor\n"
         "if __name__ == '__main__':\n"
         "    for pid in LocalExecutor(2).run(eval, ['__import__(\"os\").getpid()'] * 4, int):\n"
         "        print(pid, flush=True)\n"

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError, StorageIOError
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 from tests.records.chat_files import chats, values, write_records
 
 

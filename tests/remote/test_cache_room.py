@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.remote import node_cache as node_caches
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.uploads import upload
+from megatron_packed_sft.support import json_document
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import NUM_SHARDS, URL, contents, files, write_dataset
 

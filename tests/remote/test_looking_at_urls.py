@@ -21,13 +21,13 @@ from megatron_packed_sft import (
     validate,
 )
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.inspect.compare.comparison import compare
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.uploads import send_shard, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.range_store import RangeStore
 from tests.packed_bins import make_bins
 from tests.prepare.preparing import chat, write_records

@@ -70,7 +70,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
 
 
 def test_a_dataset_json_whose_shard_is_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.disk import json_document
+    from megatron_packed_sft.support import json_document
 
     monkeypatch.setenv("PACKED_SFT_CACHE_DIR", str(tmp_path / "cache"))
     url = "memory://hostile/data"

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
-from megatron_packed_sft.disk import file_maps as mapping
 from megatron_packed_sft.errors import ShardError, ShardFileError
 from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.support import file_maps as mapping
 from tests.open_files import mapped_files, open_files
 from tests.packed_bins import assert_same_bins, make_bins, write_seed_shard, write_shard
 
@@ -142,7 +142,7 @@ def test_threads_share_one_shard_while_it_is_unmapped_under_them(shard: MemmapSh
 
 
 def test_the_pool_keeps_the_number_of_maps_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.disk import file_maps as memmap_reader
+    from megatron_packed_sft.support import file_maps as memmap_reader
 
     monkeypatch.setattr(memmap_reader, "POOL", mapping.MapPool(limit=3))
     for number in range(10):
@@ -205,7 +205,7 @@ def test_threads_read_the_right_bins_while_a_small_pool_unmaps_them(
 
 
 def test_the_pool_prefers_to_keep_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.disk import file_maps as memmap_reader
+    from megatron_packed_sft.support import file_maps as memmap_reader
 
     monkeypatch.setattr(memmap_reader, "POOL", mapping.MapPool(limit=2))
     for number in range(4):

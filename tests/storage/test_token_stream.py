@@ -29,7 +29,6 @@ from megatron_packed_sft import (
     storage_names,
     validate,
 )
-from megatron_packed_sft.disk import file_sizes
 from megatron_packed_sft.errors import (
     InvalidInputError,
     ManifestError,
@@ -42,6 +41,7 @@ from megatron_packed_sft.storage.bins import find_violations
 from megatron_packed_sft.storage.blocks import block_of
 from megatron_packed_sft.storage.registry import storage_of
 from megatron_packed_sft.storage.token_stream.metadata import parse_dtype
+from megatron_packed_sft.support import file_sizes
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
 from tests.tokens.test_store import make_sequences, write_store

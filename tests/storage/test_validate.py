@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import BinBlock, DatasetWriter, validate
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.memmap_v1 import validate as shard_content
 from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft.support import json_document
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
 ROWS = make_bins(30, 16, seed=2)

@@ -18,12 +18,12 @@ from megatron_packed_sft import (
     open_shard,
     validate,
 )
-from megatron_packed_sft.disk import json_document
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, UnsupportedFormatError
 from megatron_packed_sft.storage.blocks import block_of
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1 import writer as writer_module
 from megatron_packed_sft.storage.testing import with_weights
+from megatron_packed_sft.support import json_document
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard
 
 PLAIN = make_bins(30, 16, seed=2)

@@ -13,9 +13,9 @@ import pytest
 import xxhash
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
-from megatron_packed_sft.disk import json_document, span_checksums
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.support import checksum, json_document
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens import materialize as materializing
 from megatron_packed_sft.tokens import open_arrays
@@ -192,7 +192,7 @@ def test_a_copy_that_is_damaged_on_its_way_into_a_shard_is_an_error(store: Path,
 def test_an_xxhash_that_exports_nothing_gives_the_same_files_and_errors(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (span_checksums, open_arrays, materializing):
+    for module in (checksum, open_arrays, materializing):
         monkeypatch.setattr(module, "hash_function", lambda: 0)
     monkeypatch.setattr(writing, "_MANY_SEQUENCES", 0)
     weights = make_weights(SEQUENCES)

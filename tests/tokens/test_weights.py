@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from megatron_packed_sft import create_shard_writer, open_shard, validate
-from megatron_packed_sft.disk import array_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.support import array_files
 from megatron_packed_sft.tokens.materialize import materialize
 from megatron_packed_sft.tokens.shards import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
@@ -63,7 +63,7 @@ def test_weights_that_begin_in_the_middle_of_a_part_are_filled_in_before(
     for index in range(17):
         weights[index] = np.array(sequences[index][1], np.float32)
     write_part(tmp_path / "from_the_start", sequences, weights)
-    monkeypatch.setattr(array_file, "_READ_BACK", 64)  # many blocks
+    monkeypatch.setattr(array_files, "_READ_BACK", 64)  # many blocks
     write_part(tmp_path / "from_the_middle", sequences, weights, plain=17)
     assert files_of(tmp_path / "from_the_start") == files_of(tmp_path / "from_the_middle")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.train.checkpoint import (
     STATE,
     CheckpointDirectory,

@@ -29,8 +29,8 @@ from megatron_packed_sft.data.batch.located_bins import (
     LocatedBins,
     damaged_bin,
 )
-from megatron_packed_sft.disk.span_checksums import hash_function
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.checksum import hash_function
 
 _NO_OFFSETS = np.empty((2, 0), np.int64)
 _NO_PADDING_MASK = np.empty((0, 0), np.bool_)

@@ -37,7 +37,10 @@ from megatron_packed_sft.data.batch.located_bins import (
     VERIFIED,
     WEIGHTS,
 )
-from megatron_packed_sft.disk.memory_kernel import (
+from megatron_packed_sft.storage.memmap_v1 import open_arrays
+from megatron_packed_sft.storage.memmap_v1.bin_checksums import INDEX, INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS
+from megatron_packed_sft.support.compiled import inner_kernel, kernel
+from megatron_packed_sft.support.memory_kernel import (
     carray,
     hash_bytes,
     load_byte,
@@ -47,9 +50,6 @@ from megatron_packed_sft.disk.memory_kernel import (
     pointer,
     store_byte,
 )
-from megatron_packed_sft.storage.memmap_v1 import open_arrays
-from megatron_packed_sft.storage.memmap_v1.bin_checksums import INDEX, INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS
-from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 IGNORED_LABEL = -100  # what torch's cross entropy and every Hugging Face model skip
 

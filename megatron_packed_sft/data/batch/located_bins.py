@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.span_checksums import hash_function
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checked
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
@@ -25,6 +24,7 @@ from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.open_arrays import CHECKSUMS_ADDRESS, NUM_ADDRESSES, ShardArrays
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.support.checksum import hash_function
 
 # The fields of `LocatedBins.table`: one small array instead of many, because creating arrays dominates a small batch.
 IDS = 0  # address of the bin's first id

@@ -6,7 +6,7 @@ from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.support.wording import byte_count, counted
+from megatron_packed_sft.support.wording import byte_count, plural
 
 _TOLD: set[tuple[str, str, int | None]] = set()
 _WINDOWS_AT_ONCE = 2  # where one ends, the next has begun to be fetched
@@ -47,7 +47,7 @@ def shortage(source: BinReader, window: int | None, key: str = "{}") -> str | No
         what = f"{key.format('shard_window')}={window} visits {byte_count(needed)} of it at a time"
     return (
         f"{source.description} has about {byte_count(num_bytes)}, and {what}, but the cache {cache.directory} holds "
-        f"{byte_count(room)} (about {counted(int(room / shard), 'shard')} of {num_shards:,}), so shards will be "
+        f"{byte_count(room)} (about {plural(int(room / shard), 'shard')} of {num_shards:,}), so shards will be "
         f"fetched repeatedly; {smaller}raise {key.format('cache_size')} to {byte_count(int(needed * 1.05))}"
     )
 

@@ -13,13 +13,13 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of
-from megatron_packed_sft.disk.checksum import checksum
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.packing_problem import Int32
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
 from megatron_packed_sft.storage.read_options import MMAP, NEVER, ReadOptions
+from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
 

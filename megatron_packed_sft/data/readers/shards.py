@@ -21,8 +21,6 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
 from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of, sample_of
-from megatron_packed_sft.disk.checksum import checksum
-from megatron_packed_sft.disk.file_maps import LazyMaps
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
@@ -33,7 +31,9 @@ from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import NEVER, ReadOptions
 from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.checksum import checksum
+from megatron_packed_sft.support.file_maps import LazyMaps
+from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ def _described(storage: Storage, paths: Sequence[Path], shards: Sequence[PackedS
     more = " ..." if len(shards) > 1 else ""
     num_files = sum(len(shard.files) for shard in shards if isinstance(shard, TokenStream))
     if num_files:
-        return f"token stream {paths[0]}{more}, {counted(num_files, 'file')}"
+        return f"token stream {paths[0]}{more}, {plural(num_files, 'file')}"
     return f"{_count(storage, len(shards))}, {paths[0]}{more}"
 
 

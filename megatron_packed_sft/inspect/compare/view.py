@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_packed_sft.inspect.tokens_of_bin import visible
 from megatron_packed_sft.support.terminal import table
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 Facts = Mapping[str, Any]
 
@@ -26,14 +26,14 @@ _STYLES = {"a": "red", "b": "green"}
 
 def view(facts: Facts) -> Iterator[RenderableType]:
     """Yield what to show of the facts that `compare` returns."""
-    sizes = f"{counted(_num_bins(facts), 'bin')}, {counted(facts['sequences']['num_a'], 'sequence')}"
+    sizes = f"{plural(_num_bins(facts), 'bin')}, {plural(facts['sequences']['num_a'], 'sequence')}"
     if facts["equal"]:
-        tokens = counted(facts["a"]["num_tokens"], "token")
+        tokens = plural(facts["a"]["num_tokens"], "token")
         yield Text.assemble(("equal", "bold green"), f": {sizes}, {tokens}")
         yield from (f"note: {note}" for note in facts["notes"])
         return
     yield Text.assemble(
-        ("different", "bold red"), f": {counted(facts['num_differing_bins'], 'bin')} of {_num_bins(facts):,}"
+        ("different", "bold red"), f": {plural(facts['num_differing_bins'], 'bin')} of {_num_bins(facts):,}"
     )
     for side in ("a", "b"):
         yield Text(f"{side.upper()}: {facts[side]['path']} ({facts[side]['storage']})", _STYLES[side])
@@ -45,7 +45,7 @@ def view(facts: Facts) -> Iterator[RenderableType]:
         yield from _difference(one)
     more = facts["num_differing_bins"] - len(facts["differences"])
     if more > 0:
-        yield f"... and {counted(more, 'more differing bin')}"
+        yield f"... and {plural(more, 'more differing bin')}"
     yield ""
     yield table(["sequences", ""], [[_MOVES[name], facts["sequences"][name]] for name in _MOVES])
     for name, some in facts["examples"].items():
@@ -78,7 +78,7 @@ def _example(name: str, one: Facts) -> Iterator[RenderableType]:
         other = one["in_b"]
         where += f" is in B {other['split']}, bin {other['bin']:,}, sequence {other['sequence']}"
     text = one["text"] if one["text"] is not None else " ".join(map(str, one["ids"]))
-    yield Text.assemble(f"{_MOVES[name]}: {where} ({counted(one['num_tokens'], 'token')}): ", (_shown(text), "dim"))
+    yield Text.assemble(f"{_MOVES[name]}: {where} ({plural(one['num_tokens'], 'token')}): ", (_shown(text), "dim"))
 
 
 def _shown(text: str) -> str:

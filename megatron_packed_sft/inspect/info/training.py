@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import os_errors
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import os_errors
 
 Facts = dict[str, Any]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.tokens_of_bin import visible
+from megatron_packed_sft.support.atomic import os_errors
 
 METRICS: Final = "metrics.jsonl"
 _MOST_POINTS = 800

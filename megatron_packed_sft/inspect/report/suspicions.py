@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.inspect.report.reading import Int64, TokensRead
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, visible
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _MOST_EXAMPLES = 12
 _FEW_TRAINED, _FEW_SHARE, _FEW_LENGTH = 2, 0.01, 64
@@ -104,7 +104,7 @@ def _little_trained(read: TokensRead) -> Suspicion:
             read,
             found,
             lambda one: int(read.first_trained[one]) if read.num_trained[one] else 0,
-            lambda one: f"{int(read.num_trained[one]):,} of {counted(int(read.lengths[one]), 'token')} trained",
+            lambda one: f"{int(read.num_trained[one]):,} of {plural(int(read.lengths[one]), 'token')} trained",
         ),
     )
 
@@ -149,7 +149,7 @@ def _repeated(read: TokensRead) -> Suspicion:
     def note(one: int) -> str:
         other = int(earlier[one])
         where = f"bin {int(read.bin_of[other]):,}, sequence {int(read.sequence_of[other]) + 1}"
-        return f"equals {where}; {counted(int(read.lengths[one]), 'token')}"
+        return f"equals {where}; {plural(int(read.lengths[one]), 'token')}"
 
     return Suspicion(
         "repeated",

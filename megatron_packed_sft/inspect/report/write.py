@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.disk.atomic import os_errors, replace_file
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
@@ -17,6 +16,7 @@ from megatron_packed_sft.inspect.report.run_page import is_run, run_page
 from megatron_packed_sft.remote.filesystem import base_name, refuse_read_only
 from megatron_packed_sft.remote.objects import object_info, read_range
 from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
 SUFFIX = ".report.html"

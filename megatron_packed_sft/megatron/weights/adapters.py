@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.errors import ShardFileError
 from megatron_packed_sft.megatron.lora_settings import PREFIX, LoraSettings, home_of, num_sections
 from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
@@ -21,6 +20,7 @@ from megatron_packed_sft.megatron.weights.export import WrittenWeights
 from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
 from megatron_packed_sft.megatron.weights.safetensors_file import SafetensorsWriter, num_bytes
 from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
+from megatron_packed_sft.support.atomic import write_file
 
 ADAPTER: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"

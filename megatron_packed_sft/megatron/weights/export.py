@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.megatron.weights.folder import INDEX, SINGLE
 from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
 from megatron_packed_sft.megatron.weights.safetensors_file import SafetensorsWriter, num_bytes
+from megatron_packed_sft.support.atomic import write_file
 
 
 class WrittenWeights(NamedTuple):

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk import json_document
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import checksum, file_checksum
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.families import Family, family_of
 from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
 from megatron_packed_sft.megatron.weights.shape import ModelShape
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import checksum, file_checksum
+from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import local_path
 
 CONFIG: Final = "config.json"

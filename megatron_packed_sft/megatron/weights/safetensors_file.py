@@ -17,10 +17,10 @@ from typing import Final, Self
 
 import torch
 
-from megatron_packed_sft.disk.atomic import os_errors, preallocate, write_at
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
 from megatron_packed_sft.megatron.weights.folder import DTYPES
 from megatron_packed_sft.megatron.weights.layout import TensorShape
+from megatron_packed_sft.support.atomic import os_errors, preallocate, write_at
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT: Final = 8

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.checkpoint_metadata import Chunk, Place, StoredTensor, parse_metadata
 from megatron_packed_sft.megatron.weights.saved_archive import load_saved
+from megatron_packed_sft.support.atomic import os_errors
 
 METADATA: Final = ".metadata"
 BACKEND: Final = "metadata.json"

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.disk.atomic import write_file
 from megatron_packed_sft.megatron.weights.layout import LAYERS, Weight
 from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.support.atomic import write_file
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 RELEASE: Final = "release"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.strategies.packing_problem import Bins, Int32, PackingProblem, bins_from_numbers
 from megatron_packed_sft.plugins import Registry
-from megatron_packed_sft.support.dotted_names import function_named
+from megatron_packed_sft.support.imports import function_named
 
 # (lengths, capacity) -> bins: a list of lists of indices, or an array with the bin number of each sequence.
 CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]

@@ -18,7 +18,7 @@ from megatron_packed_sft.records.formats.json_files import Cut
 from megatron_packed_sft.records.limits import refuse_expansion, refuse_tiny_records, too_many_bytes
 from megatron_packed_sft.records.record import RecordError
 from megatron_packed_sft.records.streams import open_file, reading
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.imports import load
 
 _LARGEST_ROW_GROUP_SLICES = 16
 _RECORDS_AT_ONCE, _FEWEST_AT_ONCE = 256, 16

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
+from megatron_packed_sft.support.atomic import os_errors
 
 INDEX: Final = ".idx"
 TOKENS: Final = ".bin"

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
-from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import ShardFileError
 from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
 from megatron_packed_sft.storage.megatron_indexed.index import DocumentIndex, read_index
 from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
+from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.paths import local_path
 
 _NUM_SAMPLES = 64  # places all over the tokens that are part of the fingerprint

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.megatron_indexed.index import INDEX, MAGIC, pair_of, read_index
 from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 
 if TYPE_CHECKING:
     from megatron_packed_sft.storage.validation_report import ValidationReport

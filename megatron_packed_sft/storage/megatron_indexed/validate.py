@@ -13,7 +13,7 @@ from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.validate import check_stream, fitted
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress
@@ -44,9 +44,9 @@ def validate_indexed(path: Path, options: StreamOptions, report: ValidationRepor
     report.num_bytes += path.stat().st_size
     num_findings = report.num_findings
     check_stream(stream, report, bar)
-    empty = f"; {counted(index.num_empty, 'empty document')} left out" if index.num_empty else ""
+    empty = f"; {plural(index.num_empty, 'empty document')} left out" if index.num_empty else ""
     report.notes.append(
-        f"{path}: {counted(len(documents), 'document')} of up to {counted(documents.pack_size, 'token')}{empty}"
+        f"{path}: {plural(len(documents), 'document')} of up to {plural(documents.pack_size, 'token')}{empty}"
     )
     if report.num_findings == num_findings:
         eos = "tokenizer" if stream.eos_id is None else stream.eos_id  # bins of different lengths are padded with it

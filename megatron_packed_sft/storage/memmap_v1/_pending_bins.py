@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import npy
 from megatron_packed_sft.storage.bins import BinBlock, IntArray, cast_checked
+from megatron_packed_sft.support import npy
 
 _BUFFER_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import os_errors, write_at
+from megatron_packed_sft.support.atomic import os_errors, write_at
 
 _NAME = "seq_starts.spool"
 _ENTRIES_AT_ONCE = 1 << 18

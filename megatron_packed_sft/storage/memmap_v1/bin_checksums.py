@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron_packed_sft.disk.span_checksums import span_checksums
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.support.checksum import span_checksums
 
 Checksums = npt.NDArray[np.uint64]
 INPUT_IDS = 0

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_packed_sft.disk.json_document import MANIFEST
-from megatron_packed_sft.disk.npy import (
+from megatron_packed_sft.support.json_document import MANIFEST
+from megatron_packed_sft.support.npy import (
     CHECKSUM_DTYPE,
     INDEX_DTYPE,
     MASK_DTYPE,

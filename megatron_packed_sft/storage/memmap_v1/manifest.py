@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.disk import json_document, npy
-from megatron_packed_sft.disk.json_document import FileRecord, parse_file_records
 from megatron_packed_sft.errors import UnsupportedFormatError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.support import json_document, npy
+from megatron_packed_sft.support.json_document import FileRecord, parse_file_records
 
 CREATED_BY = f"megatron_packed_sft {__version__}"
 MAX_MANIFEST_BYTES = 1 << 20

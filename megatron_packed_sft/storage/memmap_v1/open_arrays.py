@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checked_files import CheckedFile
-from megatron_packed_sft.disk.file_sizes import MappedSizes, changed_size
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.read_options import ALWAYS, FIRST_READ, NEVER
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checked_files import CheckedFile
+from megatron_packed_sft.support.file_sizes import MappedSizes, changed_size
 
 # Where the arrays of a shard lie in memory, as compiled code takes it; see `ShardArrays.addresses`.
 IDS_ADDRESS = 0

@@ -11,12 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_packed_sft.disk import file_maps
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checked_files import CheckedDirectory, CheckedFile
-from megatron_packed_sft.disk.checksum import checksum, file_checksum
-from megatron_packed_sft.disk.file_maps import LazyMaps, will_need
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError, ShardChangedError, ShardFileError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
 from megatron_packed_sft.storage.memmap_v1 import layout
@@ -25,6 +19,12 @@ from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, S
 from megatron_packed_sft.storage.memmap_v1.open_arrays import ShardArrays, map_arrays, read_arrays
 from megatron_packed_sft.storage.read_options import PREAD, ReadOptions
 from megatron_packed_sft.storage.registry import not_a_shard
+from megatron_packed_sft.support import file_maps
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checked_files import CheckedDirectory, CheckedFile
+from megatron_packed_sft.support.checksum import checksum, file_checksum
+from megatron_packed_sft.support.file_maps import LazyMaps, will_need
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 
 # A shard that is read through open files holds three of them: at most 128 shards at a time, under a limit of 1,024.

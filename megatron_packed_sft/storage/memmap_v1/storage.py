@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from megatron_packed_sft.disk.checked_files import CheckedDirectory
-from megatron_packed_sft.disk.checksum import checksum as checksum_of
-from megatron_packed_sft.disk.json_document import MANIFEST, FileRecord
-from megatron_packed_sft.disk.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.memmap_v1 import layout
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from megatron_packed_sft.support.checked_files import CheckedDirectory
+from megatron_packed_sft.support.checksum import checksum as checksum_of
+from megatron_packed_sft.support.json_document import MANIFEST, FileRecord
+from megatron_packed_sft.support.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:

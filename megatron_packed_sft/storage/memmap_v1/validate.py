@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.checked_files import CheckedFile, HashingReader
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
@@ -22,6 +19,9 @@ from megatron_packed_sft.storage.memmap_v1.bin_checksums import FILES, INDEX, ch
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+from megatron_packed_sft.support.checked_files import CheckedFile, HashingReader
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.progress import Progress
 
 # Bins are read, hashed and checked in blocks that stay in the processor's cache.

@@ -11,11 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import npy
-from megatron_packed_sft.disk.array_file import ArrayFileWriter
-from megatron_packed_sft.disk.atomic import write_file
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM
-from megatron_packed_sft.disk.json_document import MANIFEST
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
 from megatron_packed_sft.storage.bins import (
     BinBlock,
@@ -30,6 +25,11 @@ from megatron_packed_sft.storage.memmap_v1 import bin_checksums, layout
 from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
 from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
+from megatron_packed_sft.support import npy
+from megatron_packed_sft.support.array_files import ArrayFileWriter
+from megatron_packed_sft.support.atomic import write_file
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
+from megatron_packed_sft.support.json_document import MANIFEST
 
 _BLOCK_BYTES = 1 << 20
 

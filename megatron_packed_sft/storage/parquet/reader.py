@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import npy
 from megatron_packed_sft.errors import LegacyFormatError
 from megatron_packed_sft.storage.flat_shard import FlatBins, FlatShard
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support import npy
+from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import local_path
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")

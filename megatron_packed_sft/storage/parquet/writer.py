@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
 from megatron_packed_sft.storage.parquet.reader import COLUMNS
-from megatron_packed_sft.support.dependencies import load
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.imports import load
 
 _BINS_PER_GROUP = 500
 

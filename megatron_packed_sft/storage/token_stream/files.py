@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_packed_sft.disk.atomic import os_errors, translated
-from megatron_packed_sft.disk.npy import MAX_HEADER, NpyHeader, parse_npy_header
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata, parse_dtype
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.support.atomic import os_errors, translated
+from megatron_packed_sft.support.npy import MAX_HEADER, NpyHeader, parse_npy_header
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.atomic import translated
-from megatron_packed_sft.disk.file_maps import LazyMaps, map_file, will_need
-from megatron_packed_sft.disk.file_sizes import MappedSizes, changed_size
 from megatron_packed_sft.errors import ShardFileError
 from megatron_packed_sft.storage.read_options import MMAP, PREAD
+from megatron_packed_sft.support.atomic import translated
+from megatron_packed_sft.support.file_maps import LazyMaps, map_file, will_need
+from megatron_packed_sft.support.file_sizes import MappedSizes, changed_size
 
 _BLOCK_TOKENS = 1 << 20  # of a file that is read from front to back
 

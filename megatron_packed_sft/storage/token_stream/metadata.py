@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
+from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import refuse_special_file
 from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 

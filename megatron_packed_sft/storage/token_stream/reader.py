@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.checksum import DEFAULT_ALGORITHM, new_hasher
-from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS, SMALL_ID_DTYPE
 from megatron_packed_sft.errors import InvalidInputError, ShardError, ShardFileError
 from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
 from megatron_packed_sft.storage.read_options import ReadOptions
@@ -25,8 +23,10 @@ from megatron_packed_sft.storage.token_stream.files import GUESSED_ID_LIMIT, fin
 from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
 from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata, read_metadata
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
+from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS, SMALL_ID_DTYPE
 from megatron_packed_sft.support.paths import local_path
-from megatron_packed_sft.support.wording import counted
+from megatron_packed_sft.support.wording import plural
 
 _NUM_SAMPLES = 64  # places all over the stream whose tokens are part of its fingerprint
 _SAMPLE_BYTES = 4096
@@ -220,7 +220,7 @@ class TokenStream:
             file.advise(start, start + self.pack_size)
 
     def __repr__(self) -> str:
-        files = counted(len(self.files), "file")
+        files = plural(len(self.files), "file")
         return f"TokenStream({str(self.path)!r}, {len(self):,} windows of {self.pack_size} in {files})"
 
     def _num_windows(self, num_tokens: int) -> int:
@@ -303,7 +303,7 @@ class TokenStream:
         if short:
             are = "is" if len(short) == 1 else "are"
             warnings.append(
-                f"{self.path}: {len(short):,} of {counted(len(self.files), 'file')} {are} shorter than a window of "
+                f"{self.path}: {len(short):,} of {plural(len(self.files), 'file')} {are} shorter than a window of "
                 f"{self.pack_size:,} tokens and {are} skipped, such as {short[0].path.name} with "
                 f"{short[0].num_tokens:,}; lower {self.options.spelled('seq_length')} to use "
                 f"{'it' if len(short) == 1 else 'them'}"

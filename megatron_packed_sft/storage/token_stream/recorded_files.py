@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from megatron_packed_sft.disk.atomic import os_errors
-from megatron_packed_sft.disk.checksum import file_checksum
-from megatron_packed_sft.disk.json_document import Fields, FileRecord, parse, parse_file_records
 from megatron_packed_sft.errors import ManifestError
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import file_checksum
+from megatron_packed_sft.support.json_document import Fields, FileRecord, parse, parse_file_records
 
 _MAX_BYTES = 16 << 20
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.disk.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.token_stream.files import NPY, find_files
@@ -20,6 +19,7 @@ from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH,
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
 from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS
 
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress

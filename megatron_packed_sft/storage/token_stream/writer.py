@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk.appended_file import AppendedFile
-from megatron_packed_sft.disk.atomic import fsync_directory, os_errors
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.array_files import AppendedFile
+from megatron_packed_sft.support.atomic import fsync_directory, os_errors
+from megatron_packed_sft.support.json_document import FileRecord
 
 TOKEN_DTYPES = {"uint16-le": "<u2", "uint32-le": "<u4"}  # as meta.json names them
 _MAX_UINT16_VOCABULARY = 1 << 16

@@ -1,4 +1,4 @@
-"""Functions that a user names in a configuration, imported only on the user's word."""
+"""Optional packages and functions that a configuration names: imported when needed, one sentence if missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+
+
+def load(module: str, extra: str, purpose: str) -> Any:
+    """Import a module that an extra of ours installs.
+
+    Example:
+        >>> load("json", "json", "reading JSON").loads("[1]")
+        [1]
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{purpose} needs the package {module.partition('.')[0]}; install it with "
+            f"pip install 'megatron-packed-sft[{extra}]'"
+        ) from error
 
 
 def function_named(name: str, key: str) -> Callable[..., Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from megatron_packed_sft.disk.atomic import os_errors
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.atomic import os_errors
 
 
 class Hasher(Protocol):
@@ -75,3 +79,43 @@ def stored_size(path: Path) -> int:
         if not path.is_dir():
             return path.stat().st_size
         return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, some in os.walk(path) for name in some)
+
+
+# The first one chooses the vector instructions of this machine.
+_SYMBOLS = ("XXH3_64bits_dispatch", "XXH3_64bits")
+
+
+@functools.cache
+def hash_function() -> int:
+    """Return the address of XXH3_64bits(bytes, size) with seed 0, or 0 if nobody exports it."""
+    try:
+        library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
+    except (AttributeError, OSError):
+        return 0
+    for symbol in _SYMBOLS:
+        if hasattr(library, symbol):
+            return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
+    return 0
+
+
+def span_checksums(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return the XXH3-64 of each span of bytes; the caller keeps the memory alive.
+
+    Example:
+        >>> data = np.frombuffer(b"abcabc", np.uint8)
+        >>> first, second = span_checksums(data.ctypes.data + np.array([0, 3]), np.array([3, 3]))
+        >>> first == second == xxhash.xxh3_64_intdigest(b"abc")
+        np.True_
+    """
+    function = hash_function()
+    if function:
+        from megatron_packed_sft.support import memory_kernel
+
+        checksums = np.empty(addresses.size, np.uint64)
+        memory_kernel.hash_spans(function, addresses, sizes, checksums)
+        return checksums
+    found = (
+        xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(address))
+        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
+    )
+    return np.fromiter(found, np.uint64, addresses.size)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.disk import npy
-from megatron_packed_sft.disk.atomic import os_errors, translated
-from megatron_packed_sft.disk.checksum import Hasher, new_hasher
-from megatron_packed_sft.disk.file_maps import map_file
-from megatron_packed_sft.disk.json_document import FileRecord
 from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
+from megatron_packed_sft.support import npy
+from megatron_packed_sft.support.atomic import os_errors, translated
+from megatron_packed_sft.support.checksum import Hasher, new_hasher
+from megatron_packed_sft.support.file_maps import map_file
+from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.progress import Progress
 
 # O_NOFOLLOW: a shard's files are its own. O_NONBLOCK: a FIFO under that name must not hang the reader.

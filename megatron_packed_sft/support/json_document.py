@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_packed_sft.disk.checksum import DIGEST_LENGTHS, checksum
 from megatron_packed_sft.errors import ManifestError
+from megatron_packed_sft.support.checksum import DIGEST_LENGTHS, checksum
 
 MANIFEST = "manifest.json"  # of shards, parts of token stores and length stores; always written last
 SELF_CHECKSUM = "self_checksum"
