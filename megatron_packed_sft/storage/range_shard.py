@@ -12,10 +12,10 @@ from megatron_packed_sft.errors import PackedSFTError, ShardFileError
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import ShardEntry, open_listed_shard
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.manifest import checksums_array, shard_arrays, weights_array
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.registry import storage_named
-from megatron_packed_sft.support.npy import ArraySpec
+from megatron_packed_sft.support.array_files import ArraySpec
 
 _NUM_THREADS = 4
 
@@ -57,7 +57,7 @@ class RangeShard:
         ids, mask, lengths, offsets, starts = self._specs()
         by_bin = [ids, mask]
         if manifest.has_weights:
-            by_bin.append(layout.weights_array(manifest.num_bins, pack_size))
+            by_bin.append(weights_array(manifest.num_bins, pack_size))
         by_bin += self._checksums()
         self._fill((lengths, index, index + 1), (offsets, index, index + 2))
         first, last = self.shard.arrays.seq_offsets[index : index + 2].tolist()
@@ -73,12 +73,12 @@ class RangeShard:
         manifest = self.shard.manifest
         if not manifest.has_bin_checksums:
             return []
-        return [layout.checksums_array(manifest.num_bins, has_weights=manifest.has_weights)]
+        return [checksums_array(manifest.num_bins, has_weights=manifest.has_weights)]
 
     def _specs(self) -> tuple[ArraySpec, ...]:
         manifest = self.shard.manifest
         num_sequences = len(self.shard.arrays.seq_starts)
-        return layout.shard_arrays(manifest.num_bins, manifest.pack_size, num_sequences, manifest.dtype)
+        return shard_arrays(manifest.num_bins, manifest.pack_size, num_sequences, manifest.dtype)
 
     def _fill(self, *wanted: tuple[ArraySpec, int, int]) -> None:
         """Fetch entries [first, last) of some files at the same time."""
