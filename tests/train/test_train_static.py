@@ -258,7 +258,7 @@ def test_the_seeds_spelling_of_a_key_is_answered_with_ours(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("make_samples", "is not a dotted name, such as my_package.my_function"),
+        ("make_samples", "is not a dotted name; write my_package.my_function"),
         ("no_such_package.make", "cannot be imported .*; check the name, install its package, or add its folder"),
         ("tests.train.static_samples.nothing", "has no attribute 'nothing'.*check the name"),
         ("tests.train.static_samples.make_anonymous", r"\(list\) has no fingerprint; give it one"),
