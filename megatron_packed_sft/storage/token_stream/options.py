@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import refuse_special_file
-from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 DEFAULT_SEQ_LENGTH = 2048  # that of `create_sft_dataset`
 _ID_LIMIT = 1 << 31
@@ -195,7 +194,6 @@ def _load(path: Path) -> Any:
             raise ManifestError(f"{path} is not valid JSON ({error}); repair it or move it away") from None
     import yaml
 
-    refuse_alias_bomb(path)
     try:
         return yaml.safe_load(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
