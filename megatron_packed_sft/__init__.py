@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.data.batch.attention_masks import (
+    from megatron_packed_sft.data.batch.collate import widen
+    from megatron_packed_sft.data.batch.model_helpers import (
         doc_ids_from_boundaries,
         document_mask_mod,
+        require_separate_sequences,
         visible_mask,
+        weighted_loss,
     )
-    from megatron_packed_sft.data.batch.collate import widen
-    from megatron_packed_sft.data.batch.transformers_models import require_separate_sequences
-    from megatron_packed_sft.data.batch.weighted_loss import weighted_loss
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     )
     from megatron_packed_sft.data.factory import create_sft_dataset
     from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn
-    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM
-    from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
-    from megatron_packed_sft.data.loading.loader import PackedLoader
+    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM, get_pos_ids_for_packed_sequence
+    from megatron_packed_sft.data.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
     from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
@@ -112,7 +111,7 @@ _HOMES = {
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
     "PackedDataset": "data.datasets",
-    "PackedLoader": "data.loading.loader",
+    "PackedLoader": "data.loader",
     "PackedSFTError": "errors",
     "PackedShard": "storage.interface",
     "PackedShardWriter": "storage.interface",
@@ -141,10 +140,10 @@ _HOMES = {
     "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.registry",
-    "doc_ids_from_boundaries": "data.batch.attention_masks",
-    "document_mask_mod": "data.batch.attention_masks",
+    "doc_ids_from_boundaries": "data.batch.model_helpers",
+    "document_mask_mod": "data.batch.model_helpers",
     "effective_batch": "packing.effective_batch",
-    "get_pos_ids_for_packed_sequence": "data.huggingface.positions",
+    "get_pos_ids_for_packed_sequence": "data.huggingface.collator",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
@@ -160,13 +159,13 @@ _HOMES = {
     "register_schema": "records.schemas.registry",
     "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
-    "require_separate_sequences": "data.batch.transformers_models",
+    "require_separate_sequences": "data.batch.model_helpers",
     "sample_conversations": "records.samples.sample_chats",
     "storage_names": "storage.registry",
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
-    "visible_mask": "data.batch.attention_masks",
-    "weighted_loss": "data.batch.weighted_loss",
+    "visible_mask": "data.batch.model_helpers",
+    "weighted_loss": "data.batch.model_helpers",
     "widen": "data.batch.collate",
     "write_memmap_to_cloud": "storage.cloud",
     "write_sample_data": "records.samples.sample_chats",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import refuse_special_file
-from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 # In a directory of tokens, in this order. A token cache keeps its meta.json above the directories of its splits.
 _NAMES = ("metadata.yaml", "metadata.yml", "metadata.json", "meta.json")
@@ -105,7 +104,6 @@ def _load(path: Path) -> Any:
             raise ManifestError(f"{path} is not valid JSON ({error}); repair it or move it away") from None
     import yaml
 
-    refuse_alias_bomb(path)
     try:
         return yaml.safe_load(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

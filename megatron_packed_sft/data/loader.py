@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, Unpack
 
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.loading._prefetch import Prefetcher, cuda_device_to_pin_for, pinned, use_cuda_device
+from megatron_packed_sft.data.order.sample_order import ShardOrder
 from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler, SamplerArguments, Step
-from megatron_packed_sft.data.order.shard_order import ShardOrder
 from megatron_packed_sft.data.order.state import LoaderState
+from megatron_packed_sft.data.prefetch import Prefetcher, cuda_device_to_pin_for, pinned, use_cuda_device
 from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.errors import InvalidInputError
 
