@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
-from megatron_packed_sft.inspect.painting import LABEL, NOTE, TRAINED, Painter, times
-from megatron_packed_sft.inspect.record_preview import Cut, RecordPreview, RecordPreviewer, SequencePreview
+from megatron_packed_sft.inspect.painting import LABEL, NOTE, TRAINED, Painter, quoted, times, visible
+from megatron_packed_sft.inspect.preview_records import (
+    KIND_NAMES,
+    Cut,
+    RecordPreview,
+    RecordPreviewer,
+    SequencePreview,
+    TurnTokens,
+)
 from megatron_packed_sft.inspect.tokens_of_bin import Token
-from megatron_packed_sft.inspect.turns_of_text import KIND_NAMES, TurnTokens
-from megatron_packed_sft.inspect.visible_text import quoted, visible
 from megatron_packed_sft.support.terminal import table
 from megatron_packed_sft.support.wording import plural
 

@@ -1,19 +1,136 @@
-"""The facts about a path as text, tables and bars."""
+"""One dispatch: what kind of thing a path is, and one sentence when it is none that we know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from megatron_packed_sft.support.terminal import drawable, table
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.inspect import info_of_data, info_of_training
+from megatron_packed_sft.prepare.how_to_use import path_line, path_setting
+from megatron_packed_sft.remote.copies import copy_of
+from megatron_packed_sft.remote.objects import object_info
+from megatron_packed_sft.remote.outline import Outline
+from megatron_packed_sft.storage.dataset_directory import DATASET
+from megatron_packed_sft.storage.registry import shards_inside, storage_of
+from megatron_packed_sft.support.paths import is_url, local_path, redacted
+from megatron_packed_sft.support.terminal import table
 from megatron_packed_sft.support.wording import byte_count
+from megatron_packed_sft.tokens.validate import is_token_store
 
-Facts = Mapping[str, Any]
+Facts = dict[str, Any]
 
-_BAR_WIDTH = 40
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_RECORD_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".arrow")
+
+
+class Kind(NamedTuple):
+    """A kind of thing on disk."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+    facts: Callable[[Path], Facts]
+
+
+KINDS = (
+    Kind("dataset directory", lambda path: os.path.lexists(path / DATASET), info_of_data.dataset_facts),
+    Kind("checkpoint", info_of_training.is_checkpoint, info_of_training.checkpoint_facts),
+    Kind("run", info_of_training.is_run, info_of_training.run_facts),
+    Kind("token store", is_token_store, info_of_data.token_store_facts),
+    Kind("plan", lambda path: path.suffix == ".npz", info_of_data.plan_facts),
+    Kind(
+        "token stream",
+        lambda path: getattr(storage_of(path), "name", None) == "token_stream",
+        info_of_data.shards_facts,
+    ),
+    Kind("shard", lambda path: storage_of(path) is not None, info_of_data.shards_facts),
+    Kind("Megatron checkpoint", info_of_training.is_foreign_checkpoint, info_of_training.foreign_checkpoint_facts),
+    Kind("directory of shards", lambda path: bool(shards_inside(path)), info_of_data.shards_facts),
+)
+
+
+def describe(path: str | os.PathLike[str]) -> Facts:
+    """Return what a path is and what is recorded of it: plain values, as `packed-sft info --json` prints them.
+
+    Args:
+        path: a dataset directory, a shard, file or stream of any storage, a token store, a plan, a checkpoint or a run;
+            or the URL of one: of directories documents and headers are read, single files are fetched.
+
+    Example:
+        >>> import tempfile
+        >>> from megatron_packed_sft.storage.registry import create_shard_writer
+        >>> home = tempfile.mkdtemp()
+        >>> with create_shard_writer("memmap_v1", f"{home}/shard", num_bins=1, pack_size=4) as writer:
+        ...     writer.write_bin(0, [1, 2], [1, 0], [0])
+        ...     _ = writer.finalize()
+        >>> facts = describe(f"{home}/shard")
+        >>> facts["kind"], facts["total"]["fullness"]
+        ('shard', 0.5)
+    """
+    if is_url(path):
+        return _describe_url(os.fspath(path))
+    location = local_path(path)
+    if not os.path.lexists(location):
+        raise InvalidInputError(f"{location} does not exist; check the path")
+    kind = next((one for one in KINDS if one.recognises(location)), None)
+    if kind is None:
+        raise InvalidInputError(f"{location} {_what_else(location)}")
+    return {"path": str(location), "kind": kind.name, **kind.facts(location)}
+
+
+def _describe_url(url: str) -> Facts:
+    """Describe a dataset or shard of a store by its documents and headers alone."""
+    if object_info(url) is not None:  # one file, whose facts may be anywhere in it
+        path = copy_of(url)
+        try:
+            return _at_home(describe(path), path, url)
+        except PackedSFTError as error:
+            error.args = (str(error).replace(str(path), redacted(url)),)
+            raise
+    with Outline.of(url) as outline:
+        return _at_home(describe(outline.path), outline.path, url)
+
+
+def _at_home(facts: Facts, path: Path, url: str) -> Facts:
+    """Return facts about a copy as ones about the store; lines to paste are quoted as the URL needs it."""
+    quoted = {path_setting(str(path)): path_setting(redacted(url)), path_line(str(path)): path_line(redacted(url))}
+    for number, line in enumerate(facts.get("how_to_use") or ()):
+        for old, new in quoted.items():
+            facts["how_to_use"][number] = line = line.replace(old, new)
+    place, name = (json.dumps(one)[1:-1] for one in (str(path), redacted(url)))
+    at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
+    return at_home
+
+
+def _what_else(path: Path) -> str:
+    """Say what a path is instead, as far as a look at its names tells."""
+    if path.is_dir():
+        names = set(os.listdir(path))
+        if not names:
+            return "is an empty directory; check the path"
+        if {"tokens", "plans"} <= names:
+            return (
+                "is the work directory of a preparation; look at what it holds, such as "
+                f"{path / 'tokens' / 'train'} or {path / 'plans' / 'train.npz'}"
+            )
+        if names & set(_MODEL_FILES):
+            return "is the folder of a model or a tokenizer, not data; tokenizer.path and model.path take it"
+        if any(name.endswith(_RECORD_SUFFIXES) for name in names):
+            return "is a directory of records; `packed-sft prepare` makes a dataset of them"
+    elif path.suffix == ".model":
+        return "is a tokenizer's model, not data; tokenizer.path takes it"
+    elif path.suffix in _RECORD_SUFFIXES:
+        return "is a file of records; `packed-sft prepare` makes a dataset of it"
+    *kinds, last = (kind.name for kind in KINDS)
+    return f"is no {', '.join(kinds)} or {last}; check the path"
+
+
 _STYLES = {"trained": "green", "dropped": "yellow", "": "cyan"}
 _PERCENTAGES = ("trained_share", "fullness", "padding_share", "data_share")
 _LOSSES = ("loss", "first_loss")
@@ -51,11 +168,6 @@ def view(facts: Facts) -> Iterator[RenderableType]:
     yield table(["", ""], list(_made_with(facts)), left=2)
     for note in facts.get("notes", ()):
         yield Text(f"note: {note}", "yellow")
-    for split, found in facts.get("histograms", {}).items():
-        for title, one in found.items():
-            yield ""
-            yield Text(title if split == "all" else f"{split}: {title}", "bold")
-            yield _bars(one)
     if facts.get("how_to_use"):
         yield ""
         yield from facts["how_to_use"]
@@ -145,26 +257,6 @@ def _made_with(facts: Facts) -> Iterator[tuple[str, str]]:
     for split, one in facts.get("plan_fingerprints", {}).items():
         if one:
             yield f"plan of {split}", one
-
-
-def _bars(one: Facts) -> RenderableType:
-    """Draw a histogram: a line per step, its share as a bar."""
-    edges, counts = one["edges"], one["counts"]
-    total, largest = sum(counts) + one["num_beyond"], max(counts)
-    block = drawable("█", "#")
-    rows = []
-    for number, count in enumerate(counts):
-        low, high = edges[number], edges[number + 1]
-        last = high - 1 if one["is_whole"] else high
-        label = f"{low:,}" if low == last else f"{low:,} to {last:,}"
-        width = max(1, round(_BAR_WIDTH * count / largest)) if count else 0
-        rows.append([f"  {label}", count, f"{100 * count / max(total, 1):.1f} %", block * width])
-    if one["num_beyond"]:
-        rows.append(["  beyond", one["num_beyond"], f"{100 * one['num_beyond'] / total:.1f} %", ""])
-    drawn = table(["  ", "count", "share", "."], rows, styles={".": "cyan"})
-    drawn.show_header = False
-    drawn.columns[-1].justify = "left"
-    return drawn
 
 
 def _size(facts: Facts) -> str:

@@ -1,17 +1,60 @@
-"""What an explanation of a template shows, for people and as JSON."""
+"""What `packed-sft explain-template` does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
-from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch
-from megatron_packed_sft.inspect.template_alone import TemplateAlone
-from megatron_packed_sft.inspect.visible_text import quoted
+from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted
+from megatron_packed_sft.inspect.settings import is_template, prepare_settings, split_words
+from megatron_packed_sft.support.terminal import show, show_json, shows_colours
+
+
+def run_explain(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
+    """Explain a template, and return the exit code.
+
+    Args:
+        words: a tokenizer, a template file or a built-in name, and settings KEY=VALUE.
+        tokenizer: the path of the tokenizer that a template is for.
+        as_json: print plain values.
+    """
+    from megatron_packed_sft.encode.templates.load import load_template
+    from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
+    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.inspect.explain_template import TemplateExplanation
+    from megatron_packed_sft.inspect.explain_template_view import TemplateAlone, template_json, template_view
+    from megatron_packed_sft.inspect.painting import Painter
+
+    path, settings = split_words(words)
+    named = path if path is not None and is_template(path) else None
+    if path is None and tokenizer is None:
+        raise InvalidInputError("name a tokenizer, a Jinja file or a built-in template, such as chatml")
+    if named is None and path is not None:
+        if tokenizer is not None:
+            raise InvalidInputError(f"{path} and --tokenizer {tokenizer} are two tokenizers; leave one out")
+        tokenizer = path
+    config = prepare_settings(settings, tokenizer=tokenizer or "none")
+    given = config.tokenizer
+    made = None if tokenizer is None else load_tokenizer(given.path, kind=given.kind, fast=False)
+    template = load_template(named or config.template.name, made)
+    whose: Tokenizer = made if made is not None else TemplateAlone(template)
+    logging.getLogger("megatron_packed_sft.encode").setLevel(logging.ERROR)  # what it would warn of is shown
+    found = TemplateExplanation(whose, template, config.template)
+    if as_json:
+        show_json(template_json(found))
+    else:
+        show(*template_view(found, Painter(whose.control_tokens, in_colour=shows_colours())))
+    return 0
+
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -161,3 +204,43 @@ def _indented(text: Text) -> Text:
         shown.append("  ")
         shown.append_text(line)
     return shown
+
+
+_BOS, _EOS = "<|bos_token|>", "<|eos_token|>"
+# How control tokens look in the templates of models: <|im_end|>, [INST], <end_of_turn>, <think>.
+_LOOKS_LIKE_CONTROL = re.compile(
+    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>{}'\s]{1,40}[|\N{FULLWIDTH VERTICAL LINE}]>"
+    r"|\[/?[A-Z_]{3,}\]|</?[a-z_]+_of_turn>|</?(?:think|tool_call|tool_response|s|bos|eos)>"
+)
+
+
+class TemplateAlone:
+    """What stands in for the tokenizer of a template: it renders, and cannot encode.
+
+    What looks like a control token in the template is taken for one; `bos_token` and `eos_token` are shown by name.
+
+    Example:
+        >>> list(TemplateAlone(ChatTemplate("mine", "[INST]{{ messages[0].content }}[/INST]")).control_tokens)[:2]
+        ['[INST]', '[/INST]']
+    """
+
+    bos_id = eos_id = pad_id = None
+    vocab_size = 0
+    fingerprint = ""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.path = self.name = template.name
+        self.chat_template: str | None = template.source
+        self.tool_template = template.tool_source
+        found = dict.fromkeys([*_LOOKS_LIKE_CONTROL.findall(template.source), _BOS, _EOS])
+        self.control_tokens: Mapping[str, int] = {token: number for number, token in enumerate(found)}
+        self.template_variables: Mapping[str, Any] = {"bos_token": _BOS, "eos_token": _EOS}
+        self.stop_tokens: Sequence[str] = [_EOS]
+
+    def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
+        """Refuse: there are no ids."""
+        raise InvalidInputError(f"{self.name} is a template alone; give a tokenizer to see ids")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Refuse: there are no ids."""
+        raise InvalidInputError(f"{self.name} is a template alone; give a tokenizer to see ids")

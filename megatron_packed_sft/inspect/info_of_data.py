@@ -210,7 +210,7 @@ def _shard(path: Path, storage: Storage) -> Facts:
     recorded = storage.recorded(path)
     notes = list(recorded.get("notes", ()))
     if storage.in_memory and recorded.get("num_loss_tokens") is None:
-        notes.append(f"a {storage.name} file records little of itself; --deep reads it")
+        notes.append(f"a {storage.name} file records little of itself; `packed-sft report` reads it")
     return {
         "storage": storage.name,
         **bin_facts(recorded),

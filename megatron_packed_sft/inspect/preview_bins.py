@@ -5,21 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.data.factory import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.find_tokenizer import FoundTokenizer, find_tokenizer
-from megatron_packed_sft.inspect.opened_data import OpenedData, open_data
+from megatron_packed_sft.inspect.opened_data import FoundTokenizer, find_tokenizer, open_data
+from megatron_packed_sft.inspect.painting import LABEL, Painter, visible
+from megatron_packed_sft.inspect.preview_record_view import tokens_json, tokens_table
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder, tokens_of_bin
 from megatron_packed_sft.prepare.origins import BinOrigins, noted_tokenizer_paths
 from megatron_packed_sft.records.files import expand_path
@@ -27,16 +25,14 @@ from megatron_packed_sft.records.streams import open_file
 from megatron_packed_sft.remote.filesystem import base_name, child
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.uploads import refuse_unfinished
-from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset
-from megatron_packed_sft.storage.range_shard import RangeShard
-from megatron_packed_sft.storage.registry import shards_inside, storage_named, storage_of
+from megatron_packed_sft.storage.registry import shards_inside, storage_of
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, redacted
-from megatron_packed_sft.tokens.range_store import RangeStore
+from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
 
@@ -138,7 +134,7 @@ class PackedPreviewer:
 
     Args:
         path: a dataset directory, a shard or file of any storage, a directory of shards, or a token store; or the URL
-            of one of these. Of memmap_v1 and token stores only the bins and sequences that are shown are fetched.
+            of one of these: then the shard that holds the bin, or the token store, is fetched into the node's cache.
         split: of a dataset directory; None takes train, or the only one.
         tokenizer: the path of the tokenizer that made it, if it is not to be looked for.
         plan: of a token store: show its bins and not its sequences.
@@ -163,10 +159,8 @@ class PackedPreviewer:
         self.url = os.fspath(path) if is_url(path) else None
         self.path = Path(path) if self.url is None else Path(base_name(self.url))
         self.where = str(path) if self.url is None else redacted(self.url)
-        self._ranges: dict[int, RangeShard] = {}
-        self._opened: OpenedData | None = None
         self._reader: BinReader | None = None
-        self._store: TokenStore | RangeStore | None = None
+        self._store: TokenStore | None = None
         self._origins: BinOrigins | None = None
         self.found: FoundTokenizer
         is_store = is_token_store(path)
@@ -199,7 +193,7 @@ class PackedPreviewer:
         )
 
     def _open_packed(self, split: str | None, tokenizer: Any, work_dir: Any, stream: StreamOptions | None) -> None:
-        opened = self._opened = self._opened_data(work_dir, stream)
+        opened = open_data(self.url or self.path, work_dir=work_dir, stream=stream)
         if split is None:
             split = "train" if "train" in opened.splits else next(iter(opened.splits))
         if split not in opened.splits:
@@ -217,32 +211,8 @@ class PackedPreviewer:
             candidates = noted_tokenizer_paths(parent.with_name(f"{parent.name}.work"))
             self.found = find_tokenizer(opened.recorded_tokenizer, candidates=candidates)
 
-    def _opened_data(self, work_dir: Any, stream: StreamOptions | None) -> OpenedData:
-        """Open the data; of a single memmap_v1 shard in a store only its manifest and headers are fetched."""
-        if self.url is None or has_dataset(self.url) or object_info(child(self.url, MANIFEST)) is None:
-            return open_data(self.url or self.path, work_dir=work_dir, stream=stream)
-        shard = self._ranges[0] = RangeShard(self.url)
-        reader = ShardBinReader.of_shards(storage_named("memmap_v1"), [shard.shard.path])
-        return OpenedData(shard.shard.path, "memmap_v1", {"train": reader}, {}, None, {"train": 1}, url=self.url)
-
-    def _fetched(self, number: int) -> PackedBin:
-        """Return a bin; one in a store is fetched alone, unless its shard is in the cache of the node."""
-        reader = self._bins
-        if not isinstance(reader, ShardBinReader) or (reader.remote is None and not self._ranges):
-            return reader.bin(number)
-        lasts = np.cumsum([entry.num_bins for entry in reader.entries])
-        shard = int(np.searchsorted(lasts, number, side="right"))
-        inside = number - int(lasts[shard]) + reader.entries[shard].num_bins
-        if shard not in self._ranges and reader.remote is not None:
-            remote = reader.remote[shard]
-            if reader.storage.name != "memmap_v1" or remote.cache.has(remote.item):
-                return reader.bin(number)
-            self._ranges[shard] = RangeShard(remote.url, reader.entries[shard])
-        return self._ranges[shard][inside]
-
     def _open_store(self, tokenizer: Any, plan: Any) -> None:
-        is_range = self.url is not None and plan is None
-        store = RangeStore(self.url or "") if is_range else open_token_store(self.url or self.path)
+        store = open_token_store(self.url or self.path)
         recorded: Mapping[str, Any] | None = store.manifest.tokenizer
         candidates: list[str | os.PathLike[str]] = [*noted_tokenizer_paths(self.path.resolve().parents[1])]
         if recorded and recorded.get("name"):
@@ -270,14 +240,6 @@ class PackedPreviewer:
     def _bins(self) -> BinReader:
         assert self._reader is not None
         return self._reader
-
-    @property
-    def _pad_id(self) -> int | None:
-        """What fills bins up; asking a reader that does not know would fetch a shard."""
-        reader = self._bins
-        if reader.figures.pad_id is not None or not self._ranges:
-            return reader.figures.pad_id if reader.figures.pad_id is not None else reader.pad_id
-        return next(iter(self._ranges.values())).shard.figures.pad_id or 0
 
     def draw(self, count: int, seed: int | None) -> list[int]:
         """Draw numbers by lot, and return them in order."""
@@ -318,7 +280,7 @@ class PackedPreviewer:
             )
         reader = self._bins
         self._refuse_outside("--bin", number, "bin")
-        packed = self._fetched(number)
+        packed = reader.bin(number)
         origins = [] if self._origins is None else self._origins.of_bin(number)
         return BinPreview(
             f"bin {number:,} of {len(reader):,}",
@@ -327,7 +289,7 @@ class PackedPreviewer:
             list(tokens_of_bin(packed, self.decoder)),
             [None if one is None else f"{one.file}, line {one.line}" for one in origins],
             reader.figures.pack_size,
-            self._pad_id,
+            reader.figures.pad_id if reader.figures.pad_id is not None else reader.pad_id,
             notes,
         )
 
@@ -349,3 +311,73 @@ class PackedPreviewer:
             raise InvalidInputError(
                 f"{option} is {number}, but {self.where} has the {noun}s 0 to {self.num_entries - 1}; choose one"
             )
+
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def bin_view(
+    preview: BinPreview, previewer: PackedPreviewer, painter: Painter, *, ids: bool = False
+) -> Iterator[RenderableType]:
+    """Yield what to show of a bin or a sequence.
+
+    Args:
+        preview: the bin.
+        previewer: what opened it.
+        painter: for its text.
+        ids: show every token on a line of its own, with its id.
+    """
+    from rich.text import Text
+
+    yield Text.assemble((f"{visible(preview.where, breaks=False)}, {preview.what}", "bold"), f"  {_summary(preview)}")
+    tokenizer = previewer.found.tokenizer
+    found = f"tokenizer {tokenizer.name}" if tokenizer else previewer.found.note
+    yield Text(visible(found, breaks=False), style="dim")
+    for note in preview.notes:
+        yield Text(note, style="dim")
+    start = 0
+    for number, tokens in enumerate(preview.sequences):
+        trained = sum(token.is_trained for token in tokens)
+        words = f"sequence {number}: tokens {start}-{start + len(tokens) - 1}, {trained:,} trained"
+        origin = preview.origins[number] if number < len(preview.origins) else None
+        yield Text("")
+        if not previewer.is_store:
+            yield Text.assemble((words, LABEL), f", from {visible(origin, breaks=False)}" if origin else "")
+        yield tokens_table(tokens, painter) if ids else painter.text(tokens)
+        start += len(tokens)
+    if not ids:
+        yield Text("")
+        yield painter.legend()
+
+
+def bin_json(preview: BinPreview, previewer: PackedPreviewer) -> dict[str, Any]:
+    """Return a preview as plain values."""
+    tokenizer = previewer.found.tokenizer
+    return {
+        "path": str(previewer.path) if previewer.url is None else redacted(previewer.url),
+        "where": preview.where,
+        "sequence" if previewer.is_store else "bin": preview.number,
+        "of": previewer.num_entries,
+        "num_tokens": preview.num_tokens,
+        "num_trained": preview.num_trained,
+        "pack_size": preview.pack_size,
+        "tokenizer": None if tokenizer is None else {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "notes": [*preview.notes, *([previewer.found.note] if previewer.found.note else [])],
+        "sequences": [
+            {
+                "origin": preview.origins[number] if number < len(preview.origins) else None,
+                "tokens": tokens_json(tokens),
+            }
+            for number, tokens in enumerate(preview.sequences)
+        ],
+    }
+
+
+def _summary(preview: BinPreview) -> str:
+    share = preview.num_trained / max(1, preview.num_tokens)
+    words = f"{plural(preview.num_tokens, 'token')}, {preview.num_trained:,} trained ({share:.1%})"
+    if preview.pack_size is not None:
+        full = preview.num_tokens / preview.pack_size
+        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of {preview.pack_size:,} full"
+    return words

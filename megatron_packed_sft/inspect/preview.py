@@ -18,8 +18,8 @@ from megatron_packed_sft.support.terminal import show, show_json, shows_colours
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from megatron_packed_sft.inspect.bin_preview import BinPreview
     from megatron_packed_sft.inspect.chosen_records import ChosenRecord
+    from megatron_packed_sft.inspect.preview_bins import BinPreview
     from megatron_packed_sft.prepare.config import PrepareConfig
 
 _DEFAULT_SEED = 1234  # that of datasets and of the training recipe
@@ -59,7 +59,7 @@ def run_preview(request: PreviewRequest) -> int:
     if path is None and not settings:
         raise InvalidInputError("name a file of chats or packed data; see packed-sft preview --help")
     if path is not None:
-        from megatron_packed_sft.inspect.bin_preview import is_packed, refuse_nothing
+        from megatron_packed_sft.inspect.preview_bins import is_packed, refuse_nothing
 
         refuse_nothing(path)
         if is_packed(path):
@@ -72,8 +72,8 @@ def _preview_records(path: str | None, settings: Sequence[str], request: Preview
     config = prepare_settings(settings, tokenizer=request.tokenizer)
     chosen, note = _chosen_records(path, config, request)
     from megatron_packed_sft.inspect.painting import Painter
-    from megatron_packed_sft.inspect.record_preview import RecordPreviewer
-    from megatron_packed_sft.inspect.record_view import record_json, record_view
+    from megatron_packed_sft.inspect.preview_record_view import record_json, record_view
+    from megatron_packed_sft.inspect.preview_records import RecordPreviewer
 
     previewer = RecordPreviewer(config)
     with _warning_once():
@@ -118,9 +118,8 @@ def _preview_packed(path: str, settings: Sequence[str], request: PreviewRequest)
                 "names the tokenizer that made it)"
             )
         tokenizer = tokenizer or value
-    from megatron_packed_sft.inspect.bin_preview import PackedPreviewer
-    from megatron_packed_sft.inspect.bin_view import bin_json, bin_view
     from megatron_packed_sft.inspect.painting import Painter
+    from megatron_packed_sft.inspect.preview_bins import PackedPreviewer, bin_json, bin_view
 
     previewer = PackedPreviewer(
         path,
