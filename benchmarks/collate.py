@@ -25,7 +25,7 @@ from megatron_packed_sft import BinBlock, MemmapShard, create_sft_dataset, open_
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.interface import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 
 EOS = 2

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, private_megabytes, resident_megabytes, timed
 from megatron_packed_sft import BinBlock, LegacyPickleWriter, MemmapShardWriter, open_shard, validate
+from megatron_packed_sft.storage.interface import WriterOptions
 
 VOCAB_SIZE = 120_000
 SEQUENCES_PER_BIN = 12
@@ -112,7 +113,7 @@ def legacy_lists(target: Path, pool: BinBlock, num_bins: int) -> None:
 
 def legacy_ours(target: Path, pool: BinBlock, num_bins: int) -> None:
     """Our writer of the same legacy file."""
-    with LegacyPickleWriter(target, num_bins=num_bins) as writer:
+    with LegacyPickleWriter(target, WriterOptions(num_bins=num_bins)) as writer:
         for first, count in blocks(num_bins):
             writer.write_block(first, part(pool, first, count))
         writer.finalize()

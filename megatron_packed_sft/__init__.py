@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import Schema, register_schema
-    from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
+    from megatron_packed_sft.storage.bins import BinBlock, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
+    from megatron_packed_sft.storage.figures import BinFigures
     from megatron_packed_sft.storage.flat_files import OrderedShardWriter
     from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AnnealedWeights": "data.order.blend_weights",
     "BinBlock": "storage.bins",
-    "BinFigures": "storage.bins",
+    "BinFigures": "storage.figures",
     "Blend": "data.order.blend",
     "ChatTemplate": "encode.templates.load",
     "Conversation": "records.record",

@@ -15,7 +15,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,10 @@ from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.interface import PackedShard
+from megatron_packed_sft.storage.figures import PackMetadata
+from megatron_packed_sft.storage.interface import FIRST_READ, PackedShard, ReadOptions
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.storage.pack_metadata import PackMetadata
-from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import not_a_shard, storage_named
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import local_path
@@ -69,8 +68,6 @@ class PackedDataset:
             vocabulary.
         verify: when a bin of a memmap_v1 shard is compared with its checksum: at its `first_read` by this process,
             `always` or `never`.
-        access: `mmap` maps files; `pread` reads each bin into memory, which is slower, but makes an error of a file
-            that is cut while it is in use, where a map ends the process.
         bridge_arguments: further arguments of Megatron-Bridge's dataset classes; those that mean nothing for packed
             data are refused unless they have Bridge's default.
     """
@@ -98,11 +95,10 @@ class PackedDataset:
         loss: str = "per_token",
         allow_tokenizer_mismatch: bool = False,
         verify: str = FIRST_READ,
-        access: str = MMAP,
         **bridge_arguments: Any,
     ) -> None:
         refuse_meaningless(bridge_arguments)
-        source.read_with(ReadOptions(verify, access))
+        source.read_with(ReadOptions(verify))
         if max_num_samples is not None and max_num_samples < 1:
             raise InvalidInputError(
                 f"max_num_samples is {max_num_samples}; give at least 1, or None for every bin once"
@@ -291,9 +287,7 @@ class GPTSFTPackedMemmapDataset(PackedDataset):
     def manifest(self) -> ShardManifest:
         """The shard's manifest; its fields can be read like those of manifest.json."""
         assert isinstance(self.source, ShardBinReader)
-        shard = self.source.shard(0)
-        assert isinstance(shard, MemmapShard)
-        return shard.manifest
+        return cast("MemmapShard", self.source.shard(0)).manifest
 
 
 class GPTSFTPackedMultiShardDataset(PackedDataset):

@@ -18,7 +18,7 @@ from megatron_packed_sft.data.datasets import (
     dataset_over,
 )
 from megatron_packed_sft.data.made_with import Tolerance, eos_id_of, id_limit_of
-from megatron_packed_sft.data.opened_bins import AUTO, STREAMED, OpenedBins, PathLike, Paths, Weights, open_bins
+from megatron_packed_sft.data.opened_bins import AUTO, OpenedBins, PathLike, Paths, Weights, open_bins
 from megatron_packed_sft.data.order.sample_order import Order, ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
 from megatron_packed_sft.data.readers.cache_room import shortage
@@ -29,19 +29,16 @@ from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.storage.token_stream.reader import TokenStream
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["AUTO", "OpenedBins", "create_sft_dataset", "open_bins", "shard_order"]
 
 _DEFAULT_SEQ_LENGTH = 2048  # Megatron-Bridge's
-_CLASS_OF_ONE_SHARD: dict[type, type[PackedDataset]] = {
-    MemmapShard: GPTSFTPackedMemmapDataset,
-    LegacyShard: GPTSFTPackedDataset,
+_CLASS_OF_ONE_SHARD: dict[str, type[PackedDataset]] = {
+    "memmap_v1": GPTSFTPackedMemmapDataset,
+    "legacy": GPTSFTPackedDataset,
 }
 
 
@@ -109,7 +106,7 @@ def create_sft_dataset(
             has every bin once unless `max_num_samples` says otherwise.
         packing_mode: `prepared` opens bins that were packed before; `static` packs raw samples now, into packs of
             `seq_length`.
-        arguments: further ones of `PackedDataset`, such as `contract`, `loss`, `verify` and `access`; for static packs
+        arguments: further ones of `PackedDataset`, such as `contract`, `loss` and `verify`; for static packs
             also those of `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
     if packing_mode != PREPARED or not _is_path(path):
@@ -214,8 +211,8 @@ def _class_over(source: BinReader) -> type[PackedDataset]:
         return GPTSFTPlannedDataset
     if not isinstance(source, ShardBinReader):
         return PackedDataset
-    if isinstance(source.storage, STREAMED):
-        return TokenStreamDataset if isinstance(source.shard(0), TokenStream) else PackedDataset
+    if source.storage.stream_options:
+        return PackedDataset if source.figures.max_input_len is None else TokenStreamDataset  # documents or windows
     if len(source.paths) == 1 and not source.of_directory:
-        return _CLASS_OF_ONE_SHARD.get(type(source.shard(0)), PackedDataset)
+        return _CLASS_OF_ONE_SHARD.get(source.storage.name, PackedDataset)
     return GPTSFTPackedMultiShardDataset

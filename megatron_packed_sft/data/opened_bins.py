@@ -22,11 +22,9 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
-from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
@@ -36,7 +34,6 @@ Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
 Weights = Sequence[float] | Mapping[str, float]
 
 AUTO = "auto"
-STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 
 
 class OpenedBins(NamedTuple):
@@ -136,12 +133,7 @@ class _Opening(NamedTuple):
         if len(paths) > 1 and first is not None and all(one is first for one in storages):
             _check_wanted(paths[0], first, wanted)
             configured = self._configured(first)
-            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(paths):
-                # One stream: their dtype is decided together, and short ones are skipped.
-                configured = TokenStreamStorage(
-                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in paths))
-                )
-                paths = [paths[0].parent]
+            configured, paths = configured.as_one_shard(paths)
             return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
         return [self.one(path, wanted) for path in paths]
 
@@ -174,8 +166,8 @@ class _Opening(NamedTuple):
             _check_wanted(path, storage, wanted)
             return ShardBinReader.of_shards(self._configured(storage), [path])
         inside = shards_inside(path)
-        if not inside and isinstance(wanted, TokenStreamStorage):
-            return ShardBinReader.of_shards(self._configured(wanted), [path])  # or it says why it is none
+        if not inside and wanted is not None and wanted.is_flat:
+            return ShardBinReader.of_shards(self._configured(wanted), [path])  # raises the reason why it is none
         if not inside:
             is_empty = path.is_dir() and not any(path.iterdir())
             raise InvalidInputError(
@@ -192,7 +184,7 @@ class _Opening(NamedTuple):
         [storage] = kinds.values()
         _check_wanted(path, storage, wanted)
         shards = [shard for shard, _ in inside]
-        if isinstance(storage, TokenStreamStorage):
+        if storage.is_flat:
             raise InvalidInputError(
                 f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
                 "train on"
@@ -200,24 +192,21 @@ class _Opening(NamedTuple):
         return ShardBinReader.of_shards(self._configured(storage), shards, self.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        if not isinstance(storage, STREAMED):
+        if not storage.stream_options:
             return storage
         if self.stream.vocab_size is None and self.id_limit is not None:
-            return type(storage)(replace(self.stream, vocab_size=self.id_limit()))
-        return type(storage)(self.stream)
-
-
-def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
-    return len({path.parent for path in paths}) == 1 and not any(path.is_dir() for path in paths)
+            return storage.configured(replace(self.stream, vocab_size=self.id_limit()))
+        return storage.configured(self.stream)
 
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
     """Refuse what is said about token streams where there is none: it would be ignored in silence."""
-    found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
-    if TokenStreamStorage in found:
-        return
-    indexed = () if MegatronIndexedStorage in found else ("pack_sequences", "documents")
-    given = {name: getattr(options, name) for name in (*indexed, "file_pattern", "dtype")}
+    meaningful: set[str] = set()
+    for one in sources:
+        if isinstance(one, ShardBinReader):
+            meaningful |= one.storage.stream_options
+    options_of_streams = ("pack_sequences", "documents", "file_pattern", "dtype")
+    given = {name: getattr(options, name) for name in options_of_streams if name not in meaningful}
     for name, value in given.items():
         if value:
             raise InvalidInputError(

@@ -28,7 +28,6 @@ from megatron_packed_sft.remote.uploads import refuse_unfinished
 from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
-from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, redacted
@@ -164,7 +163,8 @@ class PackedPreviewer:
         self._origins: BinOrigins | None = None
         self.found: FoundTokenizer
         is_store = is_token_store(path)
-        is_stream = self.url is None and isinstance(storage_of(self.path), TokenStreamStorage)
+        storage = storage_of(self.path) if self.url is None else None
+        is_stream = storage is not None and storage.is_flat
         about_streams = {"--seq-length": seq_length, "--pack-sequences": pack_sequences or None, "--eos-id": eos_id}
         option = next((name for name, value in about_streams.items() if value is not None), None)
         if option is not None and not is_stream:

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import LegacyFormatError
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures
-from megatron_packed_sft.storage.flat_files import FlatBins, FlatShard, OrderedShardWriter
-from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.flat_files import DEFAULT_OPTIONS, FlatBins, FlatShard, OrderedShardWriter
+from megatron_packed_sft.storage.interface import PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.imports import load
@@ -159,17 +160,17 @@ _BINS_PER_GROUP = 500
 
 
 class ParquetShardWriter(OrderedShardWriter):
-    """Write bins in any order, each once, and publish the whole file at `finalize`; memory is one row group.
+    """Write bins in their order, and publish the whole file at `finalize`; memory is one row group.
 
     The arguments are those of `OrderedShardWriter`.
     """
 
     _OUTPUT = "output.parquet"
 
-    def __init__(self, output_path: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, output_path: str | os.PathLike[str], options: WriterOptions = DEFAULT_OPTIONS) -> None:
         self._pa = load("pyarrow", "parquet", "packed Parquet")
         pq = load("pyarrow.parquet", "parquet", "packed Parquet")
-        super().__init__(output_path, **options)
+        super().__init__(output_path, options)
         types = zip(COLUMNS, (self._pa.int32(), self._pa.int8(), self._pa.int32()), strict=True)
         self._schema = self._pa.schema([(name, self._pa.list_(kind)) for name, kind in types])
         self._pending: list[Any] = []  # record batches of the row group to come
@@ -251,29 +252,9 @@ class ParquetStorage(Storage):
 
         return ParquetShard(path)
 
-    def create_writer(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        num_bins: int,
-        pack_size: int,
-        vocab_size: int | None = None,
-        pad_id: int = 0,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> PackedShardWriter:
+    def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> PackedShardWriter:
         """Create a `ParquetShardWriter`."""
-        from megatron_packed_sft.storage.parquet import ParquetShardWriter
-
-        return ParquetShardWriter(
-            path,
-            num_bins=num_bins,
-            pack_size=pack_size,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            overwrite=overwrite,
-            provenance=provenance,
-        )
+        return ParquetShardWriter(path, options)
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return an estimate: ids take the bits of the vocabulary, and a mask compresses to almost nothing."""
@@ -282,14 +263,14 @@ class ParquetStorage(Storage):
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what the file's footer counts, and what Megatron-Bridge's metadata beside it says."""
-        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+        from megatron_packed_sft.storage.figures import PackMetadata
         from megatron_packed_sft.storage.parquet import read_footer
 
         return {**read_footer(path), **PackMetadata.recorded_beside(path)}
 
     def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
         """Return Megatron-Bridge's metadata file."""
-        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+        from megatron_packed_sft.storage.figures import PackMetadata
 
         return PackMetadata.file_beside(figures)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import ShardFileError
-from megatron_packed_sft.storage.read_options import FIRST_READ
+from megatron_packed_sft.storage.interface import FIRST_READ
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.tokens.manifest import CHECKSUM_DTYPE, TokenPartManifest
 from megatron_packed_sft.tokens.open_arrays import PartArrays

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
-from megatron_packed_sft.storage.read_options import ALWAYS, NEVER
+from megatron_packed_sft.storage.bins import NO_WEIGHTS
+from megatron_packed_sft.storage.interface import ALWAYS, NEVER
 from megatron_packed_sft.support.checksum import hash_function
 from megatron_packed_sft.tokens.manifest import CHECKSUM_DTYPE
 from megatron_packed_sft.tokens.sequence_checksums import checksum_of_sequence, checksums_of_sequences

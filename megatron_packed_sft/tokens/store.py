@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardChangedError, ShardError, ShardFileError
+from megatron_packed_sft.storage.interface import FIRST_READ, ReadOptions
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_MANIFEST_BYTES
-from megatron_packed_sft.storage.read_options import FIRST_READ, ReadOptions
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checked_files import CheckedDirectory

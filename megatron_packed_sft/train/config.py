@@ -79,7 +79,6 @@ class DataConfig:
             cache.
         cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         verify: when a bin is compared with its checksum: first_read, always or never.
-        access: mmap maps the files; pread reads each bin into memory, slower, but a file that is cut is an error.
         pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
         prefetch: batches to make ahead.
         allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
@@ -107,7 +106,6 @@ class DataConfig:
     cache_dir: str | None = None
     cache_size: str | None = None
     verify: str = "first_read"
-    access: str = "mmap"
     pad_to_max_length: bool = False
     prefetch: int = 4
     allow_mismatch: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from megatron_packed_sft.megatron.weights.shape import ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
 from megatron_packed_sft.remote.filesystem import refuse_read_only
 from megatron_packed_sft.remote.sizes import parse_size
-from megatron_packed_sft.storage.read_options import ACCESS, VERIFY
+from megatron_packed_sft.storage.interface import VERIFY
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
@@ -141,9 +141,8 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     if data.shard_window is not None and any(one is not None for one in others):
         yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
     yield from _below(1, {"data.shard_window": data.shard_window})
-    for key, known in (("verify", VERIFY), ("access", ACCESS)):
-        if getattr(data, key) not in known:
-            yield f"data.{key} is {getattr(data, key)!r}; choose from {', '.join(known)}"
+    if data.verify not in VERIFY:
+        yield f"data.verify is {data.verify!r}; choose from {', '.join(VERIFY)}"
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"

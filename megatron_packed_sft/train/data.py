@@ -120,7 +120,6 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             verify=data.verify,
-            access=data.access,
             pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
         )
 

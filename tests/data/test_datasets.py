@@ -39,7 +39,8 @@ from megatron_packed_sft.data.datasets import (
 from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.storage.pack_metadata import PackMetadata
+from megatron_packed_sft.storage.figures import PackMetadata
+from megatron_packed_sft.storage.interface import WriterOptions
 from megatron_packed_sft.tokens.shards import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
@@ -67,7 +68,7 @@ def write_everything(home: Path) -> dict[str, Any]:
                     writer.write_bin(index, *row)
                 writer.finalize()
         dataset.finalize()
-    with LegacyPickleWriter(home / "legacy.npy", num_bins=10) as writer:
+    with LegacyPickleWriter(home / "legacy.npy", WriterOptions(num_bins=10)) as writer:
         for index, row in enumerate(ROWS):
             writer.write_bin(index, *row)
         writer.finalize()

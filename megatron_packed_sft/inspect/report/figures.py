@@ -13,7 +13,7 @@ from megatron_packed_sft.inspect.report.read_bins import BinLengths
 from megatron_packed_sft.packing.bin_order import balanced
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
-from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.figures import BinFigures
 
 Int64 = npt.NDArray[np.int64]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.storage.bins import BinFigures
-from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.token_stream.files import is_stream
 
 if TYPE_CHECKING:
@@ -40,29 +40,11 @@ class LegacyStorage(Storage):
 
         return LegacyShard(path)
 
-    def create_writer(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        num_bins: int,
-        pack_size: int,
-        vocab_size: int | None = None,
-        pad_id: int = 0,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> PackedShardWriter:
+    def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> PackedShardWriter:
         """Create a `LegacyPickleWriter`."""
         from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 
-        return LegacyPickleWriter(
-            path,
-            num_bins=num_bins,
-            pack_size=pack_size,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            overwrite=overwrite,
-            provenance=provenance,
-        )
+        return LegacyPickleWriter(path, options)
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return about what the pickle takes; bins are not padded."""
@@ -71,14 +53,14 @@ class LegacyStorage(Storage):
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return the number of bins in the file's header, and what Megatron-Bridge's metadata beside it says."""
+        from megatron_packed_sft.storage.figures import PackMetadata
         from megatron_packed_sft.storage.legacy.reader import read_num_bins
-        from megatron_packed_sft.storage.pack_metadata import PackMetadata
 
         return {"num_bins": read_num_bins(path), **PackMetadata.recorded_beside(path)}
 
     def sidecars(self, figures: BinFigures) -> Mapping[str, bytes]:
         """Return Megatron-Bridge's metadata file."""
-        from megatron_packed_sft.storage.pack_metadata import PackMetadata
+        from megatron_packed_sft.storage.figures import PackMetadata
 
         return PackMetadata.file_beside(figures)
 
