@@ -39,7 +39,7 @@ _HELD_OUT_NPM = "@huggingface/ollama-utils@0.0.18"
 
 def chat_files() -> list[Path]:
     """All files of real chats."""
-    return sorted(path for path in DATA.glob("*.json*") if path.is_file())
+    return sorted(path for path in DATA.glob("*.*.json*") if path.is_file())  # named after their schemas
 
 
 def real_chats(path: Path) -> Iterator[Conversation]:

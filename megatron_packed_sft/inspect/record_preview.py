@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
-from megatron_packed_sft.encode.record_marker import MarkedRecord
-from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.record_marker import MarkedRecord, shorter_by_turns
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer

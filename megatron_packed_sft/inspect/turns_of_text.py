@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
-from megatron_packed_sft.encode.masks.turn_outline import TurnOutline
+from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
 from megatron_packed_sft.encode.record_marker import MarkedRecord
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
