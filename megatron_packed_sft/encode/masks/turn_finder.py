@@ -160,11 +160,11 @@ class TurnFinder:
         left = left_iteration(self.chat, i, start)
         iteration = text[start:left].rstrip() if left is not None and left <= limit else None
         if i == len(self._parts.messages) - 1:
-            end = start + self._ends.end_of_last(written, iteration, bare)
+            end = start + self._ends.end_of_last(i, written, iteration, bare)
+        elif text.startswith(written, start) and start + len(written) <= limit:
+            end = start + max(len(written), len(iteration or ""))
         elif iteration is not None:
             end = start + len(iteration)
-        elif text.startswith(written, start) and start + len(written) <= limit:
-            end = start + len(written)
         else:
             raise untraceable(f"message {i} has no text, and where its turn ends cannot be seen")
         return start, self._ends.cut_at_stop(start, self._ends.with_stop(end, limit))
@@ -480,7 +480,7 @@ class TurnEnds:
             self._recorder.give_up("text of others after a turn")
         tail = prefix.text[prefix_own[-1].end : next_iteration(prefix, i, prefix_own[-1].end)].rstrip()
         if i == len(self._parts.messages) - 1:
-            return self.cut_at_stop(last, last + self.end_of_last(tail, iteration, bare))
+            return self.cut_at_stop(last, last + self.end_of_last(i, tail, iteration, bare))
         between = text[last:limit]
         if between.startswith(tail):
             end = len(tail)
@@ -495,19 +495,34 @@ class TurnEnds:
             )
         return self.cut_at_stop(last, self.with_stop(last + end, limit))
 
-    def end_of_last(self, tail: str, iteration: str | None, bare: TracedText | None) -> int:
-        """Return how much of what follows the chat's last message is its own: some templates go on after the loop."""
+    def end_of_last(self, i: int, tail: str, iteration: str | None, bare: TracedText | None) -> int:
+        """Return how much of what follows the last message belongs to its turn.
+
+        After its loop, a template may close the last turn, as it closes the others in front of the next message; or it
+        may write what is no part of a turn: an end of the chat, or a prompt that was not asked for.
+        """
         if iteration is None or len(tail) <= len(iteration):
             return len(tail)
         if any(stop in iteration for stop in self._stops):
             return len(iteration)
         after = tail[len(iteration) :].strip()
         is_stop = after.startswith(self._stops) if self._stops else False
-        if not is_stop and bare is not None and scaffold_of(bare, None).text.rstrip().endswith(after):
-            return len(iteration)  # written after every chat, whoever spoke last
-        if any(stop in after for stop in self._stops):
+        follows_every_chat = bare is not None and scaffold_of(bare, None).text.rstrip().endswith(after)
+        if not is_stop and follows_every_chat:
+            return len(tail if self._closes_turns(i, after) else iteration)
+        if any(stop in after for stop in self._stops) or not self._tokens.pattern.search(iteration):
             return len(tail)
-        return len(iteration) if self._tokens.pattern.search(iteration) else len(tail)
+        return len(tail if self._closes_turns(i, after) else iteration)
+
+    def _closes_turns(self, i: int, text: str) -> bool:
+        """Whether the template writes a text after message i also where a question follows it."""
+        longer = self._parts.render([*self._parts.messages[: i + 1], _QUESTION], probe=True)
+        if longer is None:
+            return False
+        own = [span.end for span in longer.spans if is_own(span.author, i)]
+        entered = [at for at, mark in longer.marks if mark.kind == "enter" and mark.message == i]
+        left = left_iteration(longer, i, (own or entered)[-1]) if own or entered else None
+        return left is not None and longer.text[left:].lstrip().startswith(text)
 
     def cut_at_stop(self, last: int, end: int) -> int:
         """The first stop token after the message's last text ends the turn."""
