@@ -522,7 +522,11 @@ class TurnEnds:
         own = [span.end for span in longer.spans if is_own(span.author, i)]
         entered = [at for at, mark in longer.marks if mark.kind == "enter" and mark.message == i]
         left = left_iteration(longer, i, (own or entered)[-1]) if own or entered else None
-        return left is not None and longer.text[left:].lstrip().startswith(text)
+        if left is None:
+            return False
+        following = next((span for span in longer.spans if span.start >= left), None)
+        is_next = following is not None and following.author.message == i + 1
+        return is_next and longer.text[left:].lstrip().startswith(text)
 
     def cut_at_stop(self, last: int, end: int) -> int:
         """The first stop token after the message's last text ends the turn."""
