@@ -16,9 +16,21 @@ from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import object_info, read_object
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, TRAIN, WEIGHTS, TokenPartManifest, part_arrays
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore
-from megatron_packed_sft.tokens.store_index import MAX_STORE_BYTES, STORE, ListedPart, parse_store
+from megatron_packed_sft.tokens.manifest import (
+    CHECKSUMS,
+    IDS,
+    MAX_STORE_BYTES,
+    OFFSETS,
+    STORE,
+    TRAIN,
+    WEIGHTS,
+    ListedPart,
+    TokenPartManifest,
+    parse_store,
+    part_arrays,
+)
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import TokenStore
 
 
 class RangeStore:

@@ -19,7 +19,7 @@ from megatron_packed_sft.inspect.report.lengths import bin_lengths
 from megatron_packed_sft.inspect.report.reading import bins_to_read, read_tokens
 from megatron_packed_sft.inspect.report.suspicions import find_suspicions
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder
-from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 TOKENS_IN_PAGE = 700_000  # about 2.5 bytes each, and their texts
