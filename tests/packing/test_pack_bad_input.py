@@ -96,10 +96,10 @@ def test_an_unknown_strategy_suggests_the_nearest_or_lists_all() -> None:
     ],
 )
 def test_an_option_out_of_range_is_named(option: str, value: Any, message: str) -> None:
+    steps = {"steps": value} if option == "steps" else {}
+    options = PackOptions(**{"pack_size": 10, **({} if steps else {option: value})})
     with pytest.raises(InvalidInputError, match=message):
-        if option == "steps":
-            pack([5, 6], pack_size=10, steps=value)
-        pack([5, 6], PackOptions(**{"pack_size": 10, option: value}))
+        pack([5, 6], options, **steps)
 
 
 @pytest.mark.parametrize("trained", [[1], [1, -1], [0.5, 0.5], [[1, 1]]])
