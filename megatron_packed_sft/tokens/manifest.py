@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import ManifestError, UnsupportedFormatError
-from megatron_packed_sft.support import json_document, npy
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.array_files import ID_LIMITS, MASK_DTYPE, SMALL_HEADER, WEIGHT_DTYPE, ArraySpec
 from megatron_packed_sft.support.json_document import FileRecord, parse_file_records
 
 FORMAT = "token_store_v1"
@@ -56,7 +57,7 @@ class TokenPartManifest:
     @property
     def id_limit(self) -> int:
         """All ids are below this."""
-        return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
+        return self.vocab_size if self.vocab_size is not None else ID_LIMITS[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this manifest, without the keys whose value is None."""
@@ -68,7 +69,7 @@ class TokenPartManifest:
             "num_trained_tokens": self.num_trained_tokens,
             "max_seq_len": self.max_seq_len,
             "dtype": self.dtype,
-            "weights_dtype": npy.WEIGHT_DTYPE if self.has_weights else None,
+            "weights_dtype": WEIGHT_DTYPE if self.has_weights else None,
             "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM,
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer,
@@ -92,7 +93,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         )
     has_weights = document.get("weights_dtype") is not None
     for key, expected in (
-        ("weights_dtype", npy.WEIGHT_DTYPE if has_weights else None),
+        ("weights_dtype", WEIGHT_DTYPE if has_weights else None),
         ("sequence_checksum_algorithm", SEQUENCE_CHECKSUM_ALGORITHM),
     ):
         if values.optional_text(key) != expected:
@@ -100,8 +101,8 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
     dtype = values.text("dtype")
-    if dtype not in npy.ID_LIMITS:
-        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(npy.ID_LIMITS))}")
+    if dtype not in ID_LIMITS:
+        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(ID_LIMITS))}")
     algorithm, files = parse_file_records(values, (*FILES, WEIGHTS) if has_weights else FILES)
     if files is None:
         raise values.error("files", "is missing")
@@ -113,7 +114,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         max_seq_len=values.integer("max_seq_len", 1, num_tokens),
         has_weights=has_weights,
         dtype=dtype,
-        vocab_size=values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype]),
+        vocab_size=values.optional_integer("vocab_size", 1, ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
         chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
         files=files,
@@ -122,18 +123,18 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     )
 
 
-def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, ...]:
+def part_arrays(manifest: TokenPartManifest) -> tuple[ArraySpec, ...]:
     """Return the array files of a part."""
     tokens, sequences = (manifest.num_tokens,), (manifest.num_sequences,)
     found = {
         IDS: (manifest.dtype, tokens),
-        TRAIN: (npy.MASK_DTYPE, tokens),
+        TRAIN: (MASK_DTYPE, tokens),
         OFFSETS: (OFFSET_DTYPE, (manifest.num_sequences + 1,)),
         CHECKSUMS: (CHECKSUM_DTYPE, sequences),
     }
     if manifest.has_weights:
-        found[WEIGHTS] = (npy.WEIGHT_DTYPE, tokens)
-    return tuple(npy.ArraySpec(name, *one, npy.SMALL_HEADER) for name, one in found.items())
+        found[WEIGHTS] = (WEIGHT_DTYPE, tokens)
+    return tuple(ArraySpec(name, *one, SMALL_HEADER) for name, one in found.items())
 
 
 class ListedPart(NamedTuple):

@@ -176,7 +176,6 @@ class TokenPart(LazyMaps[PartArrays]):
     """
 
     verify: str = FIRST_READ  # when sequences are compared with their checksums
-    is_sketch: bool = False  # its files have holes, which are filled as they are read
 
     def __init__(self, path: Path, manifest: TokenPartManifest, fingerprint: str) -> None:
         self.path = path
@@ -254,8 +253,6 @@ class TokenPart(LazyMaps[PartArrays]):
     def damaged(self, sequence: int) -> PackedSFTError:
         """Return the error for a sequence that does not match its checksum; it names the damaged file."""
         what = f"damaged at sequence {sequence}, which does not match the checksum that was written with it"
-        if self.is_sketch:
-            return ShardFileError(f"{self.path} is {what}; run `packed-sft validate` on it")
         try:
             name = self._damaged_file()
         except PackedSFTError as error:  # a file is missing or cut, which explains more
