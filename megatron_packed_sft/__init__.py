@@ -57,23 +57,21 @@ if TYPE_CHECKING:
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import Schema, register_schema
     from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
-    from megatron_packed_sft.storage.cloud import write_memmap_to_cloud
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
+    from megatron_packed_sft.storage.flat_files import OrderedShardWriter
     from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
     from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
     from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-    from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
-    from megatron_packed_sft.storage.parquet.reader import ParquetShard
-    from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
+    from megatron_packed_sft.storage.parquet import ParquetShard, ParquetShardWriter
     from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
+    from megatron_packed_sft.storage.remote_shard import write_memmap_to_cloud
     from megatron_packed_sft.storage.token_stream.options import StreamOptions
     from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
-    from megatron_packed_sft.storage.validate import validate
-    from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+    from megatron_packed_sft.storage.validate import Finding, ValidationReport, validate
     from megatron_packed_sft.tokens.materialize import materialize
     from megatron_packed_sft.tokens.shards import materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
@@ -93,7 +91,7 @@ _HOMES = {
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
     "Family": "megatron.weights.families",
-    "Finding": "storage.validation_report",
+    "Finding": "storage.validate",
     "GPTSFTPackedDataset": "data.datasets",
     "GPTSFTPackedMemmapDataset": "data.datasets",
     "GPTSFTPackedMultiShardDataset": "data.datasets",
@@ -106,7 +104,7 @@ _HOMES = {
     "MemmapShardWriter": "storage.memmap_v1.writer",
     "MemoryMappedDataset": "data.token_streams",
     "MicroBatchSampler": "data.order.samplers",
-    "OrderedShardWriter": "storage.ordered_writer",
+    "OrderedShardWriter": "storage.flat_files",
     "PackOptions": "packing.options",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
@@ -115,8 +113,8 @@ _HOMES = {
     "PackedSFTError": "errors",
     "PackedShard": "storage.interface",
     "PackedShardWriter": "storage.interface",
-    "ParquetShard": "storage.parquet.reader",
-    "ParquetShardWriter": "storage.parquet.writer",
+    "ParquetShard": "storage.parquet",
+    "ParquetShardWriter": "storage.parquet",
     "RecordEncoder": "encode.encoder",
     "RecordError": "records.record",
     "SampleOrder": "data.order.sample_order",
@@ -134,7 +132,7 @@ _HOMES = {
     "TokenStream": "storage.token_stream.reader",
     "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
-    "ValidationReport": "storage.validation_report",
+    "ValidationReport": "storage.validate",
     "block_tokenize_fn": "data.huggingface.blocks",
     "convert": "storage.convert",
     "convert_legacy_to_memmap": "storage.convert",
@@ -167,7 +165,7 @@ _HOMES = {
     "visible_mask": "data.batch.model_helpers",
     "weighted_loss": "data.batch.model_helpers",
     "widen": "data.batch.collate",
-    "write_memmap_to_cloud": "storage.cloud",
+    "write_memmap_to_cloud": "storage.remote_shard",
     "write_sample_data": "records.samples.sample_chats",
 }
 

@@ -13,7 +13,7 @@ from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
-from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.flat_files import FlatShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 
 Int64 = npt.NDArray[np.int64]
