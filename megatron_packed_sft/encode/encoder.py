@@ -168,7 +168,7 @@ class RecordEncoder:
     def _checked(self, record: TokenizedRecord) -> TokenizedRecord:
         if len(record.input_ids) != len(record.train):
             raise RecordRefusedError(
-                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids but {len(record.train)} train values"
+                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids, but {len(record.train)} train values"
             )
         if len(record.input_ids) == 0:
             raise RecordRefusedError(DropReason.EMPTY, "the record has no tokens")
@@ -259,7 +259,7 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
     if too_long:
         return DropReason.TOO_LONG, f"{length} tokens, but encode.max_len is {max_len}"
     if num_trained > 0:
-        detail = f"encode.max_len {max_len} of {length} tokens leaves none of the {num_trained} trained ones"
+        detail = f"cutting its {length} tokens to encode.max_len={max_len} removes all {num_trained} trained ones"
         return DropReason.ANSWER_CUT_AWAY, detail
     if length == 0:
         return DropReason.EMPTY, "the record has no tokens"
@@ -269,7 +269,7 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
 def _refuse_nothing_left(dropped: Sequence[Dropped]) -> None:
     for number, reason, detail in dropped:
         if reason in NOTHING_LEFT:
-            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty to drop")
+            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty=drop")
 
 
 def _flat(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:

@@ -184,8 +184,8 @@ def _allowed(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
     if foreign:
         raise RecordRefusedError(
             DropReason.BAD_RECORD,
-            f"chat_template_kwargs sets {foreign[0]}, which records may not; add it to template.record_variables, or "
-            "remove it",
+            f"chat_template_kwargs sets {foreign[0]}, which template.record_variables does not list; add it there, or "
+            "remove it from the record",
         )
     return orjson.dumps(variables, option=orjson.OPT_SORT_KEYS)
 

@@ -169,7 +169,8 @@ def test_chats_of_known_messages_are_rendered_once(monkeypatch: pytest.MonkeyPat
 
 def test_texts_that_look_like_the_names_of_programs_change_nothing() -> None:
     source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content == 'messages[0]' or 'v0' in m.content %}!{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content == 'messages[0]' or 'v0' in m.content %}!"
+        "{% endif %}"
         "{{ {'tools': 'T', 'message': 'M'}.get(m.content, m.content) }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )

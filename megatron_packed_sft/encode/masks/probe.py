@@ -112,9 +112,9 @@ class _Chats:
                 self.takes_parts = in_parts
                 return messages, tools, render
         if refusal is None:
-            raise InvalidInputError(f"{self._renderer.name} leaves the assistant's answer out; choose another template")
+            raise InvalidInputError(f"{self._renderer.name} omits the assistant's answer; choose another template")
         raise InvalidInputError(
-            f"the template cannot render a chat of a user and an assistant ({refusal.detail}); choose another"
+            f"the template cannot render a chat of a user and an assistant ({refusal.detail}); choose another template"
         )
 
     def end_of(self, messages: Sequence[dict[str, Any]], tools: Any, number: int, tokens: re.Pattern[str]) -> list[str]:

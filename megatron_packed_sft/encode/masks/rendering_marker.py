@@ -202,7 +202,7 @@ class RenderingMarker:
         wanted = self.wanted(conversation)
         if not any(wanted):
             raise RecordRefusedError(
-                DropReason.NOTHING_TO_TRAIN, "no message is to be trained, by its role or its flag"
+                DropReason.NOTHING_TO_TRAIN, "encode.roles_to_train and the record's flags leave no message to train"
             )
         return wanted
 
@@ -286,12 +286,12 @@ class RenderingMarker:
                 turns.append((number, turn))
         ordered = sorted(turn for _, turn in turns)
         if any(second[0] < first[1] for first, second in pairwise(ordered)):
-            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the chat")
+            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the rendered chat")
         for number, (block, owner) in enumerate(blocks or ()):
             if owner is None:
                 raise RecordRefusedError(
                     DropReason.UNTRACEABLE_TEMPLATE,
-                    f"a generation block of {self._renderer.name} belongs to no single message",
+                    f"a generation block of {self._renderer.name} does not belong to a single message",
                 )
             if wanted[owner] and not self._is_over(finder.chat, (blocks or ())[:number], block, owner):
                 turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
@@ -340,8 +340,8 @@ class RenderingMarker:
             if self._escaped.search(str(message.get("role", ""))):
                 raise RecordRefusedError(
                     DropReason.UNESCAPABLE,
-                    f"the role {message['role']!r} holds the text of a control token; rename it, or set "
-                    "encode.special_tokens_in_content to allow",
+                    f"the role {message['role']!r} contains a control token; rename it, or set "
+                    "encode.special_tokens_in_content=allow",
                 )
 
     def _refuse_losses(self, losses: Sequence[Loss]) -> None:
@@ -352,22 +352,23 @@ class RenderingMarker:
             if choice == "error" or (choice is None and loss.is_grave):
                 raise RecordRefusedError(
                     DropReason.LOST_TEXT,
-                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost to drop",
+                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost=drop",
                 )
 
     def _untraceable(self) -> RecordRefusedError:
         return RecordRefusedError(
-            DropReason.UNTRACEABLE_TEMPLATE, f"{self._renderer.name} changes text in ways that cannot be followed"
+            DropReason.UNTRACEABLE_TEMPLATE,
+            f"{self._renderer.name} changes the text of messages in a way that cannot be traced",
         )
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer, found: Sequence[str]) -> None:
         ordinary = [end for end in found if end not in tokenizer.control_tokens]
         if ordinary or not found:
             logger.warning(
-                "%s: a turn ends with %s for tokenizer %s; generation will have to stop at it",
+                "%s: with tokenizer %s, a turn ends with %s; make generation stop there",
                 self._renderer.name,
-                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "nothing",
                 tokenizer.name,
+                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "no token at all",
             )
 
 

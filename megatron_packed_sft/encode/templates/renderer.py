@@ -165,7 +165,7 @@ def compiling(name: str, source: str) -> Iterator[None]:
     """Refuse a template that cannot be compiled."""
     if len(source) > _MOST_CHARACTERS:
         raise InvalidInputError(
-            f"{name} has {len(source):,} characters, and a chat template at most {_MOST_CHARACTERS:,}; choose another"
+            f"{name} has {len(source):,} characters, but a chat template may have {_MOST_CHARACTERS:,}; choose another"
         )
     try:
         with interruptible():

@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
             vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
         else:
             self.fast_path_refusal = found
-            logger.info("%s: no fast path through gigatoken, because %s", self.name, found)
+            logger.info("%s: gigatoken is not used, because %s", self.name, found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
