@@ -518,7 +518,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
     return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
-def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
+def build_text(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
     """Put a text together from what is known about it."""
     return _make(text, tuple(authors), tuple(parts), recorder)
 
@@ -636,7 +636,7 @@ class AuthoredMarkup(AuthoredText):
         return plain_text(self)
 
     def __str__(self) -> str:
-        return made_of(plain_text(self), self.authors, self.parts, self.recorder)
+        return build_text(plain_text(self), self.authors, self.parts, self.recorder)
 
     def __add__(self, other: Any) -> Any:
         return _added(self, other) if isinstance(other, str) else NotImplemented

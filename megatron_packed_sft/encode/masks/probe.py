@@ -12,7 +12,7 @@ from megatron_packed_sft.encode.masks.authored_text import Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_parts import Range, block_name, is_own, joined
+from megatron_packed_sft.encode.masks.turn_parts import Range, block_name, is_own, join_ranges
 from megatron_packed_sft.encode.templates.message_forms import with_content_in_parts
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.errors import InvalidInputError
@@ -228,4 +228,4 @@ def literal_ranges(text: str, spans: Sequence[Span], pattern: re.Pattern[str]) -
         number = bisect.bisect_left(starts, match.end()) - 1
         if number >= 0 and spans[number].end > match.start():
             found.append(match.span())
-    return joined(found)
+    return join_ranges(found)

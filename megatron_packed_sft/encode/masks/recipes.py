@@ -35,7 +35,7 @@ from megatron_packed_sft.encode.masks.shapes import (
     ASSIGNMENT,
     NotCompilable,
     Range,
-    compiled,
+    compile_program,
     guard_line,
     type_guard,
     without_unused,
@@ -130,7 +130,7 @@ class Read(NamedTuple):
     def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
         """Yield where messages and tools wrote."""
         for place, number, recipe in zip(self.places, self.numbers, self.recipes, strict=False):
-            edges = compiled(recipe.slots)(messages[number], tools, messages)
+            edges = compile_program(recipe.slots)(messages[number], tools, messages)
             yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
 
 
@@ -349,14 +349,14 @@ class Lesson:
         starts, slots = _starts(parts, templates)
         edges = [_edge(edge, parts, region, starts) for turn in ranges for edge in turn]
         texts = [ascii(text) if name is None else name for _, text, name in parts]
-        joined = f"''.join(({_listed(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
+        joined = f"''.join(({_tuple_of(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
         lines = list(self._lines_of(number))
-        program = _renamed(without_unused([*lines, f" return {joined},({_listed(edges)})"]))
+        program = _number_variables(without_unused([*lines, f" return {joined},({_tuple_of(edges)})"]))
         types = self._type_guards(number)
         assignments = [line for line in lines if ASSIGNMENT.match(line)]
         return Recipe(
-            compiled("\n".join([RUN, *types, *program])),
-            "\n".join([RUN, *without_unused([*assignments, f" return ({_listed(slots)})"])]),
+            compile_program("\n".join([RUN, *types, *program])),
+            "\n".join([RUN, *without_unused([*assignments, f" return ({_tuple_of(slots)})"])]),
             sum(self._count_marks(text) for text in templates if text is not None),
             tuple(losses),
             tuple(program[:-1]),
@@ -436,7 +436,7 @@ def _has_tools(parts: Sequence[_Part], templates: Sequence[str | None], program:
     return is_fixed or any(TOOLS_NAME in names_in(line) for line in program)
 
 
-def _renamed(lines: Sequence[str]) -> list[str]:
+def _number_variables(lines: Sequence[str]) -> list[str]:
     """Number variables in the order in which they appear, so that equal recipes have equal code."""
     names: dict[str, str] = {}
 
@@ -446,7 +446,7 @@ def _renamed(lines: Sequence[str]) -> list[str]:
     return [replace_names(line, number) for line in lines]
 
 
-def _listed(expressions: Sequence[str]) -> str:
+def _tuple_of(expressions: Sequence[str]) -> str:
     return "".join(f"{expression}," for expression in expressions)
 
 

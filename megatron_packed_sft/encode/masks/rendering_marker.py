@@ -26,7 +26,7 @@ from megatron_packed_sft.encode.masks.turn_parts import (
     TurnOutline,
     generation_blocks,
     is_own,
-    joined,
+    join_ranges,
     outline_of,
     scaffold_of,
 )
@@ -139,11 +139,11 @@ class RenderingMarker:
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
         """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""
         tools = None if conversation.tools is None else list(conversation.tools)
-        found = self._mark_slowly(conversation, tools, self._checked_wanted(conversation), None).marked
+        found = self._mark_slowly(conversation, tools, self._require_trained(conversation), None).marked
         self._refuse_losses(found.losses)
         return found
 
-    def wanted(self, conversation: Conversation) -> list[bool]:
+    def trained_messages(self, conversation: Conversation) -> list[bool]:
         """Return which messages are to be trained."""
         roles = self._options.roles_to_train
         flags = conversation.train or [None] * len(conversation.messages)
@@ -178,7 +178,7 @@ class RenderingMarker:
         roles = [str(message.get("role")) for message in messages]
         weights = self._weights_of(conversation)
         segments = segments_of(traced, chat.marked.trained, roles, weights, self._syntax, self._untrained)
-        trained = tuple(joined((segment.start, segment.end) for segment in segments))
+        trained = tuple(join_ranges((segment.start, segment.end) for segment in segments))
         return chat._replace(marked=chat.marked._replace(trained=trained, segments=segments))
 
     @cached_property
@@ -189,7 +189,7 @@ class RenderingMarker:
         """Return the weights of the messages to train."""
         found = {}
         flags = conversation.train or [None] * len(conversation.messages)
-        for number, (is_wanted, flag) in enumerate(zip(self.wanted(conversation), flags, strict=True)):
+        for number, (is_wanted, flag) in enumerate(zip(self.trained_messages(conversation), flags, strict=True)):
             if is_wanted:
                 by_role = conversation.messages[number].get("role") in self._options.roles_to_train
                 weight = float(by_role) if flag is None else float(flag)
@@ -198,8 +198,8 @@ class RenderingMarker:
                 found[number] = MessageWeights(weight * conversation.weight, scaled)
         return found
 
-    def _checked_wanted(self, conversation: Conversation) -> list[bool]:
-        wanted = self.wanted(conversation)
+    def _require_trained(self, conversation: Conversation) -> list[bool]:
+        wanted = self.trained_messages(conversation)
         if not any(wanted):
             raise RecordRefusedError(
                 DropReason.NOTHING_TO_TRAIN, "encode.roles_to_train and the record's flags leave no message to train"
@@ -214,7 +214,7 @@ class RenderingMarker:
         finder = self._finder(messages, plain, tools, recorder)
         turns, own = self._turns(finder, messages, wanted)
         losses = find_losses(messages, tools, finder.chat, own, recorder)
-        marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
+        marked = MarkedText(plain, tuple(join_ranges(turn for _, turn in turns)), self._literal(messages, finder.chat))
         is_direct = messages == list(conversation.messages)
         return Found(MarkedChat(marked, tuple(losses)), finder.chat, messages, is_direct)
 

@@ -87,7 +87,7 @@ def compile_shape(
     """
     if recorder.obstacle:
         raise NotCompilable(recorder.obstacle)
-    parts = _merged(chat.whole.parts)
+    parts = _merge_parts(chat.whole.parts)
     places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
     lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):"]
     for number, message in enumerate(messages):
@@ -101,14 +101,14 @@ def compile_shape(
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
     return Shape(
-        compiled("\n".join(without_unused(lines))),
+        compile_program("\n".join(without_unused(lines))),
         tuple(number for number, (_, name) in enumerate(parts) if name is not None),
         tuple(text for text, name in parts if name is None),
     )
 
 
 @lru_cache(_MAX_COMPILED)
-def compiled(source: str) -> Any:
+def compile_program(source: str) -> Any:
     """Return the function `run` of a program."""
     namespace: dict[str, Any] = dict(_NAMES)
     exec(source, namespace)
@@ -149,7 +149,7 @@ def _owners(render: TracedText) -> Callable[[int, int], set[int | None]]:
     return owners
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
+def _merge_parts(parts: Iterable[Part]) -> list[Part]:
     merged: list[Part] = []
     for text, name in parts:
         if not text:
