@@ -34,7 +34,7 @@ VERBS = {
     "validate": "check a shard or a dataset: checksums, structure, every bin",
     "compare": "are two datasets, shards or packed files the same, and what differs",
     "convert": "packed data from one storage to another",
-    "cache": "texts and chats to token caches, from a YAML of sources",
+    "cache": "the shards of remote datasets on this machine: status, prefetch, clear",
     "export": "a trained model as a Hugging Face folder",
     "env": "versions, machine and plugins, for a bug report",
 }
@@ -72,7 +72,7 @@ class _Verbs(Helpful, click.Group):
         packed-sft report my_dataset -o report.html
         packed-sft validate my_dataset
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
-        packed-sft cache build-all --config sources.yaml --cache-dir cache
+        packed-sft cache prefetch s3://bucket/my_dataset
         packed-sft export runs/sft my_model --dtype bf16
         packed-sft validate --help
     """
