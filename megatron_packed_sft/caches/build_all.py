@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 from megatron_packed_sft.caches.builders import ROLE_TOKENS, Message, build_pretrain_cache, build_sft_cache
 from megatron_packed_sft.caches.cache_folder import common_meta, file_records, publish, published_meta, staged
 from megatron_packed_sft.caches.text_encoder import ALGORITHM, SPECIAL_TOKENS, TextEncoder, tokenizer_files
-from megatron_packed_sft.config.schema import MISSING, build, plain, refuse_wrong_keys
+from megatron_packed_sft.config.application import read_yaml
+from megatron_packed_sft.config.schema import MISSING, plain
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import (
     InvalidInputError,
@@ -37,7 +38,7 @@ from megatron_packed_sft.support.atomic import os_errors, write_file
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.json_document import FileRecord
-from megatron_packed_sft.support.paths import local_path, refuse_special_file
+from megatron_packed_sft.support.paths import local_path
 
 Status = Literal["built", "kept", "not built", "left out"]
 _SPLITS = ("train", "val")
@@ -150,29 +151,8 @@ def read_config(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> C
     Raises:
         InvalidInputError: the file or a setting is wrong; all wrong keys are named.
     """
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
-
     location = local_path(path, "config")
-    refuse_special_file(location)
-    if wrong := [text for text in settings if not text.partition("=")[1]]:
-        raise InvalidInputError(f"{wrong[0]!r} is not a setting; write KEY=VALUE, such as seed=7")
-    try:
-        with os_errors("read", location):
-            text = location.read_text()
-        given = OmegaConf.create(text)
-        if not OmegaConf.is_dict(given):
-            raise InvalidInputError(f"{location} is not a mapping; it needs the keys tokenizer and sources")
-        values = OmegaConf.to_container(OmegaConf.merge(given, OmegaConf.from_dotlist(list(settings))), resolve=True)
-    except PackedSFTError:
-        raise
-    except (YAMLError, RecursionError, ValueError) as error:  # OmegaConf's own errors are ValueErrors, too
-        raise InvalidInputError(f"{location} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
-    try:
-        refuse_wrong_keys(CacheConfig, values)  # type: ignore[arg-type]
-        config = build(CacheConfig, values)  # type: ignore[arg-type]
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{location}: {error}") from None
+    config = read_yaml(location, settings, schema=CacheConfig)
     if not config.sources:
         raise InvalidInputError(f"{location}: sources is empty; give at least one source")
     return config

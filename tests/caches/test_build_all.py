@@ -313,7 +313,7 @@ def test_the_first_bad_record_or_text_file_stops_a_source(model: str, data: Path
         ("seed: many\nsources: {a: {kind: sft, path: x}}", "seed is 'many'; it must be an integer"),
         ("seed: 1\nseed: 2\nsources: {a: {kind: sft, path: x}}", "is not valid YAML .*duplicate key seed"),
         ("sources: {}", "sources is empty; give at least one source"),
-        ("- a", "is not a mapping"),
+        ("- a", "it is not a mapping of keys"),
         ("a: [", "is not valid YAML"),
         ("sources: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
@@ -375,7 +375,7 @@ def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
     assert capsys.readouterr() == ("", "")
     assert caches([*words, "seed"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "python -m megatron_packed_sft.caches: error: 'seed' is not a setting; write KEY=VALUE, such as seed=7"
+        "python -m megatron_packed_sft.caches: error: 'seed' is not a setting; write KEY=VALUE"
     ]
     for place in ("--config", "--cache-dir"):
         assert caches([*words, place, "s3://bucket/none"]) == 2

@@ -40,7 +40,7 @@ from megatron_packed_sft.errors import (
 from megatron_packed_sft.storage.bins import find_violations
 from megatron_packed_sft.storage.blocks import block_of
 from megatron_packed_sft.storage.registry import storage_of
-from megatron_packed_sft.storage.token_stream.metadata import parse_dtype
+from megatron_packed_sft.storage.token_stream.options import parse_dtype
 from megatron_packed_sft.support import file_sizes
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
