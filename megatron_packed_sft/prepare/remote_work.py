@@ -1,7 +1,10 @@
-"""A work directory in an object store: receipts and token parts are objects, and locks are leases.
+"""A work directory in an object store, for Ray without a shared disk: receipts and token parts are objects.
 
-Every slice is sent by the process that encoded it, its receipt last (`sent_slices.py`). Here is the side that plans: it
-fetches receipts, manifests and offsets into a local copy, never tokens. Parts are fetched by whoever reads them.
+    a worker:    ids, train, offsets, lines ─▶ manifest ─▶ receipt     of each slice, sent in this order
+    the driver:  receipts, manifests and offsets ─▶ a local copy       never tokens
+
+A slice is there when its receipt is, whichever process dies. Parts are fetched by the processes that read them. The
+driver is the only coordinator: the store has no lock, so one preparation at a time may use a work directory at a URL.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, Storag
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt, part_number, slice_receipt
 from megatron_packed_sft.remote.filesystem import child, is_missing, missing_error
-from megatron_packed_sft.remote.lease import EXPIRES_AFTER, Lease, Owner, living_owners, owner_of
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, object_info, read_object, remove_object
 from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import send_file
@@ -30,10 +32,8 @@ from megatron_packed_sft.tokens.store import TokenStore, write_index
 from megatron_packed_sft.tokens.store_index import STORE
 from megatron_packed_sft.tokens.writer import part_path
 
-_LOCK = "lock.json"
-_CALLS = "calls"
 _MAX_RECEIPT_BYTES = 64 << 20
-_OURS = ("encode.json", "array.json", "tokens", "plans", "published", "scan")
+_OURS = ("encode.json", "tokens", "plans", "published")
 _NUM_THREADS = 16
 
 
@@ -42,28 +42,21 @@ class RemoteWorkDirectory(WorkDirectory):
 
     Args:
         url: of the directory.
-        path: of the local copy.
-        shared: several may work here at once, each on slices of its own.
+        path: of the local copy, which two preparations of one machine cannot use at the same time.
     """
 
-    def __init__(self, url: str, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, url: str, path: Path) -> None:
         self.url = url.rstrip("/")
-        self._leases: list[Lease] = []
-        if shared:
-            self._refuse_lock()
-        else:
-            self._take(_LOCK)
+        super().__init__(path)
         try:
-            if not shared:
-                self._refuse_calls()
-            super().__init__(path, shared=shared)
-            self._there = {name: info for name, info in list_objects(self.url).items() if _is_ours(name)}
-            if not shared:
-                receipts = {name: one for name, one in self._there.items() if name.endswith(".json")}
-                fetch_files(self.url, self.path, receipts)
+            self._there = self._listed()
+            fetch_files(self.url, self.path, {name: one for name, one in self._there.items() if name.endswith(".json")})
         except BaseException:
-            self._give_back()
+            self.close()
             raise
+
+    def _listed(self) -> dict[str, ObjectInfo]:
+        return {name: info for name, info in list_objects(self.url).items() if name.partition("/")[0] in _OURS}
 
     @property
     def place(self) -> str:
@@ -82,7 +75,7 @@ class RemoteWorkDirectory(WorkDirectory):
     def _read(self, name: str) -> bytes:
         """Return a receipt: those of slices as they were when this run began, others as they are now."""
         info = self._there.get(name)
-        if not name.startswith(("tokens/", "scan/")):
+        if not name.startswith("tokens/"):
             return read_object(child(self.url, name), _MAX_RECEIPT_BYTES)
         if info is None:
             raise missing_error(f"{redacted(child(self.url, name))} does not exist")
@@ -91,8 +84,6 @@ class RemoteWorkDirectory(WorkDirectory):
 
     def write_receipt(self, name: str, fingerprint: str, result: Mapping[str, Any]) -> None:
         """Note that work is done. Call it last: what the receipt vouches for must be there."""
-        for lease in self._leases:
-            lease.refuse_lost()
         super().write_receipt(name, fingerprint, result)
         self._send(f"{name}.json")
 
@@ -142,7 +133,7 @@ class RemoteWorkDirectory(WorkDirectory):
 
     def publish_parts(self, parts: Mapping[str, Mapping[int, str]]) -> dict[str, TokenStore]:
         """List the parts of this run as token stores, and remove those that other runs left."""
-        self._there = {name: info for name, info in list_objects(self.url).items() if _is_ours(name)}
+        self._there = self._listed()
         names = {split: [part_path(Path(), number).name for number in some] for split, some in parts.items()}
         wanted = {f"tokens/{split}/{name}" for split, some in names.items() for name in some}
         stores = {split: self._store(split, some) for split, some in sorted(names.items())}
@@ -162,70 +153,10 @@ class RemoteWorkDirectory(WorkDirectory):
         """Return 0: every part is checked when it is fetched."""
         return 0
 
-    def is_alone(self) -> bool:
-        """Whether no other call of an array works here."""
-        ours = {lease.url.rpartition("/")[2] for lease in self._leases}
-        return not living_owners(child(self.url, _CALLS)).keys() - ours
-
-    def share(self) -> None:
-        """Nothing: leases of calls do not keep each other out."""
-
-    def hold(self, name: str) -> bool:
-        """Take a lease of one's own until the directory is closed; False if another process has it."""
-        lease, _ = Lease.taken(child(self.url, f"{name}.json"))
-        if lease is not None:
-            self._leases.append(lease)
-            self._refuse_lock()  # the other way round than whoever takes the lock, so that one of two sees the other
-        return lease is not None
-
-    @contextmanager
-    def one_at_a_time(self, name: str) -> Iterator[None]:
-        """Wait for every other process that is inside this block."""
-        lease, _ = Lease.taken(child(self.url, f"{name}.lock.json"))
-        while lease is None:
-            time.sleep(0.2)
-            lease, _ = Lease.taken(child(self.url, f"{name}.lock.json"))
-        try:
-            yield
-        finally:
-            lease.release()
-
     def forget(self) -> None:
         """Remove what earlier runs left, and nothing else: the user may keep other things here."""
         super().forget()
         self._remove(sorted(self._there, key=lambda name: not name.endswith(".json")))  # receipts first
-
-    def close(self) -> None:
-        """Release all locks."""
-        super().close()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        while self._leases:
-            self._leases.pop().release()
-
-    def _take(self, name: str) -> None:
-        lease, owner = Lease.taken(child(self.url, name))
-        if lease is None:
-            assert owner is not None
-            raise self._busy(owner)
-        self._leases.append(lease)
-
-    def _refuse_lock(self) -> None:
-        owner = owner_of(child(self.url, _LOCK))
-        if owner is not None and owner.is_alive:
-            self._give_back()
-            raise self._busy(owner)
-
-    def _refuse_calls(self) -> None:
-        for owner in living_owners(child(self.url, _CALLS)).values():
-            raise self._busy(owner)
-
-    def _busy(self, owner: Owner) -> InvalidInputError:
-        return InvalidInputError(
-            f"another preparation is working in {self.place}: {owner}; wait for it, choose another work_dir, or, if it "
-            f"was killed, run again {EXPIRES_AFTER / 60:.0f} minutes after it was"
-        )
 
     def _send(self, name: str) -> None:
         send_file(self.path / name, child(self.url, name))
@@ -262,10 +193,6 @@ class RemoteWorkDirectory(WorkDirectory):
             for part in store.parts
             for name, record in part.manifest.files.items()
         )
-
-
-def _is_ours(name: str) -> bool:
-    return name.partition("/")[0] in _OURS
 
 
 def _is_manifest_of(name: str, split: str) -> bool:
