@@ -97,7 +97,7 @@ def test_a_shuffle_that_fits_is_not_announced_where_ids_are_narrow(
 def test_what_finds_no_room_is_asked_for_once(
     published: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_packed_sft.remote.ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
+    monkeypatch.setattr("megatron_packed_sft.remote.fetch_ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
     dataset = create_sft_dataset(URL, 0, cache_size=total // 2)
     views = [dataset.source.bin(index).input_ids for index in (0, 6)]  # of two shards, which is all that has room

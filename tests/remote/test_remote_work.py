@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_packed_sft.remote.lease import Lease
 
 from megatron_packed_sft.remote import lease as leases
-from megatron_packed_sft.remote.lease import Lease
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from tests.packed_bins import files_of
 from tests.prepare.preparing import Outcome, chat, prepare, write_records

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote import waiting
+from megatron_packed_sft.remote import filesystem
 from megatron_packed_sft.remote.filesystem import retried
 from megatron_packed_sft.remote.objects import list_objects, object_info, try_writing
 from tests.prepare.preparing import chat, write_records
@@ -77,8 +77,8 @@ def test_output_where_nobody_can_write_is_refused_before_any_work(
 
 
 def test_whoever_waits_for_a_store_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE", 0.02)
-    monkeypatch.setattr(waiting, "_SILENCE", 0.0)
+    monkeypatch.setattr(filesystem, "PATIENCE", 0.02)
+    monkeypatch.setattr(filesystem, "_SECONDS_BETWEEN_WARNINGS", 0.0)
     caplog.set_level(logging.WARNING)
     end = time.monotonic() + 60
 
@@ -87,5 +87,5 @@ def test_whoever_waits_for_a_store_is_told(monkeypatch: pytest.MonkeyPatch, capl
             time.sleep(0.01)
 
     retried("look at", "s3://me:secret@bucket/key", hear)
-    assert "to the request to look at s3://***@bucket/key; it is tried again" in caplog.text
-    assert not waiting._waiting
+    assert "has not answered the request to look at s3://***@bucket/key for" in caplog.text
+    assert not filesystem._waiting
