@@ -418,6 +418,4 @@ def _silence() -> Iterator[None]:
 
 def _first_files(source: Source) -> list[InputFile]:
     paths = list(islice(chain.from_iterable(map(expand_path, source.paths)), _NUM_FILES_TO_TRY))
-    return find_files(
-        list(dict.fromkeys(paths)), with_checksums=False
-    )  # a file that is listed twice is refused by the scan
+    return find_files(list(dict.fromkeys(paths)), with_checksums=False)  # the scan refuses a file listed twice

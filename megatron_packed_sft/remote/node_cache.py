@@ -363,8 +363,8 @@ def _object_info_soon(url: str) -> ObjectInfo | None:
     thread.join(_SECONDS_FOR_AN_ANSWER)
     if not answers:
         raise StorageIOError(
-            f"cannot look at {redacted(url)}: no answer for {_SECONDS_FOR_AN_ANSWER:.0f} seconds; check the network and the "
-            "store"
+            f"cannot look at {redacted(url)}: no answer for {_SECONDS_FOR_AN_ANSWER:.0f} seconds; check the network "
+            "and the store"
         )
     if isinstance(answers[0], StorageIOError):
         raise answers[0]
