@@ -201,15 +201,19 @@ class Share:
         return self.index in (None, owner)
 
     def scan_own(self, work: WorkDirectory, on_read: Callable[[int], None]) -> list[ScannedSource]:
-        """Return the sources with the checksums of the files that this call reads, unless another call noted them."""
-
-        def scanned(file: InputFile) -> InputFile:
-            noted = self._noted(work, file) if self.has_part_of(file) else None
-            if noted is not None:
-                return _with_checksum(file, noted)
-            return find_files(file.path, on_read)[0] if self.has_part_of(file) else file
-
-        return [replace(one, files=tuple(map(scanned, one.files))) for one in self.listing.sources]
+        """Return the sources with the checksums of the files that this call reads, if possible as others noted them."""
+        found = []
+        for one in self.listing.sources:
+            files, known = [], {}
+            for file in one.files:
+                if self.has_part_of(file):
+                    noted = self._noted(work, file)
+                    file = _with_checksum(file, noted) if noted else find_files(file.path, on_read)[0]
+                    if noted and not noted["carried"]:
+                        known[file.path] = _slices(file, noted)
+                files.append(file)
+            found.append(replace(one, files=tuple(files), known=known))
+        return found
 
     def scanned_by_all(self, work: WorkDirectory) -> list[ScannedSource]:
         """Return the sources as the calls noted them; this reads only files that do not show when they change.
@@ -246,12 +250,19 @@ class Share:
             )
         return InvalidInputError(f"{problem}; {_run_again(calls, self.count)}")
 
-    def note(self, work: WorkDirectory, file: InputFile, cuts: Sequence[Sequence[int]]) -> None:
-        """Write the receipt of a file for the last call: checksum, and [start, stop, first record, bytes] of slices."""
+    def note(self, work: WorkDirectory, file: InputFile, cuts: Sequence[Sequence[int]], *, carried: bool) -> None:
+        """Write the receipt of a file for the other calls.
+
+        Args:
+            work: where receipts are.
+            file: with its checksum.
+            cuts: [start, stop, first record, bytes] of its slices.
+            carried: workers cannot read its slices by themselves.
+        """
         state = self.listing.states[file.path]
         if state is None:
             return
-        noted = {"path": file.shown, "size": file.size, "checksum": file.checksum, "slices": cuts}
+        noted = {"path": file.shown, "size": file.size, "checksum": file.checksum, "carried": carried, "slices": cuts}
         if work.receipt(_name(file), state) != noted:
             file.refuse_changed()
             work.write_receipt(_name(file), state, noted)

@@ -271,9 +271,9 @@ class SliceRun:
                 self.num_reused += 1
                 self._take(reused)
 
-    def _on_file(self, file: InputFile, cuts: Sequence[Sequence[int]]) -> None:
+    def _on_file(self, file: InputFile, cuts: Sequence[Sequence[int]], carried: bool) -> None:
         if self._share is not None and self._share.index is not None and self._work is not None:
-            self._share.note(self._work, file, cuts)
+            self._share.note(self._work, file, cuts, carried=carried)
 
     def _slice_fingerprint(self, task: SliceTask) -> str:
         return fingerprint_of(
@@ -396,7 +396,7 @@ def slice_tasks(
     sources: Sequence[ScannedSource],
     records_left: Mapping[str, int | None] | None = None,
     share: Share | None = None,
-    on_file: Callable[[InputFile, Sequence[Sequence[int]]], object] | None = None,
+    on_file: Callable[[InputFile, Sequence[Sequence[int]], bool], object] | None = None,
 ) -> Iterator[SliceTask]:
     """Yield the slices of all sources, or those of a share, numbered by file and by position in it.
 
@@ -404,14 +404,16 @@ def slice_tasks(
         sources: in the order of the configuration.
         records_left: source -> records still wanted; the caller subtracts those of a slice before it asks for the next.
         share: of a call of an array; files of which it has no part are not opened.
-        on_file: called with every file that was cut, and [start, stop, first record, bytes] of its slices.
+        on_file: called with every file that was cut, with [start, stop, first record, bytes] of its slices, and
+            whether workers cannot read these by themselves.
     """
     files = ((one, file) for one in sources for file in one.files)
     for number, (one, file) in enumerate(files):
         if share is not None and not share.has_part_of(file):
             continue
         position = 0
-        cuts: list[tuple[int, int, int, int]] = []
+        cuts: list[list[int]] = []
+        carried = False
         for place, (file_slice, num_bytes) in enumerate(one.slices_of(file)):
             max_records = None if records_left is None else records_left[one.source.name]
             if max_records is not None and max_records <= 0:
@@ -420,10 +422,11 @@ def slice_tasks(
             if share is None or share.takes(task.number, file, position):
                 yield task
             position += num_bytes
-            cuts.append((file_slice.start, file_slice.stop, file_slice.first_record, num_bytes))
+            cuts.append([file_slice.start, file_slice.stop, file_slice.first_record, num_bytes])
+            carried = carried or file_slice.payload is not None
         else:
             if on_file is not None:
-                on_file(file, cuts)
+                on_file(file, cuts, carried)
 
 
 def numbered(file: int, place: int) -> int:

@@ -312,7 +312,7 @@ def translated(error: Exception, action: str, url: str, num_attempts: int) -> Pa
         StorageIOError('cannot read s3://bucket/key: it does not exist; check the URL')
     """
     reason = redacted(_DETAILS.split(" ".join(str(error).split()), maxsplit=1)[0])[:300].rstrip(" .;")
-    reason, hint = reason or type(error).__name__, "check the network and the store, and run again"
+    reason, hint = reason or type(error).__name__, "check the network and the store, then run again"
     status = http_status(error)
     is_missing = isinstance(error, FileNotFoundError) or (status == 404 and not isinstance(error, PermissionError))
     if is_missing:

@@ -200,7 +200,7 @@ def test_a_damaged_a_missing_and_a_longer_object_are_one_sentence_each(published
     good = read_object(f"{URL}/{name}", 1 << 20)
     dataset = create_sft_dataset(URL, 0)
     write_object(f"{URL}/{name}", good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum that its manifest says"):
+    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum in its manifest"):
         dataset[6]
     write_object(f"{URL}/{name}", good + b"more")
     with pytest.raises(ShardFileError, match=f"{URL}/{name} is longer than the .* bytes in its manifest"):
