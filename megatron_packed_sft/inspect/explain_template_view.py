@@ -19,7 +19,7 @@ from megatron_packed_sft.inspect.settings import is_template, prepare_settings, 
 from megatron_packed_sft.support.terminal import show, show_json, shows_colours
 
 
-def run_explain(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
+def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
     """Explain a template, and return the exit code.
 
     Args:

@@ -21,7 +21,8 @@ from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprin
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.support.imports import function_named
 from megatron_packed_sft.support.processes import Executor
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import TokenStore
 
 _PREFIX = "packing."
 # The order in which the packer drops sequences; one that fits and is in no bin was held back.

@@ -47,10 +47,10 @@ from megatron_packed_sft.remote.objects import (
 from megatron_packed_sft.remote.uploads import send_file
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.tokens.manifest import OFFSETS
-from megatron_packed_sft.tokens.remote_part import RemotePart, outlined_part
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, write_index
-from megatron_packed_sft.tokens.store_index import STORE
+from megatron_packed_sft.tokens.manifest import OFFSETS, STORE
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.remote_store import RemotePart, outlined_part
+from megatron_packed_sft.tokens.store import TokenStore, write_index
 from megatron_packed_sft.tokens.writer import part_path
 
 _OURS = ("encode.json", "tokens", "plans", "published")

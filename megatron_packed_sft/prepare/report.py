@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.audit import Audit, audit_parts
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of

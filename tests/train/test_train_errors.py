@@ -50,7 +50,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
         (
             ["parallel.context=2"],
-            "share sequences of a multiple of 4; run the packed-sft prepare that made the data again",
+            "need a multiple of 4; run the packed-sft prepare command that made the data again",
         ),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
         (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),
