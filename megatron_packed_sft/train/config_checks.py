@@ -10,8 +10,7 @@ from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.lora_settings import TARGETS
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import TARGETS, ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
 from megatron_packed_sft.remote.filesystem import refuse_read_only
 from megatron_packed_sft.remote.sizes import parse_size

@@ -21,7 +21,7 @@ from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset

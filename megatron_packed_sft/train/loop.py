@@ -1,8 +1,4 @@
-"""The training loop: steps, metrics, checkpoints and validations, until the last step or a signal.
-
-loader ─▶ micro batches ─▶ pipeline schedule ─▶ gradients ─▶ optimizer, scheduler     one step
-                                └─ losses ─▶ meter ─▶ record ─▶ reporter              every log_every steps
-"""
+"""Stop a run whose validation loss no longer falls."""
 
 from __future__ import annotations
 
@@ -24,10 +20,9 @@ from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, recorded_model
+from megatron_packed_sft.train.checkpoint_copies import CopySender
 from megatron_packed_sft.train.config import TrainConfig
-from megatron_packed_sft.train.copy_sender import CopySender
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
-from megatron_packed_sft.train.early_stopping import EarlyStopping
 from megatron_packed_sft.train.metrics import StepMeter, step_record
 from megatron_packed_sft.train.model_and_optimizer import ModelAndOptimizer
 from megatron_packed_sft.train.pretrained import recorded_peft
@@ -35,6 +30,46 @@ from megatron_packed_sft.train.ranks import StopRequest
 from megatron_packed_sft.train.report import EarlyEnd, Reporter
 from megatron_packed_sft.train.samples import answer_greedily, as_text, choose_samples
 from megatron_packed_sft.train.step_schedule import StepSchedule
+
+
+class EarlyStopping:
+    """Counts validations in a row that were no better than the best before.
+
+    All that it knows follows from the recorded losses, so a resumed run goes on counting where it was.
+
+    Args:
+        patience: how many of them end the run.
+        min_delta: how much lower a loss must be to be better.
+        losses: those that were recorded before.
+
+    Example:
+        >>> stopping = EarlyStopping(patience=2, min_delta=0.1, losses=[3.0, 2.0])
+        >>> for loss in (1.95, 2.1):
+        ...     stopping.add(loss)
+        >>> stopping.is_due, stopping.best
+        (True, 2.0)
+    """
+
+    def __init__(self, *, patience: int, min_delta: float = 0.0, losses: Iterable[float] = ()) -> None:
+        self._patience = patience
+        self._min_delta = min_delta
+        self._num_worse = 0
+        self.best = math.inf
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float) -> None:
+        """Take note of a validation."""
+        if loss < self.best - self._min_delta:
+            self.best, self._num_worse = loss, 0
+        else:  # also one that is not a number
+            self._num_worse += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run should end now."""
+        return self._num_worse >= self._patience
+
 
 _LOSS, _TRAINED = "lm loss", "trained tokens"  # the keys of `forward_step`'s report
 _SEEDS_PER_STEP = 1_000_003  # far apart, because pipeline stages and tensor-parallel ranks add to a seed

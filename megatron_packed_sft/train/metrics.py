@@ -23,8 +23,7 @@ import torch
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.atomic import os_errors, replace_file
-from megatron_packed_sft.train.loggers import Tracker
-from megatron_packed_sft.train.unwritten import Unwritten
+from megatron_packed_sft.train.trackers import Tracker, Unwritten
 
 METRICS: Final = "metrics.jsonl"
 

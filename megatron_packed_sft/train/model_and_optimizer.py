@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,14 +11,17 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.megatron.backend import Backend
-from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from megatron_packed_sft.megatron.lora import add_lora
-from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.model import build_gpt_model
-from megatron_packed_sft.megatron.parameters import freeze, keep_gradients_when_recomputing, without_weight_decay
-from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-from megatron_packed_sft.megatron.weights.load import load_pretrained
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.parameters import (
+    FinalizeGradients,
+    freeze,
+    keep_gradients_when_recomputing,
+    without_weight_decay,
+)
+from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, load_pretrained
+from megatron_packed_sft.megatron.weights.layout import LoraSettings, ModelShape
+from megatron_packed_sft.megatron.weights.torch_dist import load_checkpoint, plain_data_only
 from megatron_packed_sft.train.config import OptimizerConfig, TrainConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
 from megatron_packed_sft.train.step_schedule import StepSchedule
@@ -57,66 +59,22 @@ class ModelAndOptimizer:
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
         """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
-        from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint
-
-        state = self.sharded_state(is_loading=True)
-        own_state = set(_inner(state["optimizer"]).get("state", {}))
-        loaded = load_checkpoint(state, checkpoint)
+        loaded = load_checkpoint(self.sharded_state(is_loading=True), checkpoint)
         try:
-            self.model.module.load_state_dict(loaded["model"])
-        except RuntimeError as error:  # too many tensors, too few, or of other sizes
-            raise _misfit(checkpoint, "model", error) from error
-        try:
-            _refuse_odd_settings(_inner(loaded["optimizer"]), own_state, self.optimizer.param_groups)
+            with plain_data_only():  # Transformer Engine unpickles the state of FP8
+                self.model.module.load_state_dict(loaded["model"])
             self.optimizer.load_state_dict(loaded["optimizer"])
             self.scheduler.load_state_dict(dict(scheduler))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
-            raise _misfit(checkpoint, "optimizer", error) from error
-
-
-def _misfit(checkpoint: Path, what: str, error: Exception) -> ShardFileError:
-    reason = " ".join(str(error).split())[:200]
-    return ShardFileError(
-        f"{checkpoint} does not fit the {what} ({type(error).__name__}: {reason}); restore the checkpoint"
-    )
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ShardFileError(
+                f"{checkpoint} does not fit this run ({type(error).__name__}: {reason}); restore the checkpoint"
+            ) from error
 
 
 def _inner(optimizer: Any) -> dict[str, Any]:
     """Return what torch's optimizer has of the state of Megatron's, which may be around it."""
     return optimizer.get("optimizer", optimizer)  # type: ignore[no-any-return]
-
-
-def _refuse_odd_settings(loaded: Mapping[str, Any], own_state: set[Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for settings in a checkpoint that the optimizer would take, and fail with at its next step.
-
-    Args:
-        loaded: the state of torch's optimizer in the checkpoint.
-        own_state: the keys of what this optimizer keeps of its parameters.
-        own: the parameter groups of this optimizer.
-    """
-    state = loaded.get("state") or {}
-    if unknown := sorted(map(str, state.keys() - own_state - {_STEP_COUNT})):
-        raise ValueError(f"state has {unknown[0][:80]}")
-    step = torch.as_tensor(state.get(_STEP_COUNT, 0), dtype=torch.float64)
-    if step.numel() != 1 or not 0 <= step.item() < math.inf:
-        raise ValueError(f"{_STEP_COUNT} is not a number of steps")
-    for group in loaded["param_groups"]:
-        for name in group.keys() & own[0].keys() - {"params"}:
-            if not _is_like(group[name], [other.get(name) for other in own]):
-                raise ValueError(f"{name} of a parameter group is not what an optimizer writes")
-
-
-def _is_like(value: Any, own: Sequence[Any]) -> bool:
-    """Return whether a setting is of the kind that the groups of this optimizer have; choices must be the same."""
-    if isinstance(own[0], tuple):  # shares such as Adam's betas
-        return isinstance(value, tuple) and len(value) == len(own[0]) and all(_is_below(1, one) for one in value)
-    if isinstance(own[0], float):
-        return _is_below(math.inf, value)
-    return type(value) is type(own[0]) and (value in own or type(value) is int)
-
-
-def _is_below(limit: float, value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < limit
 
 
 def _share_step_count(optimizer: Mapping[str, Any]) -> None:

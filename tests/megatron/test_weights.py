@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
-from megatron_packed_sft.megatron.weights.export import write_weights
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
+from megatron_packed_sft.megatron.weights.safetensors_writer import write_weights
+from megatron_packed_sft.megatron.weights.torch_dist import CheckpointWeights, TorchDistCheckpoint
 from megatron_packed_sft.train.export import export_model
 from tests.megatron import tiny_gpt
 from tests.megatron.bridge_releases import installed, load

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from megatron_packed_sft.train.copy_sender import CopySender
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError, StorageIOError
 from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, remove_object, write_object
@@ -20,7 +21,6 @@ from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, find_checkpoint
 from megatron_packed_sft.train.checkpoint_copies import CopiedRun, bring_newest, fetch_copy
-from megatron_packed_sft.train.copy_sender import CopySender
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import files, stored
 from tests.remote.test_remote_runs import kill_after

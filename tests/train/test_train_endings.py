@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft.train.early_stopping import EarlyStopping
+from megatron_packed_sft.train.loop import EarlyStopping
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.counting_chats import NUM_COUNTED, write_dataset
 from tests.train.launch import run_in_turn

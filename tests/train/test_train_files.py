@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.train.checkpoint import (
     STATE,
@@ -26,7 +26,6 @@ from megatron_packed_sft.train.checkpoint import (
     refuse_other_model,
 )
 from megatron_packed_sft.train.config import LoggerConfig, TrainConfig
-from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker, open_trackers
 from megatron_packed_sft.train.metrics import (
     METRICS,
     MetricsFile,
@@ -36,6 +35,7 @@ from megatron_packed_sft.train.metrics import (
     step_record,
 )
 from megatron_packed_sft.train.report import ConsoleReporter, EarlyEnd
+from megatron_packed_sft.train.trackers import TENSORBOARD, TensorBoardTracker, open_trackers
 from tests.terminal import on_terminal, screen
 from tests.train.sound_states import MODEL, SCHEDULER
 

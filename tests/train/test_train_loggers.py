@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed_sft.errors import MissingDependencyError
 from megatron_packed_sft.train.config import LoggerConfig
-from megatron_packed_sft.train.loggers import open_trackers
+from megatron_packed_sft.train.trackers import open_trackers
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import pathlib, sys
 from megatron_packed_sft.train.config import LoggerConfig
-from megatron_packed_sft.train.loggers import open_trackers
+from megatron_packed_sft.train.trackers import open_trackers
 for first_step in (0, 2):
     settings = LoggerConfig(names=sys.argv[2].split(","), run_name="tried")
     trackers, notes = open_trackers(settings, pathlib.Path(sys.argv[1]), first_step=first_step, config={"a": {"b": 1}})
