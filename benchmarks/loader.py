@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, timed
 from benchmarks.storage import memmap_blocks, rows
 from megatron_packed_sft import open_shard
-from megatron_packed_sft.data.loading.loader import PackedLoader
+from megatron_packed_sft.data.loader import PackedLoader
 from megatron_packed_sft.data.order.blend import Blend
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.order.samplers import MicroBatchSampler

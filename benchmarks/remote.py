@@ -188,8 +188,7 @@ def _served(local: Path, moto_port: int, rate: float) -> Iterator[None]:
 
 def _mixing(num_shards: int, bins_per_shard: int) -> None:
     """Print what shuffling by windows gives up: how many of all shards meet in 512 consecutive samples."""
-    from megatron_packed_sft.data.order.sample_order import SampleOrder
-    from megatron_packed_sft.data.order.shard_order import ShardOrder
+    from megatron_packed_sft.data.order.sample_order import SampleOrder, ShardOrder
 
     count = num_shards * bins_per_shard
     rows = []

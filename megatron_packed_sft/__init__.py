@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft._version import __version__
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.data.batch.attention_masks import (
+    from megatron_packed_sft.data.batch.collate import widen
+    from megatron_packed_sft.data.batch.model_helpers import (
         doc_ids_from_boundaries,
         document_mask_mod,
+        require_separate_sequences,
         visible_mask,
+        weighted_loss,
     )
-    from megatron_packed_sft.data.batch.collate import widen
-    from megatron_packed_sft.data.batch.transformers_models import require_separate_sequences
-    from megatron_packed_sft.data.batch.weighted_loss import weighted_loss
     from megatron_packed_sft.data.datasets import (
         GPTSFTPackedDataset,
         GPTSFTPackedMemmapDataset,
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     )
     from megatron_packed_sft.data.factory import create_sft_dataset
     from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn
-    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM
-    from megatron_packed_sft.data.huggingface.positions import get_pos_ids_for_packed_sequence
-    from megatron_packed_sft.data.loading.loader import PackedLoader
+    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM, get_pos_ids_for_packed_sequence
+    from megatron_packed_sft.data.loader import PackedLoader
     from megatron_packed_sft.data.order.blend import Blend
     from megatron_packed_sft.data.order.blend_weights import AnnealedWeights
     from megatron_packed_sft.data.order.sample_order import SampleOrder
@@ -58,23 +57,21 @@ if TYPE_CHECKING:
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import Schema, register_schema
     from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
-    from megatron_packed_sft.storage.cloud import write_memmap_to_cloud
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
     from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, DatasetWriter, open_dataset
+    from megatron_packed_sft.storage.flat_files import OrderedShardWriter
     from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
     from megatron_packed_sft.storage.legacy.reader import LegacyShard
     from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
     from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
     from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-    from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
-    from megatron_packed_sft.storage.parquet.reader import ParquetShard
-    from megatron_packed_sft.storage.parquet.writer import ParquetShardWriter
+    from megatron_packed_sft.storage.parquet import ParquetShard, ParquetShardWriter
     from megatron_packed_sft.storage.registry import create_shard_writer, open_shard, register_storage, storage_names
+    from megatron_packed_sft.storage.remote_shard import write_memmap_to_cloud
     from megatron_packed_sft.storage.token_stream.options import StreamOptions
     from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
-    from megatron_packed_sft.storage.validate import validate
-    from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+    from megatron_packed_sft.storage.validate import Finding, ValidationReport, validate
     from megatron_packed_sft.tokens.materialize import materialize
     from megatron_packed_sft.tokens.shards import materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
@@ -94,7 +91,7 @@ _HOMES = {
     "DatasetWriter": "storage.dataset_directory",
     "EncodeOptions": "encode.options",
     "Family": "megatron.weights.families",
-    "Finding": "storage.validation_report",
+    "Finding": "storage.validate",
     "GPTSFTPackedDataset": "data.datasets",
     "GPTSFTPackedMemmapDataset": "data.datasets",
     "GPTSFTPackedMultiShardDataset": "data.datasets",
@@ -107,17 +104,17 @@ _HOMES = {
     "MemmapShardWriter": "storage.memmap_v1.writer",
     "MemoryMappedDataset": "data.token_streams",
     "MicroBatchSampler": "data.order.samplers",
-    "OrderedShardWriter": "storage.ordered_writer",
+    "OrderedShardWriter": "storage.flat_files",
     "PackOptions": "packing.options",
     "PackPlan": "packing.plan",
     "PackedBin": "storage.bins",
     "PackedDataset": "data.datasets",
-    "PackedLoader": "data.loading.loader",
+    "PackedLoader": "data.loader",
     "PackedSFTError": "errors",
     "PackedShard": "storage.interface",
     "PackedShardWriter": "storage.interface",
-    "ParquetShard": "storage.parquet.reader",
-    "ParquetShardWriter": "storage.parquet.writer",
+    "ParquetShard": "storage.parquet",
+    "ParquetShardWriter": "storage.parquet",
     "RecordEncoder": "encode.encoder",
     "RecordError": "records.record",
     "SampleOrder": "data.order.sample_order",
@@ -135,16 +132,16 @@ _HOMES = {
     "TokenStream": "storage.token_stream.reader",
     "TokenStreamDataset": "data.token_streams",
     "TokenizedRecord": "records.record",
-    "ValidationReport": "storage.validation_report",
+    "ValidationReport": "storage.validate",
     "block_tokenize_fn": "data.huggingface.blocks",
     "convert": "storage.convert",
     "convert_legacy_to_memmap": "storage.convert",
     "create_sft_dataset": "data.factory",
     "create_shard_writer": "storage.registry",
-    "doc_ids_from_boundaries": "data.batch.attention_masks",
-    "document_mask_mod": "data.batch.attention_masks",
+    "doc_ids_from_boundaries": "data.batch.model_helpers",
+    "document_mask_mod": "data.batch.model_helpers",
     "effective_batch": "packing.effective_batch",
-    "get_pos_ids_for_packed_sequence": "data.huggingface.positions",
+    "get_pos_ids_for_packed_sequence": "data.huggingface.collator",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
@@ -160,15 +157,15 @@ _HOMES = {
     "register_schema": "records.schemas.registry",
     "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
-    "require_separate_sequences": "data.batch.transformers_models",
+    "require_separate_sequences": "data.batch.model_helpers",
     "sample_conversations": "records.samples.sample_chats",
     "storage_names": "storage.registry",
     "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
     "validate": "storage.validate",
-    "visible_mask": "data.batch.attention_masks",
-    "weighted_loss": "data.batch.weighted_loss",
+    "visible_mask": "data.batch.model_helpers",
+    "weighted_loss": "data.batch.model_helpers",
     "widen": "data.batch.collate",
-    "write_memmap_to_cloud": "storage.cloud",
+    "write_memmap_to_cloud": "storage.remote_shard",
     "write_sample_data": "records.samples.sample_chats",
 }
 

@@ -6,20 +6,18 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS
-from megatron_packed_sft.config.schema import MISSING, WrongKeysError, build, plain, wrong_keys
+from megatron_packed_sft.config.schema import MISSING, WrongKeysError, build, plain, refuse_wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.support.paths import local_path, refuse_special_file
-from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 DEFAULT_SEED = 42
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SHUFFLE_BUFFER = 10_000
 DEFAULT_VAL_FRAC = 0.10
 PRETRAIN, SFT = "pretrain", "sft"
-_LOOK_ALIKES = {"name": "dataset", "paths": "path", "column": "field", "train_tokens": "max_train_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class CacheSource:
         build: false for a source that is listed but not built.
     """
 
-    kind: Literal["pretrain", "sft"] = MISSING
+    kind: str = MISSING
     path: Any = None
     dataset: str | None = None
     config: str | None = None
@@ -59,7 +57,7 @@ class CacheSource:
     val_path: Any = None
     val_split: str | None = None
     field: str = "text"
-    documents: Literal["file", "line", "paragraph"] = "file"
+    documents: str = "file"
     schema: str = "auto"
     mapping: dict[str, Any] = dataclasses.field(default_factory=dict)
     take: str | None = None
@@ -68,10 +66,14 @@ class CacheSource:
     max_val_tokens: int | None = None
     val_frac: float | None = None
     shuffle_buffer: int | None = None
-    on_error: Literal["stop", "skip"] = "stop"
+    on_error: str = "stop"
     build: bool = True
 
     def __post_init__(self) -> None:
+        choices = {"kind": (PRETRAIN, SFT), "documents": ("file", "line", "paragraph"), "on_error": ("stop", "skip")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidInputError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.build and (self.path is None) == (self.dataset is None):
             raise InvalidInputError("path or dataset must be given, and not both")
         if self.kind == SFT:
@@ -159,10 +161,8 @@ def read_config(
     values = _load(Path(path))
     for key, value in _pairs(overrides):
         _set(values, key, value)
-    problems = wrong_keys(CacheConfig, values, _LOOK_ALIKES)
-    if problems:
-        raise InvalidInputError(f"{os.fspath(path)}: {'; '.join(problems)}")
     try:
+        refuse_wrong_keys(CacheConfig, values)
         return build(CacheConfig, values)
     except WrongKeysError as error:
         raise InvalidInputError(f"{os.fspath(path)}: {error}") from None
@@ -183,7 +183,6 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise StorageIOError(f"cannot read {path}: {reason}; give the YAML that lists the sources") from None
-    refuse_alias_bomb(path)
     try:
         _refuse_double_keys(yaml.compose(text, yaml.SafeLoader), path)
         values = yaml.safe_load(text)

@@ -107,7 +107,7 @@ class OpenedSource:
     def _file_records(self, files: Iterable[InputFile | TextFile]) -> Iterator[Numbered]:
         for file in files:
             if isinstance(file, TextFile):
-                texts = read_text_file(file.path, self._source.documents)
+                texts = read_text_file(file.path, self._source.documents)  # type: ignore[arg-type]
                 for number, text in enumerate(texts, 1):
                     yield Location(file.path, number, "document"), {self._source.field: text}
             else:

@@ -42,7 +42,7 @@ def command(
     differences are shown in their context, with how many sequences are in other bins, have another loss mask, or are on
     one side only.
     """
-    from megatron_packed_sft.inspect.compare.comparison import compare
+    from megatron_packed_sft.inspect.compare import compare
     from megatron_packed_sft.support.terminal import show, show_json
 
     facts = compare(
@@ -51,7 +51,7 @@ def command(
     if as_json:
         show_json(facts)
     elif not quiet:
-        from megatron_packed_sft.inspect.compare.view import view
+        from megatron_packed_sft.inspect.compare import view
 
         show(*view(facts))
     return 0 if facts["equal"] else 1

@@ -28,6 +28,6 @@ def command(words: tuple[str, ...], tokenizer: str | None, as_json: bool) -> int
 
     All of it is found by rendering small chats, as `packed-sft prepare` renders records.
     """
-    from megatron_packed_sft.inspect.explain_command import run_explain
+    from megatron_packed_sft.inspect.explain_template_view import run_explain
 
     return run_explain(words, tokenizer=tokenizer, as_json=as_json)

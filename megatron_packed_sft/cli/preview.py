@@ -50,6 +50,6 @@ def command(**given: object) -> int:
     found in the template, what is cut, escaped or lost, and why it would be dropped. Packed data is shown bin by bin,
     sequence by sequence.
     """
-    from megatron_packed_sft.inspect.preview_command import PreviewRequest, run_preview
+    from megatron_packed_sft.inspect.preview import PreviewRequest, run_preview
 
     return run_preview(PreviewRequest(**given))  # type: ignore[arg-type]

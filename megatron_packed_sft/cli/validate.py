@@ -12,7 +12,7 @@ from megatron_packed_sft.cli._stream_options import stream_options
 from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.storage.validate import ValidationReport
 
 
 @verb(

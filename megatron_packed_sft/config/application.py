@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_packed_sft.config.command_line import OPTIONS, parse_command_line
 from megatron_packed_sft.config.composition import Files
-from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, wrong_keys
+from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, refuse_wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.plugins import GROUPS, installed_plugins
 from megatron_packed_sft.support.exits import refused, run_command
@@ -36,7 +36,6 @@ def run_application(
     description: str,
     examples: str,
     flags: Mapping[str, str] | None = None,
-    look_alikes: Mapping[str, str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Compose conf/NAME.yaml with the command line's overrides, check it against the schema, and run the task.
@@ -49,7 +48,6 @@ def run_application(
         description: what the application does, for `--help`.
         examples: lines for `--help`.
         flags: options without a value and the override each stands for, such as {"--quiet": "quiet=true"}.
-        look_alikes: keys that people try and the right one for each, such as {"packing_length": "packing.pack_size"}.
         argv: arguments after the program's name; sys.argv's by default.
     """
     never_fail_on_characters()
@@ -57,7 +55,7 @@ def run_application(
     program, debug = f"packed-sft {name}", "--debug" in arguments
 
     def run() -> int:
-        asked = parse_command_line(arguments, schema, flags or {}, look_alikes or {})
+        asked = parse_command_line(arguments, schema, flags or {})
         files = Files.find(name, asked.config_name, asked.config_dir)
         if asked.help:
             print(_help(name, schema, files, description, examples, flags or {}))
@@ -65,33 +63,31 @@ def run_application(
         codes = []
         for overrides in asked.combinations():
             try:
-                config = _merged(schema, files.compose(overrides), look_alikes or {})
+                config = _compose(schema, files, overrides)
                 if asked.cfg:
                     print(OmegaConf.to_yaml(config), end="")
                 else:
-                    codes.append(task(_typed(schema, config)) or 0)
+                    codes.append(task(build(schema, _container(config))) or 0)
             except PackedSFTError as error:  # the other combinations of a multirun may still be right
-                codes.append(_refused(program, error, debug=debug))
+                sentences = error.problems if isinstance(error, WrongKeysError) else ()
+                codes.append(refused(program, error, debug=debug, sentences=sentences))
         return max(codes, default=0)
 
     return run_command(run, name=program, debug=debug, interrupted="interrupted; run the same command again to resume")
 
 
-def composed(
-    arguments: Sequence[str], *, name: str, schema: type[ConfigT], look_alikes: Mapping[str, str] | None = None
-) -> ConfigT:
+def read_settings(arguments: Sequence[str], *, name: str, schema: type[ConfigT]) -> ConfigT:
     """Return the configuration that an application would get from some arguments, for verbs that share its keys.
 
     Args:
         arguments: KEY=VALUE, --config-name and --config-dir.
         name: of the configuration file.
         schema: as in `run_application`.
-        look_alikes: as in `run_application`.
     """
-    asked = parse_command_line(arguments, schema, {}, look_alikes or {})
-    files = Files.find(name, asked.config_name, asked.config_dir)
+    asked = parse_command_line(arguments, schema, {})
     [overrides] = asked.combinations()
-    return _typed(schema, _merged(schema, files.compose(overrides), look_alikes or {}))
+    files = Files.find(name, asked.config_name, asked.config_dir)
+    return build(schema, _container(_compose(schema, files, overrides)))
 
 
 def completions(
@@ -132,31 +128,21 @@ def as_yaml(config: Any) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(plain(config))))
 
 
-def _merged(schema: type, given: DictConfig, look_alikes: Mapping[str, str]) -> DictConfig:
-    """Return the schema's defaults with what was given on top; keys that the schema does not have are refused."""
-    if problems := wrong_keys(schema, _container(given, resolve=False), look_alikes):
-        raise WrongKeysError(problems)
+def _compose(schema: type, files: Files, overrides: Sequence[str]) -> DictConfig:
+    """Return the schema's defaults with the files and overrides on top; keys that the schema lacks are refused."""
+    given = files.compose(overrides)
+    refuse_wrong_keys(schema, _container(given, resolve=False))
     merged = OmegaConf.merge(OmegaConf.create(defaults(schema)), given)
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _typed(schema: type[ConfigT], config: DictConfig) -> ConfigT:
-    return build(schema, _container(config, resolve=True))
-
-
-def _container(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+def _container(config: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     try:
         container: dict[str, Any] = OmegaConf.to_container(config, resolve=resolve)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise InvalidInputError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
     return container
-
-
-def _refused(program: str, error: PackedSFTError, *, debug: bool) -> int:
-    """Say what is wrong, a sentence for each wrong key; return the exit code for it."""
-    sentences = error.problems if isinstance(error, WrongKeysError) else ()
-    return refused(program, error, debug=debug, sentences=sentences)
 
 
 def _help(name: str, schema: type, files: Files, description: str, examples: str, flags: Mapping[str, str]) -> str:
@@ -187,24 +173,23 @@ def _plugins() -> str:
 
 def _described(schema: type, files: Files) -> str:
     """Return every key with its default and its meaning, a paragraph per group of keys."""
-    config = _merged(schema, files.compose([]), {})
+    values = OmegaConf.to_container(_compose(schema, files, []))
     lines: list[str] = []
-    group = None
+    group = ""
     for key in keys(schema):
         if group != (group := key.path.rpartition(".")[0]):
             lines.append("")
-        value = OmegaConf.to_container(config)
+        value: Any = values
         for part in key.path.split("."):
-            value = value[part]  # type: ignore[index, call-overload]
+            value = value[part]
         setting = f"  {key.path}={_as_typed(value)}"
         meaning = textwrap.wrap(key.meaning, _WIDTH - _INDENT) or [""]
         if len(setting) < _INDENT:
-            lines.append(f"{setting:<{_INDENT}}{meaning[0]}".rstrip())
-            meaning = meaning[1:]
+            lines.append(f"{setting:<{_INDENT}}{meaning.pop(0)}".rstrip())
         else:
             lines.append(setting)
-        lines += [" " * _INDENT + line for line in meaning if line]
-    return "\n".join(lines[1:] if lines[:1] == [""] else lines)
+        lines += [" " * _INDENT + line for line in meaning]
+    return "\n".join(lines)
 
 
 def _as_typed(value: Any) -> str:

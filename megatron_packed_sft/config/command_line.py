@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from megatron_packed_sft.config.schema import key_hint, keys
+from megatron_packed_sft.config.schema import OTHER_NAMES, key_hint, keys
 from megatron_packed_sft.errors import InvalidInputError
 
 _SWITCHES = {"--help": "help", "-h": "help", "--multirun": "multirun", "-m": "multirun", "--debug": "debug"}
@@ -23,7 +23,7 @@ OPTIONS = tuple(option for option in (*_SWITCHES, *_WITH_VALUE) if option.starts
 
 @dataclass
 class CommandLine:
-    """What was asked for."""
+    """The arguments of one call, sorted."""
 
     overrides: list[str] = field(default_factory=list)
     help: bool = False
@@ -37,29 +37,30 @@ class CommandLine:
         """Yield the overrides of each run: one, or with --multirun one for each combination of values."""
         choices: list[list[str]] = []
         for text in self.overrides:
-            override = parsed(text)
+            override = parse_override(text)
             if not override.is_sweep_override():
                 choices.append([text])
             elif self.multirun:
                 key = override.get_key_element()
                 choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
             else:
-                raise _several_values(text)
+                key, _, value = text.partition("=")
+                raise InvalidInputError(
+                    f"{text} is several values; for plain text write \"{key}='{value}'\", for a list {key}=[{value}], "
+                    "or add --multirun to run once for each"
+                )
         return map(list, itertools.product(*choices))
 
 
-def parse_command_line(
-    arguments: Sequence[str], schema: type, flags: Mapping[str, str], look_alikes: Mapping[str, str]
-) -> CommandLine:
+def parse_command_line(arguments: Sequence[str], schema: type, flags: Mapping[str, str]) -> CommandLine:
     """Sort arguments into options and overrides.
 
-    Plain text that Hydra's grammar has no place for, such as a path with brackets or `=`, is quoted for it.
+    Plain text that Hydra's grammar cannot read, such as a path with brackets or `=`, is quoted for it.
 
     Args:
         arguments: those after the program's name.
         schema: the keys that a wrong option may have meant.
         flags: options without a value and the override each stands for.
-        look_alikes: wrong names that are common, and the right one for each.
     """
     result = CommandLine()
     waiting = list(arguments)
@@ -73,7 +74,7 @@ def parse_command_line(
         elif name in _WITH_VALUE and (equals or waiting):
             setattr(result, _WITH_VALUE[name], value if equals else waiting.pop(0))
         elif argument.startswith("-"):
-            raise _not_an_option(argument, waiting, schema, flags, look_alikes)
+            raise _unknown_option(argument, waiting, schema, flags)
         else:
             result.overrides.append(_readable(argument))
     if result.cfg not in (None, "job"):
@@ -81,13 +82,13 @@ def parse_command_line(
     return result
 
 
-def parsed(override: str) -> Override:
-    """Return an override in parts."""
-    return OverridesParser.create().parse_override(override)
+def parse_override(text: str) -> Override:
+    """Return an override as Hydra understands it."""
+    return OverridesParser.create().parse_override(text)
 
 
 def quoted(text: str) -> str:
-    r"""Return text in quotes that Hydra takes away again.
+    r"""Return text in quotes that Hydra removes again.
 
     Example:
         >>> print(quoted("it's"))
@@ -103,39 +104,29 @@ def _readable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not override.startswith("~") and (not equals or not key):
         raise InvalidInputError(f"{override!r} is not a setting; write KEY=VALUE")
-    try:
-        parsed(override)
-    except HydraException:
-        if value[:1] not in ("[", "{", "'", '"'):
-            return _with_readable_key(f"{key}={quoted(value)}")
-        # The shell takes the outer quotes away, Hydra the inner ones.
-        text = quoted(value.strip("'\""))
+    if _is_readable(override):
+        return override
+    if value[:1] in ("[", "{", "'", '"'):
+        # The shell removes the outer quotes, Hydra the inner ones.
         raise InvalidInputError(
             f"{override} cannot be read, because brackets and quotes have a meaning in a value; "
-            f'for plain text write "{key}={text}"'
-        ) from None
-    return override
+            f'for plain text write "{key}={quoted(value.strip(chr(34) + chr(39)))}"'
+        )
+    if not _is_readable(f"{key}={quoted(value)}"):
+        raise InvalidInputError(f"{key!r} is not a setting; a key has letters, digits, _ and dots")
+    return f"{key}={quoted(value)}"
 
 
-def _with_readable_key(override: str) -> str:
+def _is_readable(override: str) -> bool:
     try:
-        parsed(override)
+        parse_override(override)
     except HydraException:
-        key = override.partition("=")[0]
-        raise InvalidInputError(f"{key!r} is not a setting; a key has letters, digits, _ and dots") from None
-    return override
+        return False
+    return True
 
 
-def _several_values(override: str) -> InvalidInputError:
-    key, _, value = override.partition("=")
-    return InvalidInputError(
-        f"{override} is several values; for plain text write \"{key}='{value}'\", for a list {key}=[{value}], "
-        "or add --multirun to run once for each"
-    )
-
-
-def _not_an_option(
-    argument: str, following: Sequence[str], schema: type, flags: Mapping[str, str], look_alikes: Mapping[str, str]
+def _unknown_option(
+    argument: str, following: Sequence[str], schema: type, flags: Mapping[str, str]
 ) -> InvalidInputError:
     """Return the error for an unknown option, with the setting that was probably meant."""
     option, equals, value = argument.partition("=")
@@ -145,14 +136,12 @@ def _not_an_option(
         value = following[0]
     known = {key.path: key.kind for key in keys(schema)}
     groups = {path.partition(".")[0] for path in known if "." in path}
-    for name in (option.lstrip("-"), option.lstrip("-").replace("-", "_")):
-        if name in known or name in groups:
-            return InvalidInputError(
-                f"{option} is not an option; settings have no dashes: write "
-                f"{name}={value or ('true' if known.get(name) is bool else '...')}"
-            )
-    if name in look_alikes:
-        return InvalidInputError(f"{option} is not an option; {key_hint(schema, name, look_alikes)}, written KEY=VALUE")
+    name = option.lstrip("-").replace("-", "_")
+    if name in known or name in groups:
+        example = value or ("true" if known.get(name) is bool else "...")
+        return InvalidInputError(f"{option} is not an option; settings have no dashes: write {name}={example}")
+    if name in OTHER_NAMES:
+        return InvalidInputError(f"{option} is not an option; {key_hint(schema, name)}, written KEY=VALUE")
     if near := difflib.get_close_matches(option, [*flags, *OPTIONS], n=1, cutoff=0.75):
         return InvalidInputError(f"{option} is not an option; did you mean {near[0]}?")
     return InvalidInputError(f"{option} is not an option; settings are written KEY=VALUE, and --help lists them")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -13,15 +13,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megatron_packed_sft.config.command_line import parsed, quoted
+from megatron_packed_sft.config.command_line import parse_override, quoted
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import installed_plugins
-from megatron_packed_sft.support.yaml_aliases import refuse_alias_bomb
 
 # Groups of settings that plugins extend: their registry, and the key that a choice sets, in which package.
 _PLUGGABLE = {"storage": ("storages", "packed_storage", "_global_"), "packing": ("strategies", "strategy", "packing")}
-# What Hydra notes of a composition itself.
-_NOTED = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override_dirname")
 
 
 def config_directory() -> Path:
@@ -41,7 +38,7 @@ def config_directory() -> Path:
 
 
 class Files(NamedTuple):
-    """Where a configuration is composed from."""
+    """The files that a configuration is composed from."""
 
     name: str  # of the main file, without .yaml
     directories: tuple[Path, ...]  # the one with the main file first
@@ -66,71 +63,49 @@ class Files(NamedTuple):
         files = {file.stem for one in self.directories for file in (one / group).glob("*.yaml")}
         return [*sorted(files), *(name for name in _plugins(group) if name not in files)]
 
+    def groups(self) -> dict[str, list[str]]:
+        """Return the groups that the main file chooses from, each with its choices."""
+        chosen = self._compose([]).hydra.runtime.choices
+        return {group: self.choices(group) for group in sorted(chosen) if "/" not in group}
+
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return what the files and the overrides say, without the application's defaults and checks."""
-        for directory in self.directories:
-            if directory != config_directory():  # the user's own: the main file, and those of its groups
-                for file in (*directory.glob("*.yaml"), *directory.glob("*/*.yaml")):
-                    refuse_alias_bomb(file)
-        composed = self._composed(self.name, [self._as_hydra_writes(one) for one in overrides])
-        if len(self.directories) > 1:
-            self._refuse_hydra_settings(composed.hydra)
+        composed = self._compose([self._as_hydra_writes(one) for one in overrides])
         with open_dict(composed):
             del composed["hydra"]
         return composed
 
-    def groups(self) -> dict[str, list[str]]:
-        """Return the groups that the main file chooses from, each with its choices."""
-        chosen = self._composed(self.name, []).hydra.runtime.choices
-        return {group: self.choices(group) for group in sorted(chosen) if "/" not in group}
-
-    def _refuse_hydra_settings(self, found: DictConfig) -> None:
-        """Refuse files of the user's own that set what Hydra would run or hand to a job, such as hydra.job.env_set."""
-        values, plain = dict(_leaves(found)), dict(_leaves(self._composed(None, []).hydra))
-        differing = [key for key in values if key not in plain or values[key] != plain[key]]
-        main_file = self.directories[0] / f"{self.name}.yaml"
-        if OmegaConf.select(OmegaConf.load(main_file), "hydra.searchpath") is not None:
-            differing.append("hydra.searchpath")  # ours has replaced it
-        if differing:
-            raise InvalidInputError(
-                f"{main_file} or a file that it names sets {', '.join(differing)}: Hydra's own settings are not used "
-                "here; leave them out"
-            )
-
-    def _composed(self, name: str | None, overrides: list[str]) -> DictConfig:
+    def _compose(self, overrides: list[str]) -> DictConfig:
         others = [quoted(f"file://{one}") for one in self.directories[1:]]
         if others:
             overrides = [*overrides, f"hydra.searchpath=[{','.join(others)}]"]
         for group, (_, key, package) in _PLUGGABLE.items():
             for plugin in _plugins(group):
                 ConfigStore.instance().store(group=group, name=plugin, node={key: plugin}, package=package)
+        files = f"{self.name}.yaml or a file that it names"
         try:
+            if "hydra" in OmegaConf.load(self.directories[0] / f"{self.name}.yaml"):
+                raise InvalidInputError(
+                    f"{self.name}.yaml sets hydra: Hydra's own settings have no effect here; leave them out"
+                )
             with initialize_config_dir(version_base="1.3", config_dir=str(self.directories[0])):
-                return compose(config_name=name, overrides=overrides, return_hydra_config=True)
+                return compose(config_name=self.name, overrides=overrides, return_hydra_config=True)
         except MissingConfigException as error:
-            raise InvalidInputError(
-                f"{self.name}.yaml or a file that it names includes {error.missing_cfg_file}, which does not exist"
-            ) from error
+            raise InvalidInputError(f"{files} includes {error.missing_cfg_file}, which does not exist") from error
         except HydraException as error:
             raise InvalidInputError(" ".join(str(error).split())) from error
-        except KeyError as error:
-            raise InvalidInputError(
-                f"{self.name}.yaml or a file that it names sets hydra.job.env_copy ({error}): Hydra's own settings are "
-                "not used here; leave them out"
-            ) from None
-        except (yaml.YAMLError, RecursionError, ValueError) as error:  # also tags of Python, numbers without end
+        except InvalidInputError:
+            raise
+        except (yaml.YAMLError, RecursionError, ValueError) as error:  # also Python's tags, numbers of 5,000 digits
             reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-            raise InvalidInputError(
-                f"{self.name}.yaml or a file that it names is not plain YAML ({reason}); correct it"
-            ) from None
+            raise InvalidInputError(f"{files} is not plain YAML ({reason}); correct it") from None
 
     def _as_hydra_writes(self, text: str) -> str:
-        """Return an override as Hydra wants it: a key may be new to the files, a choice of a group must exist."""
-        override = parsed(text)
+        """Return an override as Hydra expects it: a key may be new to the files, a choice of a group must exist."""
+        override = parse_override(text)
         key, value = override.key_or_group, override.value()
-        for name in (key, override.package or ""):
-            if name == "hydra" or name.startswith(("hydra.", "hydra/")):
-                raise InvalidInputError(f"{name} is one of Hydra's own settings, which are not used here; leave it out")
+        if key.partition(".")[0].partition("/")[0] == "hydra":
+            raise InvalidInputError(f"{key} is one of Hydra's own settings, which have no effect here; leave it out")
         choices = self.choices(key)
         if not choices or isinstance(value, dict):
             return text if override.is_delete() else f"++{text.lstrip('+')}"
@@ -144,18 +119,3 @@ class Files(NamedTuple):
 def _plugins(group: str) -> list[str]:
     """Return the names that installed packages add to a group of settings."""
     return sorted(installed_plugins(_PLUGGABLE[group][0])) if group in _PLUGGABLE else []
-
-
-def _leaves(values: Any, path: str = "hydra") -> Iterator[tuple[str, Any]]:
-    """Yield Hydra's settings by path, without what it notes itself; a choice of one of its groups is one of them."""
-    if path == "hydra":
-        choices = values.runtime.choices
-        yield from ((str(group), choices[group]) for group in choices if str(group).startswith("hydra/"))
-        values = OmegaConf.to_container(values, resolve=False)
-    if path in _NOTED:
-        return
-    if isinstance(values, dict) and values:
-        for name, inner in values.items():
-            yield from _leaves(inner, f"{path}.{name}")
-    else:
-        yield path, values

@@ -1,26 +1,46 @@
 """A configuration's dataclasses as its schema: which keys there are, what they mean, and a checked instance of them.
 
-What a key means is written once, under "Args:" in the docstring of its dataclass; `--help` shows it.
+The meaning of a key is written once, under "Args:" in the docstring of its dataclass; `--help` shows it.
+
+OmegaConf's structured configs are not used: they stop at the first mistake, read true as the text "True", refuse 8.0 as
+an integer, and make frozen dataclasses (PackOptions, SplitRule) read-only before the user's values are merged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, Union
 
 from megatron_packed_sft.errors import InvalidInputError
 
-MISSING: Any = "???"  # the mark of a value that must be given, in YAML files as in defaults
+MISSING: Any = "???"  # marks a value that must be given, in YAML files as in defaults
+# What other trainers call a key, and the keys here that it may stand for: the first that the schema has is suggested.
+_LENGTH = ("packing.pack_size", "data.sequence_length")
+OTHER_NAMES = {
+    "seq_length": _LENGTH,
+    "max_length": _LENGTH,
+    "max_seq_length": _LENGTH,
+    "packing_length": _LENGTH,
+    "global_max_length": _LENGTH,
+    "packing": ("packing_mode",),
+    "effective_batch_size": ("train.global_batch_size",),
+    "per_device_train_batch_size": ("train.micro_batch_size",),
+    "max_steps": ("train.steps",),
+    "num_train_epochs": ("train.epochs",),
+    "lr": ("optimizer.learning_rate",),
+    "template.path": ("template.name",),
+    "tokenizer.name": ("tokenizer.path",),
+}
 _ENTRY = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_MAPPINGS, _LISTS = (dict, Mapping), (list, tuple, Sequence)
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 ConfigT = TypeVar("ConfigT")
 
@@ -61,11 +81,6 @@ def keys(schema: Any, prefix: str = "") -> Iterator[Key]:
         yield from keys(kind, f"{path}.")
 
 
-def defaults(schema: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass and of the dataclasses in it, as plain values."""
-    return {key.path: plain(key.default) for key in _fields(schema)}
-
-
 def plain(value: Any) -> Any:
     """Return dataclasses as dictionaries and tuples as lists, at every depth."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -75,9 +90,33 @@ def plain(value: Any) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def wrong_keys(schema: type, values: Mapping[str, Any], look_alikes: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each key that the schema does not have."""
-    return [f"{path} is not a key; {key_hint(schema, path, look_alikes)}" for path in _unknown(schema, values, "")]
+def defaults(schema: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass and of the dataclasses in it, as plain values."""
+    return {key.path: plain(key.default) for key in _fields(schema)}
+
+
+def refuse_wrong_keys(schema: type, values: Mapping[str, Any]) -> None:
+    """Refuse keys that the schema does not have, with a near match for each."""
+    if problems := [f"{path} is not a key; {key_hint(schema, path)}" for path in _unknown(schema, values, "")]:
+        raise WrongKeysError(problems)
+
+
+def key_hint(schema: type, path: str) -> str:
+    """Return what to do about a key that does not exist: the near match if there is one, else where to look."""
+    group, _, last = path.rpartition(".")
+    known = [key.path for key in keys(schema)]
+    for right in OTHER_NAMES.get(path, OTHER_NAMES.get(last, ())):
+        if right in known:
+            return f"use {right}"
+    siblings = [key.path for key in _fields_at(schema, group)]
+    if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
+        return f"did you mean {group}.{near[0]}?" if group else f"did you mean {near[0]}?"
+    # An entry that the user named, such as sources.NAME, has keys of its own; other groups give no hint there.
+    is_named_entry = bool(group and siblings) and group not in {key.rpartition(".")[0] for key in known}
+    by_last = {} if is_named_entry else {key.rpartition(".")[2]: key for key in reversed(known)}
+    if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.85):
+        return f"did you mean {by_last[near[0]]}?"
+    return f"{group} has the keys {', '.join(siblings)}" if group and siblings else "--help lists them all"
 
 
 def build(schema: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
@@ -100,25 +139,6 @@ def build(schema: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     return result
 
 
-def key_hint(schema: type, path: str, look_alikes: Mapping[str, str]) -> str:
-    """Return what to do about a key that does not exist: the near match if there is one, else where to look."""
-    group, _, last = path.rpartition(".")
-    known = [key.path for key in keys(schema)]
-    siblings = [key.path for key in _fields_at(schema, group)]
-    # An entry that the user named, such as sources.NAME, has keys of its own; what other groups have is no hint there.
-    is_named_entry = bool(group and siblings) and group not in {key.rpartition(".")[0] for key in known}
-    right = look_alikes.get(path) or (None if is_named_entry else look_alikes.get(last))
-    # What stands for a key without a group, such as path for input, means something else inside a group.
-    if right and (path in look_alikes or not siblings or not group or "." in right):
-        return f"use {right}"
-    if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
-        return f"did you mean {group}.{near[0]}?" if group else f"did you mean {near[0]}?"
-    by_last = {} if is_named_entry else {key.rpartition(".")[2]: key for key in reversed(known)}
-    if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.85):
-        return f"did you mean {by_last[near[0]]}?"
-    return f"{group} has the keys {', '.join(siblings)}" if group and siblings else "--help lists them all"
-
-
 def _fields(schema: Any) -> list[Key]:
     hints = typing.get_type_hints(schema)
     meanings = {name: text for base in reversed(schema.__mro__) for name, text in _meanings(base).items()}
@@ -133,26 +153,11 @@ def _fields(schema: Any) -> list[Key]:
     return result
 
 
-def _fields_at(schema: Any, path: str) -> list[Key]:
-    """Return the fields of the dataclass at a path; none when there is no such dataclass."""
-    for name in path.split(".") if path else []:
-        if typing.get_origin(schema) in _MAPPINGS:
-            schema = typing.get_args(schema)[1]
-            continue
-        schema = next((_without_none(key.kind) for key in _fields(schema) if key.path == name), None)
-        if not dataclasses.is_dataclass(schema) and typing.get_origin(schema) not in _MAPPINGS:
-            return []
-    return _fields(schema) if dataclasses.is_dataclass(schema) else []
-
-
 def _meanings(schema: type) -> dict[str, str]:
     """Return what the docstring of a dataclass says about each field, under "Args:"."""
-    lines = iter((inspect.getdoc(schema) or "").splitlines())
     found: dict[str, str] = {}
     names: list[str] = []
-    for _ in iter(lambda: next(lines, "Args:").strip(), "Args:"):
-        pass
-    for line in lines:
+    for line in (inspect.getdoc(schema) or "").partition("Args:\n")[2].splitlines():
         if line.strip() and not line.startswith(" "):
             break
         entry = _ENTRY.fullmatch(line.strip()) if len(line) - len(line.lstrip()) == 4 else None
@@ -164,13 +169,23 @@ def _meanings(schema: type) -> dict[str, str]:
     return found
 
 
+def _fields_at(schema: Any, path: str) -> list[Key]:
+    """Return the fields of the dataclass at a path; none when there is no such dataclass."""
+    for name in path.split(".") if path else []:
+        if typing.get_origin(schema) is dict:
+            schema = typing.get_args(schema)[1]
+        elif dataclasses.is_dataclass(schema):
+            schema = next((_without_none(key.kind) for key in _fields(schema) if key.path == name), None)
+    return _fields(schema) if dataclasses.is_dataclass(schema) else []
+
+
 def _unknown(schema: Any, values: Any, prefix: str) -> Iterator[str]:
     """Yield the paths of the keys that a schema does not have."""
     if not isinstance(values, Mapping):
         return
     if dataclasses.is_dataclass(schema):
-        kinds: Mapping[str, Any] = {key.path: key.kind for key in _fields(schema)}
-    elif typing.get_origin(schema) in _MAPPINGS:
+        kinds = {key.path: key.kind for key in _fields(schema)}
+    elif typing.get_origin(schema) is dict:
         kinds = dict.fromkeys(values, typing.get_args(schema)[1])
     else:
         return
@@ -182,7 +197,7 @@ def _unknown(schema: Any, values: Any, prefix: str) -> Iterator[str]:
 
 
 def _leaves(values: Any, path: str) -> Iterator[str]:
-    """Yield the paths below one that does not exist: a key in a foreign group, such as training.steps, has a hint."""
+    """Yield the paths below one that does not exist: a key in an unknown group, such as training.steps, has a hint."""
     if not isinstance(values, Mapping) or not values:
         yield path
         return
@@ -198,26 +213,20 @@ def _converted(value: Any, kind: Any, path: str, problems: list[str]) -> Any:
     allows_none, kind = _without_none(kind) != kind or kind is Any, _without_none(kind)
     if (value is None and allows_none) or kind is Any:
         return value
-    if dataclasses.is_dataclass(kind):
-        if isinstance(value, Mapping):
-            return _instance(kind, value, path, problems)
-    elif typing.get_origin(kind) in _MAPPINGS:
-        if isinstance(value, Mapping):
-            inner = typing.get_args(kind)[1]
-            return {name: _converted(one, inner, f"{path}.{name}", problems) for name, one in value.items()}
-    elif typing.get_origin(kind) in _LISTS:
-        if isinstance(value, list | tuple):
-            inner, make = typing.get_args(kind)[0], list if typing.get_origin(kind) is list else tuple
-            return make(_converted(one, inner, f"{path}[{index}]", problems) for index, one in enumerate(value))
-    elif typing.get_origin(kind) is Literal:
-        if value in typing.get_args(kind):
-            return value
-    else:
-        try:
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _instance(kind, value, path, problems)
+    if typing.get_origin(kind) is dict and isinstance(value, Mapping):
+        inner = typing.get_args(kind)[1]
+        return {name: _converted(one, inner, f"{path}.{name}", problems) for name, one in value.items()}
+    if typing.get_origin(kind) is list and isinstance(value, list | tuple):
+        inner = typing.get_args(kind)[0]
+        return [_converted(one, inner, f"{path}[{index}]", problems) for index, one in enumerate(value)]
+    if kind in _KINDS:
+        with contextlib.suppress(ValueError):
             return _scalar(value, kind)
-        except ValueError:
-            pass
-    problems.append(f"{path} is {value!r}; it must be {_words(kind)}{' or null' if allows_none else ''}")
+    is_list = typing.get_origin(kind) is list
+    expected = _KINDS.get(kind) or ("a list, such as [a, b]" if is_list else "a group of keys")
+    problems.append(f"{path} is {value!r}; it must be {expected}{' or null' if allows_none else ''}")
     return value
 
 
@@ -234,15 +243,13 @@ def _instance(kind: Any, value: Mapping[str, Any], path: str, problems: list[str
         return None
     try:
         return kind(**given)
-    except WrongKeysError:
-        raise
     except InvalidInputError as error:  # the dataclass checks its values itself, and knows its own names only
         problems.append(f"{prefix if str(error).split()[0] in given else ''}{error}")
         return None
 
 
 def _scalar(value: Any, kind: type) -> Any:
-    """Return a number, text or truth value, from what YAML made of the user's words."""
+    """Return a number, a text or a truth value from what YAML made of the user's words."""
     if isinstance(value, Mapping | list) or value is None:
         raise ValueError
     if kind is bool:
@@ -252,12 +259,8 @@ def _scalar(value: Any, kind: type) -> Any:
         return word in _TRUE
     if kind is str:
         return str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
         raise ValueError
-    if kind is int and isinstance(value, float):
-        if not value.is_integer():
-            raise ValueError
-        return int(value)
     return kind(value)
 
 
@@ -267,13 +270,3 @@ def _without_none(kind: Any) -> Any:
         if len(others) == 1:
             return others[0]
     return kind
-
-
-def _words(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
-    if typing.get_origin(kind) in _LISTS:
-        return "a list, such as [a, b]"
-    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in _MAPPINGS:
-        return "a group of keys"
-    return _WORDS.get(kind, str(kind))

@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -18,10 +17,9 @@ from megatron_packed_sft.data.datasets import (
     checked_length,
     dataset_over,
 )
-from megatron_packed_sft.data.made_with import Tolerance
+from megatron_packed_sft.data.made_with import Tolerance, eos_id_of, id_limit_of
 from megatron_packed_sft.data.opened_bins import AUTO, STREAMED, OpenedBins, PathLike, Paths, Weights, open_bins
-from megatron_packed_sft.data.order.sample_order import Order
-from megatron_packed_sft.data.order.shard_order import ShardOrder
+from megatron_packed_sft.data.order.sample_order import Order, ShardOrder
 from megatron_packed_sft.data.packing_modes import MODES, PREPARED, STATIC
 from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.data.readers.interface import BinReader

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
-from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader

@@ -15,14 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.data._sample_lengths import SampleLength, refuse_changing
-from megatron_packed_sft.data._tokenizer_ids import eos_id_of
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.encoded_samples import IS_PADDING, carried_fields, encoded_length, joined
+from megatron_packed_sft.data.encoded_samples import (
+    IS_PADDING,
+    SamplePackReader,
+    carried_fields,
+    encoded_length,
+    joined,
+)
+from megatron_packed_sft.data.made_with import eos_id_of
 from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.sample_pack_reader import SamplePackReader
-from megatron_packed_sft.data.sample_packs import SamplePackDataset
-from megatron_packed_sft.data.static_plan import StaticPlan, plan_statically
+from megatron_packed_sft.data.sample_lengths import SampleLength, refuse_changing
+from megatron_packed_sft.data.sample_packs import SamplePackDataset, StaticPlan, plan_statically
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET

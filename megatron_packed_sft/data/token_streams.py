@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.data._tokenizer_ids import eos_id_of, id_limit_of
 from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.made_with import eos_id_of, id_limit_of
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed_sft.config.application import composed
+from megatron_packed_sft.config.application import read_settings
 from megatron_packed_sft.config.schema import WrongKeysError
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.app import LOOK_ALIKES
 from megatron_packed_sft.prepare.config import PrepareConfig
 from megatron_packed_sft.support.paths import is_url
 
@@ -41,7 +40,7 @@ def prepare_settings(settings: Sequence[str], *, tokenizer: str | None = None) -
     """
     words = [_UNUSED, *settings, *([] if tokenizer is None else [f"tokenizer.path={tokenizer}"])]
     try:
-        return composed(words, name="prepare", schema=PrepareConfig, look_alikes=LOOK_ALIKES)
+        return read_settings(words, name="prepare", schema=PrepareConfig)
     except WrongKeysError as error:
         if any(problem.startswith("tokenizer.path has no value") for problem in error.problems):
             raise InvalidInputError(_NO_TOKENIZER) from error

@@ -38,24 +38,6 @@ FLAGS = {
     "--quiet": "quiet=true",
     "--json": "json=true",
 }
-LOOK_ALIKES = {
-    **dict.fromkeys(
-        ("packing_length", "pack_length", "pack_size", "packed_sequence_size", "seq_length", "max_seq_length"),
-        "packing.pack_size",
-    ),
-    **dict.fromkeys(("max_length", "max_len"), "encode.max_len (or packing.pack_size for the length of the bins)"),
-    **dict.fromkeys(("num_workers", "workers", "num_proc"), "executor.num_workers"),
-    **dict.fromkeys(("path", "paths", "files", "data", "input_path"), "input"),
-    **dict.fromkeys(("output_dir", "output_path", "save_dir"), "output"),
-    **dict.fromkeys(("chat_template", "template.path", "template.file", "template.chat_template"), "template.name"),
-    **dict.fromkeys(("chat_template_kwargs", "template_kwargs", "template.kwargs"), "template.variables"),
-    **dict.fromkeys(("date", "template.today"), "template.date"),
-    **dict.fromkeys(("tokenizer_path", "tokenizer_name", "tokenizer.name"), "tokenizer.path"),
-    **{key: f"sources.NAME.{key} (NAME is input for input=)" for key in ("take", "schema", "mapping")},
-    **dict.fromkeys(("val_frac", "validation_fraction", "val_fraction", "eval_fraction"), "split.validation_fraction"),
-}
-
-
 # Called before the work begins, so that a page that cannot be written is refused then; the result writes it and
 # returns its path.
 PageMaker = Callable[["Pipeline"], Callable[[], str]]
@@ -75,7 +57,6 @@ def main(argv: Sequence[str] | None = None, *, make_page: PageMaker | None = Non
         description=DESCRIPTION,
         examples=EXAMPLES,
         flags=FLAGS,
-        look_alikes=LOOK_ALIKES,
         argv=argv,
     )
 

@@ -1,8 +1,8 @@
-"""`@kernel`: one way to compile a hot loop, with a cache that a source change can never leave stale.
+"""`@kernel`: the one way to compile a hot loop, with a cache that never goes stale.
 
-Numba compares a cached kernel with the file that defines it, and with nothing else: a kernel that calls a changed
-kernel of another file, or that froze a changed constant of one, would run the old code. So the cache directory is named
-after a hash of every kernel source and of the modules of ours that they import.
+Numba checks a cached kernel only against the file that defines it: a kernel that calls a changed kernel of another
+file, or that froze a changed constant from one, would run the old code. So the cache directory is named after a hash of
+every kernel source (files called *kernel*.py) and of our modules that they import.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _KEPT_SECONDS = 30 * 24 * 3600
 _IMPORT = re.compile(rf"^ *from {_PACKAGE.name}\.([\w.]+) import \(?([\w, \n]+)", re.MULTILINE)
 
 _NOTHING_IS_KEPT = (
-    "no directory can keep compiled kernels, so every process compiles them again, which takes seconds; set "
-    "NUMBA_CACHE_DIR to one that you can write to"
+    "no directory can hold compiled kernels, so every process compiles them again, which takes seconds; set "
+    "NUMBA_CACHE_DIR to a directory that you can write to"
 )
 
 
@@ -42,10 +42,10 @@ def kernel(function: _Function) -> _Function:
 
 
 def inner_kernel(function: _Function) -> _Function:
-    """Compile a function that kernels call and Python does not.
+    """Compile a function that only kernels call.
 
-    It is a kernel without the code that lets Python call it, which takes longer to compile than a small function. From
-    Python it is a TypeError.
+    It lacks the wrapper that lets Python call it, which takes longer to compile than a small function does. Calling it
+    from Python raises a TypeError.
     """
     compiled = _compiled(function, no_cpython_wrapper=True)
     if compiled is not function:
@@ -60,7 +60,7 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     config: Any = numba.config
     directory = cache_directory()
     previous = config.CACHE_DIR
-    # Numba would also make each function callable from C.
+    # By default numba also makes each function callable from C, which we do not need.
     decorator = cast("Any", numba.njit)(nogil=True, no_cfunc_wrapper=True, **options)
     try:
         config.CACHE_DIR = directory or ""
@@ -75,7 +75,7 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 @functools.cache
 def _closed_to_python(dispatcher: Any) -> type:
-    """Return a kind of dispatcher that Python cannot call, and that is not compiled again for every constant."""
+    """Return a dispatcher class that Python cannot call and that is not recompiled for every constant argument."""
     from numba.core import types
 
     plain: Any = types.unliteral
@@ -92,10 +92,12 @@ def _closed_to_python(dispatcher: Any) -> type:
 
 
 def _is_kept(compiled: Any, directory: str) -> bool:
-    """Let numba cache a kernel in `directory`, where files that cannot be read or written end nothing; return whether
-    it does. Where it cannot write it looks for another place, which may be anybody's.
+    """Let numba cache a kernel in `directory`, and return whether it does.
+
+    Numba falls back to another directory when it cannot write to this one, and other users may own that. A cache file
+    that cannot be read or written costs a compilation, never an error.
     """
-    with contextlib.suppress(RuntimeError):  # no place at all
+    with contextlib.suppress(RuntimeError):  # numba found no directory at all
         compiled.enable_caching()
     if not str(compiled.stats.cache_path or "").startswith(directory):
         return False
@@ -105,7 +107,7 @@ def _is_kept(compiled: Any, directory: str) -> bool:
     def load_if_sound(*arguments: Any) -> Any:
         try:
             return load(*arguments)
-        except Exception:  # a pickle that a full disk or a crash has cut short fails in any way
+        except Exception:  # a truncated pickle (full disk, crash) can raise anything
             with contextlib.suppress(OSError):
                 cache.flush()
             return None
@@ -114,7 +116,9 @@ def _is_kept(compiled: Any, directory: str) -> bool:
         try:
             save(*arguments)
         except OSError as error:
-            _say_once(f"{directory} cannot keep compiled kernels ({error.strerror}): they are compiled again next time")
+            _say_once(
+                f"cannot write compiled kernels to {directory} ({error.strerror}); they are compiled again next time"
+            )
 
     cache.load_overload, cache.save_overload = load_if_sound, save_if_possible
     return True
@@ -122,7 +126,7 @@ def _is_kept(compiled: Any, directory: str) -> bool:
 
 @functools.cache
 def _say_once(sentence: str) -> None:
-    """Warn, in one process of those that work together."""
+    """Warn once, from one of the processes that work together."""
     from megatron_packed_sft.support.exits import is_speaker
 
     if is_speaker() and multiprocessing.parent_process() is None:
@@ -131,21 +135,20 @@ def _say_once(sentence: str) -> None:
 
 @functools.cache
 def cache_directory() -> str | None:
-    """Return where compiled kernels are kept, or None when there is no such place.
+    """Return the directory of compiled kernels, or None if there is none.
 
-    Below NUMBA_CACHE_DIR if that is set, else beside the package, else in the user's cache directory, else in a private
-    one below TMPDIR. Whoever can write there can make this process run anything, so it is a directory of this user's
-    that is closed to others.
+    It is below NUMBA_CACHE_DIR if that is set, else beside the package, else in the user's cache directory, else in a
+    private directory below TMPDIR. Cached code is executed, so no other user may be able to write there.
     """
     name = f"{_PACKAGE.name}-kernels-{source_hash(_PACKAGE)}"
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         if directory := _cache_in(chosen, name, None):
             return directory
         _say_once(
-            f"NUMBA_CACHE_DIR is {chosen}, which is not used: {name} in it must be a directory of your own that you "
-            "can write to, and that others can neither open (mode 0700) nor rename"
+            f"NUMBA_CACHE_DIR={chosen} is ignored: {name} in it must be your own directory, writable, with mode 0700, "
+            "in a directory where other users cannot rename it"
         )
-    # Whoever owns the package can change its code anyway.
+    # The owner of the package can change its code anyway.
     trusted = {0, os.geteuid(), os.stat(__file__).st_uid}
     places = [_PACKAGE / "__pycache__"]
     if user := user_cache():
@@ -165,9 +168,9 @@ def _cache_in(base: str | os.PathLike[str], name: str, owners: Collection[int] |
 
 
 def _remove_old(base: Path, current: Path) -> None:
-    """Remove the caches of other sources that nobody has started with for 30 days, and note that this one is in use.
+    """Remove caches of other source versions that no process has opened for 30 days, and mark this one as used.
 
-    A process that still runs on one of them has its kernels in memory; one that loses a file compiles it again.
+    A process that still runs on a removed cache has its kernels in memory, or compiles them again.
     """
     with contextlib.suppress(OSError):
         os.utime(current)

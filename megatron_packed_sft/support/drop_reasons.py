@@ -1,6 +1,6 @@
-"""Why a record or a part of it is not trained on: every reason there is, and how serious it is.
+"""Why a record or a part of it is not trained on: every reason, and how serious it is.
 
-The name of a reason is what summaries, receipts and plan files say, so a name never changes its meaning.
+Summaries, receipts and plan files use the names, so a name never changes its meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DropReason(enum.StrEnum):
 
     @classmethod
     def named(cls, name: str) -> DropReason:
-        """Return the reason with a name; there are no others."""
+        """Return the reason with this name."""
         return next(reason for reason in cls if reason == name)
 
     # Records that cannot be read or encoded.

@@ -10,7 +10,7 @@ from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
 
 def load(module: str, extra: str, purpose: str) -> Any:
-    """Import a module that an extra of ours installs.
+    """Import a module that one of our extras installs.
 
     Example:
         >>> load("json", "json", "reading JSON").loads("[1]")
@@ -28,7 +28,7 @@ def load(module: str, extra: str, purpose: str) -> Any:
 def function_named(name: str, key: str) -> Callable[..., Any]:
     """Import `package.module.function` or `package.module:function`.
 
-    The caller has asked whether that is wanted: an import runs code.
+    An import runs code, so the caller has checked that the user allows it.
 
     Args:
         name: the dotted name.
@@ -40,7 +40,7 @@ def function_named(name: str, key: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module or not attribute:
-        raise InvalidInputError(f"{key} {name!r} is not a dotted name, such as my_package.my_function; check it")
+        raise InvalidInputError(f"{key} {name!r} is not a dotted name; write my_package.my_function")
     try:
         function: Any = importlib.import_module(module)
         for part in attribute.split("."):

@@ -1,7 +1,7 @@
-"""Directories that nobody else can write to, for what is trusted when it is read again, such as compiled code.
+"""Directories that no other user can write to, for files that are trusted when read back, such as compiled code.
 
-$XDG_CACHE_HOME or ~/.cache          the user's cache: there may be no home, or one that cannot be written to
-$TMPDIR/megatron_packed_sft-1000     shared by all users: ours by its owner and its mode, or not used at all
+$XDG_CACHE_HOME or ~/.cache          the user's cache; there may be no home, or it may be read-only
+$TMPDIR/megatron_packed_sft-1000     in a directory shared by all users: used only if owner and mode are right
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def user_cache() -> str | None:
 
 
 def private_temporary_directory() -> str | None:
-    """Return a directory below TMPDIR that only this user can look into, the same for every process; None if there
-    cannot be one, for instance because somebody else has made it.
+    """Return a directory below TMPDIR that only this user can open, the same for every process.
+
+    None if there cannot be one, for example because another user has created it.
     """
     base = os.environ.get("TMPDIR") or "/tmp"
     return own_directory(base, f"{_NAME}-{os.geteuid()}", owners={0, os.geteuid()})

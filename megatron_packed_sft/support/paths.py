@@ -1,4 +1,4 @@
-"""Local paths: made absolute, and never a URL by mistake."""
+"""Local paths and URLs: told apart, made absolute, and shown without secrets."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """
     if is_url(path):
         raise InvalidInputError(
-            f"{name} {redacted(os.fspath(path))} is a URL, and only local paths work here; use a local path, and copy "
-            "the data if it must be at the URL"
+            f"{name} {redacted(os.fspath(path))} is a URL, but only local paths work here; use a local path, and copy "
+            "the result to the URL if it must be there"
         )
     return Path(os.path.abspath(path))
 
 
 def refuse_special_file(path: str | os.PathLike[str]) -> None:
-    """Refuse what can be opened but never ends or never begins: named pipes, devices, sockets, files of the kernel.
+    """Refuse files that block or never end: named pipes, devices, sockets and files of the kernel.
 
-    A path that cannot be looked at is left to whoever opens it.
+    A path that cannot be inspected passes; opening it gives the error.
     """
     try:
         mode = os.stat(path).st_mode
@@ -58,12 +58,10 @@ def refuse_special_file(path: str | os.PathLike[str]) -> None:
         stat.S_IFBLK: "a device",
     }
     kind = kinds.get(stat.S_IFMT(mode))
-    if os.path.realpath(path).startswith(("/proc/", "/sys/")):  # they call themselves files, but /proc/kmsg never ends
-        kind = "the kernel's"
+    if os.path.realpath(path).startswith(("/proc/", "/sys/")):  # regular files by their mode, but /proc/kmsg never ends
+        kind = "a file of the kernel"
     if kind is not None:
-        raise InvalidInputError(
-            f"{os.fspath(path)} is {kind}, not a file; write its content to a file, and give that one"
-        )
+        raise InvalidInputError(f"{os.fspath(path)} is {kind}; write its content to a regular file and use that")
 
 
 def redacted(text: str) -> str:

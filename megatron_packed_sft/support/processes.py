@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 
 _PR_SET_PDEATHSIG = 1
-_OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's own 700 are for programs that keep few
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000  # Python's default of 700 suits programs with few objects
 
 
 @contextlib.contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Look for cycles less often: records are many objects without any, and looking takes longer than parsing them."""
+    """Collect garbage less often: records are many objects without cycles, and collecting costs more than parsing."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
     try:
@@ -33,10 +33,10 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 def process_pool(num_workers: int, initializer: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
-    """A pool of spawned processes; each runs `initializer(*arguments)` once.
+    """Return a pool of spawned processes; each runs `initializer(*arguments)` once.
 
-    Spawned, because the caller may have threads (a progress bar has one), which a fork would cut off. A worker of
-    Python's own pool waits forever when its parent is killed: it holds both ends of the queue that it reads from.
+    Spawned, because the caller may have threads (a progress bar is one) that do not survive a fork. Each worker also
+    watches its parent: in Python's own pool it would wait forever for a parent that was killed.
 
     Example:
         >>> with process_pool(2, int) as pool:  # doctest: +SKIP
@@ -60,11 +60,11 @@ def _leave_with_parent() -> None:
 
 
 def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
-    """Ask the system to send this process a signal when the one that started it ends. Only Linux can.
+    """Ask the kernel to signal this process when its parent ends (Linux only).
 
     Args:
         number: the signal.
-        parent: the parent's process id; if that is not the parent any more, the signal comes at once.
+        parent: the parent's process id; if it has already ended, the signal is sent at once.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, int(number))
@@ -75,7 +75,7 @@ def signal_when_parent_dies(number: signal.Signals, parent: int) -> None:
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
-# Starting a process, with its tokenizer, takes as long as encoding some megabytes.
+# Starting a process and loading its tokenizer takes as long as encoding a few megabytes.
 _BYTES_PER_WORKER = 8 << 20
 
 Task = TypeVar("Task")
@@ -88,22 +88,22 @@ class Executor(Protocol):
     num_workers: int
 
     def fitting(self, num_bytes: int) -> Executor:
-        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
+        """Return an executor with no more processes than this much input keeps busy, unless the user chose a number."""
 
     def run(
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
     ) -> Iterator[Result]:
-        """Yield results as they come, in any order; take new tasks only as old ones are done."""
+        """Yield results in any order as they finish; take new tasks only as old ones are done."""
 
     def close(self) -> None:
-        """Let go of what `run` left open for the next one."""
+        """Release what `run` keeps open between calls."""
 
 
 class LocalExecutor:
-    """Processes of this machine; with one worker, this very process.
+    """Runs tasks in processes of this machine; with one worker, in this process.
 
     Args:
-        num_workers: how many; None for one per core, or fewer where there is little to do.
+        num_workers: how many processes; None for one per core, or fewer for little input.
 
     Example:
         >>> sorted(LocalExecutor(1).run(abs, [-2, 1], int))
@@ -117,13 +117,13 @@ class LocalExecutor:
         self._is_free = num_workers is None
 
     def fitting(self, num_bytes: int) -> LocalExecutor:
-        """Return one that starts no more processes than this much input keeps busy, unless the user said how many."""
+        """Return an executor with no more processes than this much input keeps busy, unless the user chose a number."""
         return LocalExecutor(max(1, min(self.num_workers, num_bytes // _BYTES_PER_WORKER))) if self._is_free else self
 
     def run(
         self, function: Callable[[Task], Result], tasks: Iterable[Task], setup: Callable[..., None], *arguments: Any
     ) -> Iterator[Result]:
-        """Yield results as they come; at most two tasks per process are waiting, so memory stays bounded."""
+        """Yield results as they finish; at most two tasks per process are queued, so memory stays bounded."""
         if self.num_workers == 1:
             setup(*arguments)
             yield from map(function, tasks)
@@ -147,12 +147,12 @@ class LocalExecutor:
                 raise
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing stays open."""
 
 
 def worker_died() -> PackedSFTError:
-    """Return the error for a process that ended without a word."""
+    """Return the error for a worker that was killed."""
     return PackedSFTError(
-        "a worker process died (killed, or out of memory); run the same command again to resume, with "
-        "fewer executor.num_workers if memory was short"
+        "a worker process was killed, most likely because memory ran out; run the same command again to resume, with a "
+        "smaller executor.num_workers"
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_packed_sft.errors import UnsupportedFormatError
-from megatron_packed_sft.support import json_document, npy
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.array_files import ID_LIMITS, MASK_DTYPE, SMALL_HEADER, WEIGHT_DTYPE, ArraySpec
 from megatron_packed_sft.support.json_document import FileRecord, parse_file_records
 
 FORMAT = "token_store_v1"
@@ -54,7 +55,7 @@ class TokenPartManifest:
     @property
     def id_limit(self) -> int:
         """Every id is below it."""
-        return self.vocab_size if self.vocab_size is not None else npy.ID_LIMITS[self.dtype]
+        return self.vocab_size if self.vocab_size is not None else ID_LIMITS[self.dtype]
 
     @property
     def version(self) -> str:
@@ -74,7 +75,7 @@ class TokenPartManifest:
             "num_trained_tokens": self.num_trained_tokens,
             "max_seq_len": self.max_seq_len,
             "dtype": self.dtype,
-            "weights_dtype": npy.WEIGHT_DTYPE if self.has_weights else None,
+            "weights_dtype": WEIGHT_DTYPE if self.has_weights else None,
             "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM if self.has_checksums else None,
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer,
@@ -99,7 +100,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     has_checksums = version == VERSION
     has_weights = version == WEIGHTED_VERSION or (has_checksums and document.get("weights_dtype") is not None)
     for key, expected in (
-        ("weights_dtype", npy.WEIGHT_DTYPE if has_weights else None),
+        ("weights_dtype", WEIGHT_DTYPE if has_weights else None),
         ("sequence_checksum_algorithm", SEQUENCE_CHECKSUM_ALGORITHM if has_checksums else None),
     ):
         if values.optional_text(key) != expected:
@@ -107,8 +108,8 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     if json_document.SELF_CHECKSUM not in document:
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
     dtype = values.text("dtype")
-    if dtype not in npy.ID_LIMITS:
-        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(npy.ID_LIMITS))}")
+    if dtype not in ID_LIMITS:
+        raise UnsupportedFormatError(f"{file}: dtype is {dtype!r}, not one of {', '.join(sorted(ID_LIMITS))}")
     weights, checksums = (WEIGHTS,) if has_weights else (), (CHECKSUMS,) if has_checksums else ()
     algorithm, files = parse_file_records(values, (*FILES, *weights, *checksums))
     if files is None:
@@ -122,7 +123,7 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
         has_weights=has_weights,
         has_checksums=has_checksums,
         dtype=dtype,
-        vocab_size=values.optional_integer("vocab_size", 1, npy.ID_LIMITS[dtype]),
+        vocab_size=values.optional_integer("vocab_size", 1, ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
         chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
         files=files,
@@ -132,16 +133,16 @@ def parse_part_manifest(data: bytes, file: str) -> TokenPartManifest:
     )
 
 
-def part_arrays(manifest: TokenPartManifest) -> tuple[npy.ArraySpec, ...]:
+def part_arrays(manifest: TokenPartManifest) -> tuple[ArraySpec, ...]:
     """Return the array files of a part, in the order of `FILES`; what not every part has comes last."""
     tokens, sequences = (manifest.num_tokens,), (manifest.num_sequences,)
     found = {
         IDS: (manifest.dtype, tokens),
-        TRAIN: (npy.MASK_DTYPE, tokens),
+        TRAIN: (MASK_DTYPE, tokens),
         OFFSETS: (OFFSET_DTYPE, (manifest.num_sequences + 1,)),
     }
     if manifest.has_weights:
-        found[WEIGHTS] = (npy.WEIGHT_DTYPE, tokens)
+        found[WEIGHTS] = (WEIGHT_DTYPE, tokens)
     if manifest.has_checksums:
         found[CHECKSUMS] = (CHECKSUM_DTYPE, sequences)
-    return tuple(npy.ArraySpec(name, *one, npy.SMALL_HEADER) for name, one in found.items())
+    return tuple(ArraySpec(name, *one, SMALL_HEADER) for name, one in found.items())

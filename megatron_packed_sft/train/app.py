@@ -24,7 +24,7 @@ from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.exits import is_speaker
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
-from megatron_packed_sft.train.config import LOOK_ALIKES, TrainConfig
+from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.config_checks import check_config, check_parallel
 from megatron_packed_sft.train.ranks import (
     leave_with_torchrun,
@@ -120,7 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=_DESCRIPTION,
         examples=_EXAMPLES,
         flags=_FLAGS,
-        look_alikes=LOOK_ALIKES,
         argv=argv,
     )
 

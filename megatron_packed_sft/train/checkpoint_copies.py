@@ -263,7 +263,8 @@ class CopySender:
         if not is_sent:
             self._problem = problem
         if is_new:  # a store that stays away is reported once
-            what = f"old copies in {self._copies.shown} are kept" if is_sent else f"{name} is not copied"
+            place = self._copies.shown
+            what = f"old copies in {place} are kept" if is_sent else f"{name} is not copied to {place}"
             self._say(f"warning: {what}: {problem}; training goes on, and the next checkpoint will be tried")
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import OpenedBins, shard_order
-from megatron_packed_sft.data.loading.loader import PackedLoader
+from megatron_packed_sft.data.loader import PackedLoader
 from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
-from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.data.readers.cache_room import shortage

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_packed_sft.data.factory import AUTO, OpenedBins, open_bins
 from megatron_packed_sft.data.made_with import Tolerance
 from megatron_packed_sft.data.packing_modes import STATIC
+from megatron_packed_sft.data.sample_packs import StaticPlan
 from megatron_packed_sft.data.static_packs import Source, StaticPacking, is_packed, open_static_packs
-from megatron_packed_sft.data.static_plan import StaticPlan
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.token_stream.options import StreamOptions

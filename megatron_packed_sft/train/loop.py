@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_packed_sft.data.batch.contracts import Batch
-from megatron_packed_sft.data.order.blend import SourceProgress
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import BlendOrder, SourceProgress
 from megatron_packed_sft.errors import PackedSFTError, StorageIOError
 from megatron_packed_sft.megatron.backend import seed_random_numbers
 from megatron_packed_sft.megatron.forward_step import forward_step

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 import megatron_packed_sft
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.torch_dist import (
     COMMON,

@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.data.order import order_kernels
-from megatron_packed_sft.data.order.blend import Blend
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.blend_weights import whole_weights
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
 from megatron_packed_sft.data.order import order_kernels
-from megatron_packed_sft.data.order.blend import Blend
-from megatron_packed_sft.data.order.blend_order import BlendedSources
+from megatron_packed_sft.data.order.blend import Blend, BlendedSources
 from megatron_packed_sft.data.order.blend_weights import AnnealedWeights, BlendSchedule
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.errors import InvalidInputError

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data.loading import _prefetch
-from megatron_packed_sft.data.loading._prefetch import Prefetcher
-from megatron_packed_sft.data.loading.loader import NUM_BATCHES_ADVISED, PackedLoader
+from megatron_packed_sft.data.loader import NUM_BATCHES_ADVISED, PackedLoader
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
+from megatron_packed_sft.data.prefetch import Prefetcher, pinned
 from megatron_packed_sft.errors import InvalidInputError
 
 
@@ -423,7 +422,7 @@ class Pinnable:
 
 def test_everything_that_can_be_pinned_in_a_batch_is() -> None:
     batch = {"a": Pinnable(), "b": [Pinnable(), 3], "c": (Pinnable(),), "d": None}
-    out = _prefetch.pinned(batch)
+    out = pinned(batch)
     assert out["a"].pinned
     assert out["b"][0].pinned
     assert out["b"][1] == 3

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_packed_sft import create_sft_dataset
-from megatron_packed_sft.data.batch.attention_masks import doc_ids_from_boundaries, document_mask_mod, visible_mask
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
+from megatron_packed_sft.data.batch.model_helpers import doc_ids_from_boundaries, document_mask_mod, visible_mask
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
 

@@ -157,7 +157,7 @@ def test_an_order_survives_pickling() -> None:
 def test_order_samplers_and_blending_import_neither_torch_nor_numba() -> None:
     script = (
         "import sys; from megatron_packed_sft.data.order import blend, sample_order, samplers, state; "
-        "from megatron_packed_sft.data.loading import loader; "
+        "from megatron_packed_sft.data import loader; "
         "sample_order.SampleOrder(10**9); samplers.MicroBatchSampler(10**9, shuffle=True); "
         "blend.Blend([1, 2], [3, 4]); "
         "sys.exit(' '.join({'torch', 'numba'} & set(sys.modules)) or None)"

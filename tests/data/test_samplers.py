@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.data.order.blend import Blend
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.order.samplers import BatchSampler, GlobalBatchSampler, IndexSampler, MicroBatchSampler
 from megatron_packed_sft.errors import InvalidInputError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_packed_sft import PackedBin, PackedDataset, PackedLoader, create_sft_dataset, require_separate_sequences
-from megatron_packed_sft.data.batch import transformers_models
+from megatron_packed_sft.data.batch import model_helpers
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.packed_bins import write_shard
 
@@ -252,9 +252,9 @@ def test_a_transformers_that_cannot_keep_sequences_apart_is_refused(
     shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    assert installed >= transformers_models.OLDEST[:2]
-    monkeypatch.setattr(transformers_models, "OLDEST", (99, 0, 0))
-    transformers_models.refuse_old_transformers.cache_clear()
+    assert installed >= model_helpers.OLDEST[:2]
+    monkeypatch.setattr(model_helpers, "OLDEST", (99, 0, 0))
+    model_helpers.refuse_old_transformers.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"see each other; install 99\.0\.0 or later"):
         opened(shard).fetch_batch([0])
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from tests.other_users import as_user, needs_other_users
 
 ROOT = Path(__file__).parents[2]
 USER = 12345
-SAID = "no directory can keep compiled kernels"
+SAID = "no directory can hold compiled kernels"
 LOADER = """
 import sys
 from megatron_packed_sft import PackedLoader, create_sft_dataset

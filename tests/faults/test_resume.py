@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data.loading.loader import PackedLoader
-from megatron_packed_sft.data.order.blend import Blend
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.loader import PackedLoader
+from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, MicroBatchSampler
 from megatron_packed_sft.errors import InvalidInputError

@@ -91,7 +91,7 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
         ("template.path=x.jinja", "template.path is not a key; use template.name"),
         ("tokenizer.name=x", "tokenizer.name is not a key; use tokenizer.path"),
         ("template.files=x.jinja", "template.files is not a key; template has the keys name, date"),
-        ("date=2026-01-31", "date is not a key; use template.date"),
+        ("date=2026-01-31", "date is not a key; did you mean template.date?"),
         ("on_error=ignore", "on_error is 'ignore'; choose raise or skip"),
         ("limit=0", "limit is 0"),
         ("shard_megabytes=0", "shard_megabytes is 0"),

@@ -55,7 +55,7 @@ def test_an_error_in_a_worker_reaches_the_caller() -> None:
 
 
 def test_a_worker_that_dies_is_one_sentence() -> None:
-    with pytest.raises(PackedSFTError, match=r"a worker process died .* run the same command again"):
+    with pytest.raises(PackedSFTError, match=r"a worker process was killed.* run the same command again"):
         list(LocalExecutor(2).run(os._exit, [3], int))
 
 

@@ -176,22 +176,6 @@ def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: 
     assert not Path("hacked").exists()
 
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{place}: &a{place} [{', '.join([f'*a{place - 1}'] * 9)}]\n" for place in range(1, 10)
-)
-
-
-@pytest.mark.parametrize("text", [LAUGHS, "output: &a [*a]\n", "output: &a {x: *a}\n"])
-def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "my.yaml").write_text(f"defaults:\n  - prepare\n  - _self_\n{text}")
-    failed = prepare("input=none.jsonl", "--config-dir", str(tmp_path), "--config-name", "my")
-    assert failed.code == 2
-    assert f"{tmp_path}/my.yaml has aliases that stand for more than 100,000 values" in failed.err
-    assert failed.err.count("\n") == 1
-    with pytest.raises(InvalidInputError, match="has aliases that stand for more than 100,000 values"):
-        read_config(tmp_path / "my.yaml")
-
-
 def test_a_template_without_end_is_an_error_before_anything_is_encoded(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "evil.jinja").write_text(

@@ -71,7 +71,6 @@ def test_taking_or_not_is_part_of_what_a_dataset_was_made_from(tmp_path: Path, a
     [
         ("sources.input.take=rejected", "sources.input.take is 'rejected'; choose chosen or null"),
         ("sources.input={take: chosen, schema: messages}", "sources.input.take goes with schema auto"),
-        ("take=chosen", "take is not a key; use sources.NAME.take (NAME is input for input=)"),
         ("sources.input.path=other.jsonl", "input and sources were both given"),
         ("sources.other.take=chosen", "input and sources were both given"),
         ("sources.input.schema=text", "pairs.jsonl, line 1: the record is preference data"),

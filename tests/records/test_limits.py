@@ -176,7 +176,7 @@ def test_one_long_text_said_many_times_is_refused_before_it_fills_the_memory(tmp
     assert "a.parquet expands to more than 200 times its size" in done.stdout
 
 
-@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device", "the kernel's"])
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device", "a file of the kernel"])
 def test_what_never_ends_is_refused_before_it_is_opened(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl"
     with socket.socket(socket.AF_UNIX) as server:
@@ -187,5 +187,5 @@ def test_what_never_ends_is_refused_before_it_is_opened(tmp_path: Path, kind: st
         else:
             path.symlink_to("/dev/zero" if kind == "a device" else "/proc/self/mounts")
         for given in (path, tmp_path / "*.jsonl"):
-            with pytest.raises(InvalidInputError, match=rf"a\.jsonl is {kind}, not a file; write its content to a fil"):
+            with pytest.raises(InvalidInputError, match=rf"a\.jsonl is {kind}; write its content to a regular file"):
                 find_files(given)

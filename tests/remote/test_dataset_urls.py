@@ -13,8 +13,8 @@ import yaml
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
-from megatron_packed_sft.inspect.bin_preview import is_packed
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
+from megatron_packed_sft.inspect.preview_bins import is_packed
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload

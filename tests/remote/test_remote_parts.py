@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
-from megatron_packed_sft.data.order.shard_order import ShardOrder
+from megatron_packed_sft.data.order.sample_order import ShardOrder
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StateMismatchError, StorageIOError
 from megatron_packed_sft.remote.client_errors import is_final
 from megatron_packed_sft.remote.filesystem import child, retried

@@ -14,7 +14,7 @@ import pytest
 from megatron_packed_sft import create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import ShardFileError, StorageIOError, TargetExistsError
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import (
     download_file,

@@ -46,8 +46,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("overrides", "sentence"),
     [
         (["packing_length=4096"], "packing_length is not a key; use data.sequence_length"),
-        (["data.pack_size=4096"], "data.pack_size is not a key; use data.sequence_length"),
-        (["train.effective_batch_size=8"], "use train.global_batch_size (gradient accumulation follows from it)"),
+        (["train.effective_batch_size=8"], "use train.global_batch_size"),
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
         (
             ["parallel.context=2"],
@@ -58,7 +57,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.sequence_length=128"], f"data.sequence_length is 128, but bins of ... have up to {PACK_SIZE} tokens"),
         (["train.micro_batch_size=0"], "train.micro_batch_size is 0; it must be at least 1"),
         (["train.gradient_accumulation=2"], "train.gradient_accumulation=2 needs train.global_batch_size=null"),
-        (["train.gradient_accumulation_steps=2"], "is not a key; use train.gradient_accumulation"),
+        (["train.gradient_accumulation_steps=2"], "is not a key; did you mean train.gradient_accumulation?"),
         (["train.batch_unit=tokens"], "train.batch_unit is 'tokens'; choose from bins, sequences"),
         (["train.steps=0"], "train.steps is 0; it must be at least 1, or null"),
         (["train.epochs=0"], "train.epochs is 0.0; it must be above 0"),

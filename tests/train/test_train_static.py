@@ -241,7 +241,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(settings: dict[str, 
         ("packing_length=4096", "packing_length is not a key; use data.sequence_length"),
         ("template.max_length=4096", "template.max_length is not a key; use data.sequence_length"),
         ("global_max_length=4096", "global_max_length is not a key; use data.sequence_length"),
-        ("training.packing=true", "training.packing is not a key; use packing_mode (prepared or static)"),
+        ("training.packing=true", "training.packing is not a key; use packing_mode"),
         ("training.packing_mode=static", "training.packing_mode is not a key; did you mean packing_mode?"),
         ("training.dataloader_drop_last=true", "is not a key; did you mean dataloader_drop_last?"),
         ("training.packing_allow_single_long=true", "is not a key; did you mean packing_allow_single_long?"),
@@ -258,7 +258,7 @@ def test_the_seeds_spelling_of_a_key_is_answered_with_ours(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("make_samples", "is not a dotted name, such as my_package.my_function"),
+        ("make_samples", "is not a dotted name; write my_package.my_function"),
         ("no_such_package.make", "cannot be imported .*; check the name, install its package, or add its folder"),
         ("tests.train.static_samples.nothing", "has no attribute 'nothing'.*check the name"),
         ("tests.train.static_samples.make_anonymous", r"\(list\) has no fingerprint; give it one"),

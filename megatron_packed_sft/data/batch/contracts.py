@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_packed_sft.data.batch.attention_masks import visible_mask
-from megatron_packed_sft.data.batch.transformers_models import refuse_old_transformers
+from megatron_packed_sft.data.batch.model_helpers import refuse_old_transformers, visible_mask
 from megatron_packed_sft.errors import InvalidInputError
 
 Batch = dict[str, Any]

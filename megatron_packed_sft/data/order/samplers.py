@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from megatron_packed_sft.data.order.blend_order import BlendOrder
+from megatron_packed_sft.data.order.blend import BlendOrder
 from megatron_packed_sft.data.order.sample_order import Int64Array, Order, SampleOrder
 from megatron_packed_sft.data.order.state import BlendState, LoaderState, refuse_unknown
 from megatron_packed_sft.errors import InvalidInputError

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from megatron_packed_sft.errors import InvalidInputError
+
 DEFAULT_FAMILY = "llama"  # what a run from scratch trains: RMSNorm, SwiGLU, rotary positions, no biases
 
 
@@ -64,9 +66,14 @@ class ModelShape:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> ModelShape:
-        """Return the shape that a checkpoint recorded; older ones recorded fewer fields."""
+        """Return the shape that a checkpoint recorded."""
         names = {field.name for field in dataclasses.fields(cls)}
-        return cls.of_sizes(**{name: value for name, value in saved.items() if name in names})
+        try:
+            return cls.of_sizes(**{name: value for name, value in saved.items() if name in names})
+        except (KeyError, TypeError, ArithmeticError) as error:
+            raise InvalidInputError(
+                f"the checkpoint does not describe a model ({type(error).__name__}: {error}); restore it"
+            ) from None
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments of `build_gpt_model` that the shape decides."""
