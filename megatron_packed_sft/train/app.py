@@ -212,7 +212,7 @@ def _run(
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
     from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
     from megatron_packed_sft.train.report import NO_COPIES, ConsoleReporter, Reporter
-    from megatron_packed_sft.train.trackers import open_trackers
+    from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
@@ -241,7 +241,7 @@ def _run(
     if own_rank() == 0:
         output = local_path(config.output)
         removed = checkpoints.remove_leftovers()
-        trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
+        trackers, notes = open_trackers(config.logger.names, TrackedRun(output, trainer.step, asdict(config)))
         metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
         notes += [f"removed {name}, an unfinished checkpoint of a run that was killed" for name in removed]

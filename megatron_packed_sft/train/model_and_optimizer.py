@@ -136,9 +136,9 @@ def build_model_and_optimizer(
         freeze(gpt, model.freeze)
     wrapped = DistributedDataParallel(
         config=gpt.config,
-        # By default in float32 whatever the weights are: the gradients of many micro batches are summed here.
+        # In float32 whatever the weights are: the gradients of many micro batches are summed here.
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=optimizer.gradient_dtype == "float32", use_distributed_optimizer=optimizer.distributed
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
         ),
         module=gpt,
     )
@@ -151,7 +151,6 @@ def build_model_and_optimizer(
             weight_decay=optimizer.weight_decay,
             adam_beta1=optimizer.beta1,
             adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
             clip_grad=optimizer.clip_grad,
             bf16=gpt.config.bf16,
             params_dtype=gpt.config.params_dtype,
@@ -214,12 +213,11 @@ def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
             "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
             "Adam's step count; set optimizer.distributed=false"
         )
-    for key, value in {"precision": optimizer.precision, "gradient_dtype": optimizer.gradient_dtype}.items():
-        if value == "bfloat16" and backend.device_type == "cpu":
-            raise InvalidInputError(
-                f"optimizer.{key}=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
-                f"optimizer.{key} out"
-            )
+    if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
+        raise InvalidInputError(
+            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
+            "optimizer.precision out"
+        )
 
 
 def _scheduler(
@@ -230,13 +228,6 @@ def _scheduler(
     # It counts bins, so that a run resumed with another batch size continues where the schedule was.
     num_steps = schedule.num_bins // schedule.bins_per_step
     num_warmup_steps = int(settings.warmup_share * num_steps)
-    if settings.warmup_steps is not None:
-        if settings.warmup_steps >= num_steps > 0:
-            raise InvalidInputError(
-                f"optimizer.warmup_steps is {settings.warmup_steps}, but the run has {num_steps} steps; lower it, or "
-                "train longer"
-            )
-        num_warmup_steps = settings.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
         # Steps at 1/(n+1), 2/(n+1), ... of the rate: at 0, the first step would change nothing.
@@ -247,7 +238,7 @@ def _scheduler(
         lr_decay_steps=schedule.num_bins,
         lr_decay_style="WSD" if settings.decay_style == "wsd" else settings.decay_style,
         wsd_decay_steps=max(round(settings.wsd_share * schedule.num_bins), 1),
-        lr_wsd_decay_style=settings.wsd_style,
+        lr_wsd_decay_style="minus_sqrt",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=schedule.num_bins,

@@ -1,7 +1,10 @@
-"""Trackers that show the numbers of metrics.jsonl: TensorBoard, Weights & Biases, MLflow; several at once, or none.
+"""Trackers, which show the numbers of metrics.jsonl: TensorBoard, Weights & Biases, MLflow; several at once, or none.
 
-Their files are below the run's directory, and without being told to, none of them uses the network. metrics.jsonl is
-the record; these are views of it.
+Their files are below the run's directory, and by default none of them uses the network: their own environment variables
+(WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) say otherwise. metrics.jsonl is the record of a
+run; these are views of it, and a tracker that fails never ends a run.
+
+To add a tracker: write a class like those below, add it to `TRACKERS`, and add conf/logger/NAME.yaml.
 """
 
 from __future__ import annotations
@@ -13,26 +16,24 @@ import re
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.wording import plural
-from megatron_packed_sft.train.config import LoggerConfig
 
-TENSORBOARD: Final = "tensorboard"
-WANDB: Final = "wandb"
-MLFLOW: Final = "mlflow"
-_RUN_ID: Final = "tracker_run_id"  # kept in the run's directory, so that a resumed run goes on under the same name
+_PROJECT: Final = "packed-sft"
+_RUN_ID: Final = "tracker_run_id"  # kept in the run's directory, so that a resumed run continues under the same id
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. /]")
+_NUM_TRIES: Final = 3  # in a row; a server that does not answer may take a minute to fail
 
 
 class Tracker(Protocol):
-    """Something that shows numbers over steps."""
+    """Shows numbers over steps."""
 
     name: str
 
@@ -43,50 +44,70 @@ class Tracker(Protocol):
         """Finish and release the files."""
 
 
-def open_trackers(
-    settings: LoggerConfig, output: Path, *, first_step: int, config: Mapping[str, Any]
-) -> tuple[list[Tracker], list[str]]:
-    """Return the trackers that were chosen, and lines for the user.
+class TrackedRun(NamedTuple):
+    """What a tracker is told when it starts.
 
     Args:
-        settings: which, and what they are told.
-        output: the run's directory.
+        output: the run's directory; its name is the name of the run.
         first_step: the step that the run resumes from.
-        config: the run's whole configuration, which some trackers show.
+        config: the run's whole configuration.
+    """
+
+    output: Path
+    first_step: int
+    config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.output.resolve().name
+
+    def id(self) -> str:
+        """Return the id under which trackers know this run; a resumed run has the same."""
+        file = self.output / _RUN_ID
+        with os_errors("read", file):
+            if file.exists():
+                return file.read_text().strip()
+        new = uuid.uuid4().hex[:12]
+        replace_file(file, f"{new}\n".encode())
+        return new
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun) -> tuple[list[Tracker], list[str]]:
+    """Return the chosen trackers, and lines for the user.
+
+    Args:
+        names: of the trackers.
+        run: what they show.
 
     Example:
-        >>> open_trackers(LoggerConfig(names=[]), Path("runs/first"), first_step=0, config={})
+        >>> open_trackers([], TrackedRun(Path("runs/first"), first_step=0, config={}))
         ([], [])
     """
     trackers: list[Tracker] = []
     notes: list[str] = []
-    name = settings.run_name or output.resolve().name
-    for kind in dict.fromkeys(settings.names):
-        if kind == TENSORBOARD and importlib.util.find_spec(TENSORBOARD) is None:
-            notes.append("note: TensorBoard is not installed, so there are no files for it; metrics.jsonl has it all")
-        elif kind == TENSORBOARD:
-            try:
-                trackers.append(TensorBoardTracker(output / TENSORBOARD, first_step=first_step))
-            except OSError as error:
-                notes.append(f"warning: cannot write to {output / TENSORBOARD} ({error.strerror}); training goes on")
-        elif kind == WANDB:
-            trackers.append(WandbTracker(settings, output, name, config))
-        else:
-            trackers.append(MlflowTracker(settings, output, name, config))
+    for name in dict.fromkeys(names):
+        if name == TensorBoardTracker.name and importlib.util.find_spec(name) is None:  # it is on by default
+            notes.append("note: TensorBoard is not installed, so it gets no files; metrics.jsonl has all numbers")
+            continue
+        try:
+            trackers.append(TRACKERS[name](run))
+        except OSError as error:
+            notes.append(f"warning: cannot write to {run.output / name} ({error.strerror}); training goes on")
     return trackers, notes
 
 
 class TensorBoardTracker:
     """Event files in output/tensorboard."""
 
-    name = TENSORBOARD
+    name = "tensorboard"
 
-    def __init__(self, directory: Path, *, first_step: int) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        make: Callable[..., Any] = SummaryWriter  # it has no type annotations
-        self._writer = make(str(directory), purge_step=first_step + 1)
-        self._hook, threading.excepthook = threading.excepthook, self._hear
+        create: Callable[..., Any] = SummaryWriter  # it has no type annotations
+        self._writer = create(str(run.output / self.name), purge_step=run.first_step + 1)
+        self._hook, threading.excepthook = threading.excepthook, self._ignore_own_thread
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
@@ -101,30 +122,30 @@ class TensorBoardTracker:
         finally:
             threading.excepthook = self._hook
 
-    def _hear(self, failure: threading.ExceptHookArgs) -> None:
-        # What its writing thread dies of comes out of the next call, too; there is no need to print a trace.
-        if not type(failure.thread).__module__.startswith(TENSORBOARD):
+    def _ignore_own_thread(self, failure: threading.ExceptHookArgs) -> None:
+        # The error that ends its writing thread is also raised by the next call, so no trace is needed.
+        if not type(failure.thread).__module__.startswith(self.name):
             self._hook(failure)
 
 
 class WandbTracker:
-    """Weights & Biases: files in output/wandb, sent at once or later by `wandb sync`."""
+    """Weights & Biases: files in output/wandb, sent by `wandb sync`, or at once with WANDB_MODE=online."""
 
-    name = WANDB
+    name = "wandb"
 
-    def __init__(self, settings: LoggerConfig, output: Path, name: str, config: Mapping[str, Any]) -> None:
-        wandb = load("wandb", WANDB, "logger.names=[wandb]")
-        is_online = settings.wandb_mode == "online"
-        with _said_in_one_sentence("wandb", "check the login, or set logger.wandb_mode=offline"):
+    def __init__(self, run: TrackedRun) -> None:
+        wandb = load("wandb", self.name, "logger.names=[wandb]")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        with _start_errors(self.name, "check the login, or set WANDB_MODE=offline"):
             self._run = wandb.init(
-                project=settings.project,
-                name=name,
-                id=_run_id(output),
-                resume="allow" if is_online else None,
-                mode=settings.wandb_mode,
-                dir=str(output),
-                config=dict(config),
-                # Its console capture and git lookups are no part of what was asked for.
+                project=os.environ.get("WANDB_PROJECT", _PROJECT),
+                name=run.name,
+                id=run.id(),
+                resume="allow" if mode == "online" else None,
+                mode=mode,
+                dir=str(run.output),
+                config=dict(run.config),
+                # It should neither capture the console nor look at git.
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
 
@@ -138,28 +159,28 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: files in output/mlflow, or a tracking server."""
+    """MLflow: files in output/mlflow, or the tracking server of MLFLOW_TRACKING_URI."""
 
-    name = MLFLOW
+    name = "mlflow"
 
-    def __init__(self, settings: LoggerConfig, output: Path, name: str, config: Mapping[str, Any]) -> None:
-        if settings.mlflow_uri is None:
-            # MLflow 3 stores runs in a database, which needs more packages, unless it is told that files will do.
+    def __init__(self, run: TrackedRun) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            # MLflow 3 stores runs in a database, which needs more packages, unless this allows files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        uri = settings.mlflow_uri or (output / MLFLOW).resolve().as_uri()
-        client = load("mlflow", MLFLOW, "logger.names=[mlflow]").MlflowClient
-        with _said_in_one_sentence("mlflow", f"check logger.mlflow_uri {uri}"):
+            uri = (run.output / self.name).resolve().as_uri()
+        client = load("mlflow", self.name, "logger.names=[mlflow]").MlflowClient
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        with _start_errors(self.name, f"check MLFLOW_TRACKING_URI {uri}"):
             self._client = client(tracking_uri=uri)
-            experiment = self._client.get_experiment_by_name(settings.project)
-            number = (
-                self._client.create_experiment(settings.project) if experiment is None else experiment.experiment_id
-            )
-            tag = {"packed_sft_run": _run_id(output)}
+            experiment = self._client.get_experiment_by_name(project)
+            number = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
+            tag = {"packed_sft_run": run.id()}
             earlier = self._client.search_runs([number], f"tags.packed_sft_run = '{tag['packed_sft_run']}'")
-            run = earlier[0] if earlier else self._client.create_run(number, run_name=name, tags=tag)
-            self._run_id = run.info.run_id
+            created = earlier[0] if earlier else self._client.create_run(number, run_name=run.name, tags=tag)
+            self._run_id = created.info.run_id
             if not earlier:
-                for key, value in _flat(config):
+                for key, value in _flat(run.config):
                     self._client.log_param(self._run_id, key, value)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -173,30 +194,21 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-class _said_in_one_sentence:  # noqa: N801  # used like a function
-    """Turn whatever a tracker raises while it starts into one sentence."""
-
-    def __init__(self, package: str, remedy: str) -> None:
-        self._package, self._remedy = package, remedy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, PackedSFTError):
-            reason = str(error).partition("\n")[0]
-            raise PackedSFTError(f"{self._package} cannot start: {reason}; {self._remedy}, or leave it out") from error
+TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
+    one.name: one for one in (TensorBoardTracker, WandbTracker, MlflowTracker)
+}
 
 
-def _run_id(output: Path) -> str:
-    """Return the id under which trackers know this run; a resumed run has the same."""
-    file = output / _RUN_ID
-    with os_errors("read", file):
-        if file.exists():
-            return file.read_text().strip()
-    made = uuid.uuid4().hex[:12]
-    replace_file(file, f"{made}\n".encode())
-    return made
+@contextmanager
+def _start_errors(package: str, remedy: str) -> Iterator[None]:
+    """Say in one sentence what a tracker raises while it starts."""
+    try:
+        yield
+    except PackedSFTError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise PackedSFTError(f"{package} cannot start: {reason}; {remedy}, or leave it out") from error
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,20 +219,17 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-_NUM_TRIES: Final = 3  # in a row; a server that does not answer may take a minute to fail
-
-
-class Unwritten:
-    """Counts what could not be written, by place, and warns once for each place.
+class LostRecords:
+    """Counts the records that could not be written, by place, and warns once for each place.
 
     Example:
-        >>> unwritten = Unwritten()
+        >>> lost = LostRecords()
         >>> for _ in range(2):
-        ...     with unwritten.tolerated("metrics.jsonl"):
+        ...     with lost.tolerated("metrics.jsonl"):
         ...         raise OSError("No space left on device")
-        >>> unwritten.take_warnings()
+        >>> lost.take_warnings()
         ['warning: cannot write to metrics.jsonl (No space left on device); training goes on']
-        >>> unwritten.summary()
+        >>> lost.summary()
         'not written: 2 records of metrics.jsonl'
     """
 
@@ -231,7 +240,7 @@ class Unwritten:
 
     @contextmanager
     def tolerated(self, place: str, num_records: int = 1) -> Iterator[None]:
-        """Count the records that the block fails to write, instead of raising what it raises.
+        """Count the records that the block fails to write, instead of raising its error.
 
         Args:
             place: where they should go, as a user knows it.
@@ -239,7 +248,7 @@ class Unwritten:
         """
         try:
             yield
-        except Exception as error:  # trackers raise whatever their servers and files make them
+        except Exception as error:  # trackers raise what their servers and files make them raise
             if place not in self.counts:
                 reason = str(error).partition("\n")[0][:300] or type(error).__name__
                 self._warnings.append(f"warning: cannot write to {place} ({reason}); training goes on")
@@ -258,6 +267,6 @@ class Unwritten:
         return warnings
 
     def summary(self) -> str | None:
-        """Say how much was not written; None if everything was."""
+        """Return a line that says how much was lost; None if everything was written."""
         parts = [f"{plural(count, 'record')} of {place}" for place, count in self.counts.items() if count]
         return f"not written: {', '.join(parts)}" if parts else None

@@ -306,7 +306,7 @@ def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there
         while True:
             file.write(bytes(512))
     write_steps(metrics, range(3, 40))
-    [about_metrics, about_tensorboard] = sorted(metrics.unwritten.take_warnings())
+    [about_metrics, about_tensorboard] = sorted(metrics.lost.take_warnings())
     assert re.fullmatch(
         r"warning: cannot write to metrics.jsonl \(cannot write .*metrics.jsonl: No space left on device; free some "
         r"space or choose another disk\); training goes on",
@@ -319,7 +319,7 @@ def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there
     steps = [record["step"] for record in read_metrics(small_disk / METRICS)]  # every line is whole
     assert steps[:2] == [1, 2]
     assert steps[-2:] == [40, 41]
-    assert len(steps) + metrics.unwritten.counts[METRICS] == 41
+    assert len(steps) + metrics.lost.counts[METRICS] == 41
 
 
 def test_metrics_whose_file_is_removed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
