@@ -109,7 +109,6 @@ def token_store_facts(path: Path) -> Facts:
     store = open_token_store(path)
     manifests = [part.manifest for part in store.parts]
     num_trained = sum(one.num_trained_tokens for one in manifests)
-    note = store.verification_note
     return {
         "num_parts": len(manifests),
         "total": {
@@ -123,8 +122,8 @@ def token_store_facts(path: Path) -> Facts:
             "has_weights": store.has_weights,
         },
         "dtype": store.manifest.dtype,
-        "sequence_checksum_algorithm": None if note else SEQUENCE_CHECKSUM_ALGORITHM,
-        "notes": [] if note is None else [note],
+        "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM,
+        "notes": [],
         "num_bytes": sum(record.bytes for one in manifests for record in one.files.values()),
         "tokenizer": store.manifest.tokenizer,
         "chat_template": _template(store.manifest.chat_template_fingerprint),

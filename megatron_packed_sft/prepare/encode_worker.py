@@ -38,7 +38,7 @@ from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
 from megatron_packed_sft.support.processes import rare_garbage_collection
-from megatron_packed_sft.tokens.store import TokenPart
+from megatron_packed_sft.tokens.part import TokenPart
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
 _RECORDS_AT_ONCE = 256

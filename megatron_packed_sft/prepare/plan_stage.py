@@ -21,7 +21,8 @@ from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprin
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.support.imports import function_named
 from megatron_packed_sft.support.processes import Executor
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, copies_of_part
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import TokenStore
 
 _PREFIX = "packing."
 # The order in which the packer drops sequences; one that fits and is in no bin was held back.
@@ -54,7 +55,6 @@ def pack_split(
     options: PackOptions,
     lengths: npt.ArrayLike,
     trained_tokens: npt.ArrayLike | None = None,
-    copies_of: npt.ArrayLike | None = None,
 ) -> PackPlan:
     """Pack the sequences of a split; steps and whole batches are for training only."""
     if split != TRAIN:
@@ -66,7 +66,6 @@ def pack_split(
             options,
             lengths,
             trained_tokens=trained_tokens,
-            copies_of=copies_of,
             prefix=_PREFIX,
             overflows=STORABLE_OVERFLOWS,
         )
@@ -192,10 +191,6 @@ def _trained_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64]]:
     return task.number, counted[begin + lengths] - counted[begin + masked]
 
 
-def _copies_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64] | None]:
-    return task.number, copies_of_part(task.part)
-
-
 def _nothing() -> None:
     """Looking at parts needs no set-up."""
 
@@ -211,7 +206,7 @@ def estimated_trained_of_items(
 def _plan_split(
     split: str, store: TokenStore, options: PackOptions, work: WorkDirectory, executor: Executor
 ) -> Planned:
-    inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
+    inputs = {"stage": "plan", "split": split, "store": store.fingerprint}
     fingerprint = fingerprint_of({**inputs, **asdict(options), **_code_of(options.strategy)})
     name = f"plans/{split}"
     noted = work.receipt(name, fingerprint)
@@ -226,7 +221,7 @@ def _plan_split(
     if split == TRAIN and options.balance == "trained_tokens":
         tasks = [_PartTask(number, part) for number, part in enumerate(store.parts)]
         trained = np.concatenate(_over_parts(_trained_of_part, tasks, store, executor))
-    plan = pack_split(split, options, store.lengths, trained, _copies(store, executor))
+    plan = pack_split(split, options, store.lengths, trained)
     work.save_plan(split, plan)
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})
     return Planned(plan, reused=False)
@@ -238,15 +233,6 @@ def _code_of(strategy: str) -> dict[str, str]:
         return {}
     function = function_named(strategy, "strategy")
     return {"code": inspect.getsource(inspect.getmodule(function) or function)}
-
-
-def _copies(store: TokenStore, executor: Executor) -> npt.NDArray[np.int64] | None:
-    """Return the numbers of `TokenStore.copies`; only parts that may have copies are looked at."""
-    tasks = [_PartTask(number, part) for number, part in enumerate(store.parts) if part.has_copies is not False]
-    found = dict.fromkeys(range(len(store.parts)))
-    looked = _over_parts(_copies_of_part, tasks, store, executor) if tasks else []
-    found.update(zip((task.number for task in tasks), looked, strict=True))
-    return store.numbered(found.values())
 
 
 def _sequence_of_item(plan: PackPlan) -> npt.NDArray[np.int64]:

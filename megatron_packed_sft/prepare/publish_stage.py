@@ -22,8 +22,7 @@ from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.processes import Executor
-from megatron_packed_sft.tokens.materialize import stored_width
-from megatron_packed_sft.tokens.shards import write_shards
+from megatron_packed_sft.tokens.materialize import stored_width, write_shards
 from megatron_packed_sft.tokens.store import TokenStore
 
 MADE_BY = "packed-sft prepare"

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt, part_number, slice_receipt
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt
 from megatron_packed_sft.remote.filesystem import child, is_missing, missing_error
 from megatron_packed_sft.remote.lease import EXPIRES_AFTER, Lease, Owner, living_owners, owner_of
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, object_info, read_object, remove_object
@@ -24,10 +24,9 @@ from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import send_file
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.tokens.manifest import OFFSETS
-from megatron_packed_sft.tokens.remote_part import outlined_part
+from megatron_packed_sft.tokens.manifest import OFFSETS, STORE
+from megatron_packed_sft.tokens.remote_store import outlined_part
 from megatron_packed_sft.tokens.store import TokenStore, write_index
-from megatron_packed_sft.tokens.store_index import STORE
 from megatron_packed_sft.tokens.writer import part_path
 
 _LOCK = "lock.json"
@@ -246,11 +245,6 @@ class RemoteWorkDirectory(WorkDirectory):
         fetch_files(self.url, self.path, {name: self._there[name] for name in files})
         folder = self.tokens / split
         parts = [outlined_part(folder / name, child(self.url, "tokens", split, name), self.url) for name in names]
-        receipts = [f"{slice_receipt(part_number(part))}.json" for part in parts]
-        fetch_files(self.url, self.path, {name: self._there[name] for name in receipts if name in self._there})
-        for part in parts:
-            noted = super().receipt(slice_receipt(part_number(part)), None)
-            part.has_copies = None if noted is None else noted.get("copies", {}).get(split)
         return TokenStore(folder, parts)
 
     def _has_tokens(self, stores: Mapping[str, TokenStore]) -> bool:

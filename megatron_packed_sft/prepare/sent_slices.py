@@ -28,8 +28,8 @@ from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import file_md5, write_object
 from megatron_packed_sft.remote.uploads import send_file
 from megatron_packed_sft.support.json_document import MANIFEST
-from megatron_packed_sft.tokens.remote_part import RemotePart
-from megatron_packed_sft.tokens.store import TokenPart, copies_of_part
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.remote_store import RemotePart
 from megatron_packed_sft.tokens.writer import part_path
 
 _NUM_THREADS = 4
@@ -71,11 +71,7 @@ def encode_slice_and_send(task: SliceTask) -> SliceResult:
     _send(home, url, [name for name in objects if not name.endswith(MANIFEST)])
     _send(home, url, [name for name in objects if name.endswith(MANIFEST)])
     task.slice.file.refuse_changed()  # or its receipt would vouch for other records
-    noted = {
-        **receipt_of(result, task.slice.file.shown),
-        "objects": objects,
-        "copies": {split: copies_of_part(part) is not None for split, part in parts.items()},
-    }
+    noted = {**receipt_of(result, task.slice.file.shown), "objects": objects}
     write_object(child(url, f"{slice_receipt(task.number)}.json"), rendered_receipt(task.fingerprint, noted))
     _let_go(url, parts, [record_numbers_path(tokens, split, task.number) for split in parts])
     return result._replace(drops=())

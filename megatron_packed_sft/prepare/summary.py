@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.masks.lost_text import REASONING
-from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.prepare.audit import audit_parts
 from megatron_packed_sft.prepare.how_to_use import how_to_use
 from megatron_packed_sft.prepare.report import PrepareReport, added_up

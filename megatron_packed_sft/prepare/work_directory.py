@@ -30,7 +30,8 @@ from megatron_packed_sft.prepare.sources import SPLITS
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checksum import checksum
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store, publish_store
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import part_path
 

@@ -40,7 +40,7 @@ from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.tokens.materialize import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import make_bins, write_shard

@@ -98,7 +98,7 @@ def calls(verb: str, url: str, places: dict[str, str]) -> Iterator[list[str]]:
 
 def is_one_sentence(text: str) -> bool:
     lines = text.strip().splitlines()
-    return len(lines) == 1 and "Traceback" not in text and "should not happen" not in text
+    return len(lines) == 1 and "Traceback" not in text and "error: unexpected " not in text
 
 
 def paths_of(command: click.Command) -> set[str]:

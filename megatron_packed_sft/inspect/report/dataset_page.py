@@ -28,7 +28,7 @@ from megatron_packed_sft.inspect.report.read_bins import (
 )
 from megatron_packed_sft.inspect.report.suspicions import find_suspicions
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, trained_weights, visible
-from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.prepare.origins import BinOrigins
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.support.drop_reasons import DropReason
