@@ -18,9 +18,8 @@ from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report.charts import SEED, StepShape, balance, other_shapes
 from megatron_packed_sft.inspect.report.read_bins import BinLengths, Int64
 from megatron_packed_sft.inspect.tokens_of_bin import visible
-from megatron_packed_sft.packing.accounting import REASONS
-from megatron_packed_sft.packing.bin_order import balanced
-from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.packing.items import REASONS
+from megatron_packed_sft.packing.packer import balanced, pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.support.drop_reasons import DropReason
