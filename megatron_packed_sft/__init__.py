@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.megatron.weights.families import Family, register_family
     from megatron_packed_sft.packing.options import PackOptions, Steps
@@ -159,7 +159,7 @@ _HOMES = {
     "require_separate_sequences": "data.batch.model_helpers",
     "sample_conversations": "records.samples.sample_chats",
     "storage_names": "storage.registry",
-    "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
+    "train_sentencepiece": "encode.tokenizers.sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.model_helpers",
     "weighted_loss": "data.batch.model_helpers",

@@ -47,7 +47,7 @@ def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: 
 
 def _train_tokenizer(path: str, num_records: int, seed: int) -> Path:
     """Train on the same kind of chats, in about a second."""
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 
     chats = sample_conversations(num_records, seed)

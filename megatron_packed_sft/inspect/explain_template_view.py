@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, control_pattern
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted

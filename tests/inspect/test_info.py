@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect import info_of_training
 from megatron_packed_sft.inspect.info import KINDS, describe

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_packed_sft import PackOptions, PackPlan, pack
 from megatron_packed_sft.cli.main import main as packed_sft
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 
 PAIRS = """

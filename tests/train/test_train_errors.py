@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.config.composition import config_directory
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState
 from megatron_packed_sft.train.config import ModelConfig

@@ -7,17 +7,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from megatron_packed_sft.encode.tokenizers._transformers_classes import (
-    MODEL_FILE,
-    chosen_class,
-    default_special_tokens,
-    why_transformers_decides,
-)
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError
 from megatron_packed_sft.support.paths import refuse_special_file
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+MODEL_FILE = "config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
@@ -26,6 +21,11 @@ _LONGEST_TOKEN = 10_000  # characters
 _ID_LIMIT = (1 << 31) - 1
 # Settings of an added token that decide where it is recognised.
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+# Classes for which transformers takes tokenizer.json as it is.
+_GENERIC = frozenset({"PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"})
+# Files that transformers reads besides tokenizer.json, or instead of it.
+_OTHER_FILES = ("tekken.json",)
+_LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
 
 
 class TokenizerFolder(NamedTuple):
@@ -78,10 +78,9 @@ def _read(folder: Path) -> TokenizerFolder:
             f"{folder / CONFIG_FILE} sets split_special_tokens, with which control tokens are ordinary text; set it to "
             "false"
         )
-    if reason := why_transformers_decides(folder, document, config, model_config):
+    if reason := _why_transformers_decides(folder, config, model_config):
         return _ask_transformers(folder, reason)
-    defaults = default_special_tokens(chosen_class(document, config, model_config))
-    special_tokens = _special_tokens(defaults | config)
+    special_tokens = _special_tokens(config)
     _merge_added_tokens(document, config)
     if reason := _left_open(document, config, special_tokens):
         return _ask_transformers(folder, reason)
@@ -92,6 +91,30 @@ def _read(folder: Path) -> TokenizerFolder:
         templates.get("default"),
         templates.get("tool_use"),
         _stop_tokens(folder, document, special_tokens),
+    )
+
+
+def _why_transformers_decides(folder: Path, config: dict[str, Any], model_config: dict[str, Any]) -> str | None:
+    """Return why only transformers can say which ids a folder gives; None if they are those of its tokenizer.json.
+
+    Since version 5, transformers takes a tokenizer.json as it is only for its generic classes. The others
+    (LlamaTokenizer, Qwen2Tokenizer, ...) take vocabulary, merges and added tokens from the file and build everything
+    else anew, so a file with another pre-tokenizer does not give the ids of the file. And the type of the model beside
+    it may replace the class that the folder names.
+    """
+    name = config.get("tokenizer_class") or model_config.get("tokenizer_class")
+    model_type = model_config.get("model_type")
+    if config.get("auto_map"):
+        return f"its tokenizer_class {name} comes with code of its own"
+    if config.get("fix_mistral_regex") is not None:
+        return "it sets fix_mistral_regex"
+    for other in (*_OTHER_FILES, *(() if "added_tokens_decoder" in config else _LEGACY_FILES)):
+        if (folder / other).is_file():
+            return f"it also holds {other}"
+    if model_type is not None:
+        return f"the class that it gets depends on its model_type {model_type}"
+    return (
+        None if name is None or name in _GENERIC else f"transformers builds its tokenizer_class {name} in its own way"
     )
 
 

@@ -10,16 +10,23 @@ where ordinary text is meant, and those with characters so new that the two libr
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import secrets
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, byte_alphabet
-from megatron_packed_sft.encode.tokenizers.control_tokens import SPACE_MARK
+from megatron_packed_sft.encode.tokenizers.interface import SPACE_MARK
+from megatron_packed_sft.encode.tokenizers.token_positions import TokenLengths, byte_alphabet
+from megatron_packed_sft.support.own_directories import private_temporary_directory, user_cache
 
 if TYPE_CHECKING:
     import tokenizers
@@ -173,3 +180,45 @@ def vocabulary_texts(document: dict[str, Any], *, marks_spaces: bool) -> list[st
             spelled.append(token.translate(alphabet).encode("latin-1").decode(errors="ignore"))
     parts = [spelled[first : first + 100] for first in range(0, len(spelled), 100)]
     return [joint.join(part) for part in parts for joint in ("", " ")]
+
+
+# Tokenizers that passed the comparison on this machine are remembered, one small file each: the comparison needs the
+# tokenizer in `tokenizers`, which takes longer to load than gigatoken takes for many megabytes of chats. The file is
+# named by the tokenizer's fingerprint; with other versions of either library, the comparison runs again.
+
+_CHECKS = 1  # raised when the checks change, so that everything is checked again
+
+
+def checked_by() -> str | None:
+    """Return what a check depends on besides the tokenizer: versions and the machine; None if a library is missing."""
+    try:
+        versions = [f"{name} {version(name)}" for name in ("gigatoken", "tokenizers")]
+    except PackageNotFoundError:
+        return None
+    return ", ".join([*versions, f"checks {_CHECKS}", platform.node()])
+
+
+def recall(fingerprint: str) -> str | None:
+    """Return the `checked_by` with which a tokenizer passed, if it did."""
+    directory = _directory()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return None if directory is None else (directory / fingerprint).read_text()
+    return None
+
+
+def remember(fingerprint: str, passed_with: str) -> None:
+    """Note that a tokenizer passed; where nothing can be written, the next process checks again."""
+    directory = _directory()
+    if directory is None:
+        return
+    target = directory / fingerprint
+    temporary = target.with_name(f".{fingerprint}.{os.getpid()}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(passed_with)
+        temporary.replace(target)
+
+
+def _directory() -> Path | None:
+    cache = user_cache() or private_temporary_directory()
+    return None if cache is None else Path(cache, "megatron_packed_sft", "checked_tokenizers")

@@ -1,4 +1,4 @@
-"""Shards fetched before they are needed, in the order in which they will be, by a thread of the process."""
+"""Download shards before they are needed, in the order in which they will be, by threads of the process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.5  # of the cache may be held for later
+_SHARE = 0.5  # of the cache that may be held for later
 NUM_SHARDS_AT_ONCE = 3  # downloads: while one is checked, others arrive
 _PAUSE = 0.05  # seconds, while other processes fetch all that is wanted
 
 
 class NoRoomError(Exception):
-    """What nobody needs yet finds no room in the cache; nobody but `FetchAhead` gets this error."""
+    """There is no room in the cache for a shard that is not needed yet; only `FetchAhead` sees this error."""
 
 
 class FetchAhead:
-    """What one process wants soon. Each shard that arrives is held until it is used for the first time."""
+    """Downloads what a process will need soon, and holds each shard until it is used for the first time."""
 
     def __init__(self, cache: NodeCache) -> None:
         self._cache = weakref.ref(cache)
@@ -35,7 +35,7 @@ class FetchAhead:
         self._threads: set[threading.Thread] = set()
 
     def want(self, items: Iterable[CacheItem]) -> None:
-        """Fetch these when there is time, the first ones first; returns at once."""
+        """Schedule downloads, in this order; return at once."""
         with self._changed:
             for item in items:
                 if item.key not in self._held:
@@ -46,21 +46,21 @@ class FetchAhead:
                 thread.start()
 
     def used(self, key: str) -> None:
-        """Note that somebody holds a shard for himself now."""
+        """Let go of a shard: the process holds it by itself now."""
         if key in self._wanted or key in self._held:
             with self._changed:
                 self._wanted.pop(key, None)
                 self._held.pop(key, None)
 
     def let_go(self) -> None:
-        """Hold nothing any more: somebody needs the room now."""
+        """Let go of everything, because the room is needed."""
         with self._changed:
             held, self._held = self._held, {}
         for hold, _ in held.values():
             hold.release()
 
     def step(self) -> float | None:
-        """Fetch one shard; return how long to pause, or None when there is nothing left to do."""
+        """Download one shard; return how long to pause, or None when there is nothing left to do."""
         cache = self._cache()
         with self._changed:
             if cache is None or not self._wanted:
@@ -72,9 +72,9 @@ class FetchAhead:
         for item in items:
             try:
                 hold = cache.try_fetch(item)
-            except NoRoomError:  # nor is there for those behind it: looking for it costs a look at every entry
+            except NoRoomError:  # nor for the next ones: looking for room costs a look at every entry
                 return _PAUSE
-            except PackedSFTError as error:  # whoever needs the shard gets the error
+            except PackedSFTError as error:  # the error is raised when the shard is needed
                 logger.debug("not fetched ahead: %s", error)
                 with self._changed:
                     self._wanted.pop(item.key, None)
