@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft import train_sentencepiece
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, save_folder
 from tests.prepare.preparing import chat, write_records
 
