@@ -62,7 +62,6 @@ def command(
     """Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data."""
     from rich.text import Text
 
-    from megatron_packed_sft.caches.validate import is_sft_cache, validate_sft_cache
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.support.terminal import show, show_json
     from megatron_packed_sft.support.wording import plural
@@ -79,8 +78,6 @@ def command(
     check: Callable[..., ValidationReport] = functools.partial(validate, stream=stream)
     if stream is None and is_token_store(path):
         check = validate_token_store
-    elif stream is None and is_sft_cache(path):
-        check = validate_sft_cache
     report = check(path, level=level, max_findings=max_findings, progress=not quiet)
     if as_json:
         show_json(report.to_json())
