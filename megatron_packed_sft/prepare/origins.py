@@ -21,9 +21,8 @@ from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.counts import MAX_EXAMPLES
-from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
-from megatron_packed_sft.prepare.work_directory import part_number, record_numbers_path, slice_receipt
+from megatron_packed_sft.prepare.work_directory import part_number, places_of, record_numbers_path, slice_receipt
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.part import TokenPart

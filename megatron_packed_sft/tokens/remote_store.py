@@ -79,8 +79,7 @@ class RemotePart:
 
     def adopt(self, part: TokenPart) -> bool:
         """Move a part that was just uploaded into the cache, so that this node need not fetch it."""
-        num_bytes = sum(record.bytes for record in part.manifest.files.values())
-        return node_cache().adopt(self.item, part.path, num_bytes)
+        return node_cache().adopt(self.item, part.path)
 
     def _contents(self) -> Contents:
         data = read_object(child(self.url, MANIFEST), MAX_MANIFEST_BYTES)
