@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.errors import PackedSFTError
     from megatron_packed_sft.megatron.weights.families import Family, register_family
-    from megatron_packed_sft.packing.effective_batch import effective_batch
     from megatron_packed_sft.packing.options import PackOptions, Steps
     from megatron_packed_sft.packing.packer import pack
+    from megatron_packed_sft.packing.parallel_layout import effective_batch
     from megatron_packed_sft.packing.plan import PackPlan
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
     from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord
@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.token_stream.options import StreamOptions
     from megatron_packed_sft.storage.token_stream.reader import TokenStream, open_token_stream
     from megatron_packed_sft.storage.validate import Finding, ValidationReport, validate
-    from megatron_packed_sft.tokens.materialize import materialize
-    from megatron_packed_sft.tokens.shards import materialize_shards
+    from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
     from megatron_packed_sft.tokens.store import TokenStore, open_token_store, publish_store
     from megatron_packed_sft.tokens.writer import TokenPartWriter
 
@@ -141,13 +140,13 @@ _HOMES = {
     "create_shard_writer": "storage.registry",
     "doc_ids_from_boundaries": "data.batch.model_helpers",
     "document_mask_mod": "data.batch.model_helpers",
-    "effective_batch": "packing.effective_batch",
+    "effective_batch": "packing.parallel_layout",
     "get_pos_ids_for_packed_sequence": "data.huggingface.collator",
     "known_strategies": "packing.strategies.registry",
     "load_template": "encode.templates.load",
     "load_tokenizer": "encode.tokenizers.load",
     "materialize": "tokens.materialize",
-    "materialize_shards": "tokens.shards",
+    "materialize_shards": "tokens.materialize",
     "open_dataset": "storage.dataset_directory",
     "open_shard": "storage.registry",
     "open_token_store": "tokens.store",
@@ -161,7 +160,7 @@ _HOMES = {
     "require_separate_sequences": "data.batch.model_helpers",
     "sample_conversations": "records.samples.sample_chats",
     "storage_names": "storage.registry",
-    "train_sentencepiece": "encode.tokenizers.train_sentencepiece",
+    "train_sentencepiece": "encode.tokenizers.sentencepiece",
     "validate": "storage.validate",
     "visible_mask": "data.batch.model_helpers",
     "weighted_loss": "data.batch.model_helpers",
@@ -266,7 +265,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from megatron_packed_sft.support.imports import torch_is_missing
+
+        raise torch_is_missing(name) from error
     globals()[name] = value
     return value
 

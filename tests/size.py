@@ -81,7 +81,7 @@ def num_parameters(function: Callable[..., Any]) -> int:
 
 def prepared_record() -> Trace:
     """Trace `packed-sft prepare` of one record, in this process; what is imported and set up first is not traced."""
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.prepare.app import main
 
     with tempfile.TemporaryDirectory() as name:

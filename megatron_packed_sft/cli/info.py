@@ -1,4 +1,4 @@
-"""`packed-sft info`: what a path is and what is recorded of it."""
+"""`packed-sft info`: describe a path by what is recorded there."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from megatron_packed_sft.cli._verb import argument, verb
     "or a URL",
 )
 def command(path: str, as_json: bool) -> int:
-    """Say what a path is: splits, bins, tokens, how much is trained, how full the bins are, what it was made from and
-    with, and how to train on it. Manifests are read, not the data, so it takes no time at any size.
+    """Describe a path: splits, bins, tokens, trained share, how full the bins are, sources, tokenizer and settings, and
+    how to train on it. Only manifests and headers are read, so it is fast at any size.
     """
-    from megatron_packed_sft.inspect.info import describe
+    from megatron_packed_sft.inspect.info import describe, view
     from megatron_packed_sft.support.terminal import show, show_json
 
     facts = describe(path)
     if as_json:
         show_json(facts)
-        return 0
-    from megatron_packed_sft.inspect.info import view
-
-    show(*view(facts))
+    else:
+        show(*view(facts))
     return 0

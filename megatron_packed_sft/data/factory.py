@@ -30,6 +30,7 @@ from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.support.imports import require_torch
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def create_sft_dataset(
         arguments: further ones of `PackedDataset`, such as `contract`, `loss` and `verify`; for static packs
             also those of `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
+    require_torch("create_sft_dataset")
     if packing_mode != PREPARED or not _is_path(path):
         given = {"plan": plan, "weights": weights, "blend": blend, "eos_id": eos_id, "file_pattern": file_pattern}
         given |= {"dtype": dtype, "pack_sequences": pack_sequences or None, "documents": documents or None}

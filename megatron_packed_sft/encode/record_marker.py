@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,13 +11,12 @@ import orjson
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
-from megatron_packed_sft.encode.masks.turn_parts import joined
+from megatron_packed_sft.encode.masks.turn_parts import join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.shorter_conversations import up_to_turn
+from megatron_packed_sft.encode.templates.limits import time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation, TextRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
 
@@ -87,7 +86,7 @@ class RecordMarker:
     def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
         """Return a conversation as one text; with `is_turn`, of which only the last turn counts."""
         marker = self.marker(conversation)
-        return self._finished(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
+        return self._with_segments(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
 
     def marker(self, conversation: Conversation | None = None) -> ChatMarker:
         """Return what marks a conversation: its template and its variables decide."""
@@ -100,7 +99,7 @@ class RecordMarker:
         template, options = self._loaded
         with_tools = conversation is not None and conversation.tools is not None and template.tool_source is not None
         variables = conversation.variables if conversation is not None else None
-        key = with_tools, _allowed(variables, options.record_variables) if variables else b""
+        key = with_tools, _key_of_variables(variables, options.record_variables) if variables else b""
         if key not in self._markers:
             if with_tools:
                 template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
@@ -108,10 +107,11 @@ class RecordMarker:
                 options = replace(options, variables={**options.variables, **variables})
             if len(self._markers) >= _MAX_MARKERS:
                 del self._markers[next(iter(self._markers))]
-            self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
+            with time_limited():
+                self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
         return self._markers[key]
 
-    def _finished(
+    def _with_segments(
         self, marker: ChatMarker, conversation: Conversation, chat: MarkedChat, *, is_turn: bool
     ) -> MarkedRecord:
         num_turns = len(chat.marked.trained)
@@ -122,7 +122,7 @@ class RecordMarker:
     def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
         """Return a text for each trained turn, or, if `auto` finds no difference, one for the whole conversation."""
         marker = self.marker(conversation)
-        numbers = [number for number, is_wanted in enumerate(marker.wanted(conversation)) if is_wanted]
+        numbers = [number for number, is_wanted in enumerate(marker.trained_messages(conversation)) if is_wanted]
         is_last = numbers == [len(conversation.messages) - 1]
         is_auto = self._options.render == "auto"
         if not numbers or (is_auto and is_last):
@@ -140,11 +140,12 @@ class RecordMarker:
                 raise refusal from None
             if whole is None:
                 raise
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         if whole is not None and _turns_in(marker, conversation, whole, numbers) == [*map(_trained_text, turns)]:
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         return [
-            self._finished(marker, prefix, turn, is_turn=True) for prefix, turn in zip(prefixes, turns, strict=True)
+            self._with_segments(marker, prefix, turn, is_turn=True)
+            for prefix, turn in zip(prefixes, turns, strict=True)
         ]
 
     def _mark_text(self, record: TextRecord) -> MarkedRecord:
@@ -154,8 +155,8 @@ class RecordMarker:
             if weight and part:
                 segments.append(Segment(position, position + len(part), float(weight)))
             position += len(part)
-        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
-        trained = joined((segment.start, segment.end) for segment in segments)
+        literal = join_ranges(match.span() for match in self._escaped_in_text.finditer(text))
+        trained = join_ranges((segment.start, segment.end) for segment in segments)
         has_weights = self._with_kinds or any(segment.weight != 1 for segment in segments)
         return MarkedRecord(MarkedText(text, trained, literal, segments if has_weights else ()))
 
@@ -178,14 +179,14 @@ def _trained_text(chat: MarkedChat) -> tuple[str, ...]:
     return tuple(chat.marked.text[start:end] for start, end in chat.marked.trained)
 
 
-def _allowed(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
+def _key_of_variables(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
     """Return a record's variables as a key; RecordRefusedError if it sets one that it may not."""
     foreign = sorted(set(variables) - set(allowed))
     if foreign:
         raise RecordRefusedError(
             DropReason.BAD_RECORD,
-            f"chat_template_kwargs sets {foreign[0]}, which records may not; add it to template.record_variables, or "
-            "remove it",
+            f"chat_template_kwargs sets {foreign[0]}, which a record may not set; add it to "
+            "template.record_variables, or remove it",
         )
     return orjson.dumps(variables, option=orjson.OPT_SORT_KEYS)
 
@@ -200,3 +201,59 @@ def _refuse_unusable(text: str) -> None:
             raise RecordRefusedError(
                 DropReason.INVALID_TEXT, f"character {error.start} is half a surrogate pair"
             ) from None
+
+
+# Conversations cut at turn boundaries: up to one turn, as at inference, or without the turns that do not fit.
+
+_PROMPTS = ("system", "developer")
+
+
+def up_to_turn(conversation: Conversation, number: int) -> Conversation:
+    """Return a conversation up to a message, with only that message trained.
+
+    Example:
+        >>> chat = Conversation([{"role": role, "content": role[0]} for role in ("user", "assistant") * 2])
+        >>> up_to_turn(chat, 1)
+        Conversation(messages=[{'role': 'user', 'content': 'u'}, {'role': 'assistant', 'content': 'a'}], tools=None, \
+train=[0.0, None], weight=1.0, parts=None, variables=None)
+    """
+    own = conversation.train[number] if conversation.train else None
+    parts = {number: conversation.parts[number]} if conversation.parts and number in conversation.parts else None
+    return replace(
+        conversation,
+        messages=list(conversation.messages[: number + 1]),
+        train=[*[0.0] * number, own],
+        parts=parts,
+    )
+
+
+def shorter_by_turns(conversation: Conversation, turns_to_keep: str) -> Iterator[Conversation]:
+    """Yield a conversation with fewer and fewer turns, the longest first; the system prompt always stays.
+
+    The newest turns that are kept begin with what a user says; the oldest end with what the assistant says. So a call
+    and its result stay together, and every trained turn keeps its end.
+
+    Example:
+        >>> chat = Conversation([{"role": role} for role in ("system", "user", "assistant", "user", "assistant")])
+        >>> [len(shorter.messages) for shorter in shorter_by_turns(chat, "newest")]
+        [3]
+    """
+    roles = [message.get("role") for message in conversation.messages]
+    num_prompts = next((number for number, role in enumerate(roles) if role not in _PROMPTS), len(roles))
+    head = range(num_prompts)
+    if turns_to_keep == "newest":
+        begins = [number for number in range(num_prompts + 1, len(roles)) if roles[number] == "user"]
+        yield from (_only(conversation, [*head, *range(begin, len(roles))]) for begin in begins)
+    else:
+        ends = [number + 1 for number in range(num_prompts, len(roles) - 1) if roles[number] == "assistant"]
+        yield from (_only(conversation, range(end)) for end in reversed(ends))
+
+
+def _only(conversation: Conversation, numbers: Sequence[int]) -> Conversation:
+    parts = conversation.parts or {}
+    return replace(
+        conversation,
+        messages=[conversation.messages[number] for number in numbers],
+        train=[conversation.train[number] for number in numbers] if conversation.train else None,
+        parts={place: parts[number] for place, number in enumerate(numbers) if number in parts} or None,
+    )

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, control_pattern
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted
@@ -19,7 +18,7 @@ from megatron_packed_sft.inspect.settings import is_template, prepare_settings, 
 from megatron_packed_sft.support.terminal import show, show_json, shows_colours
 
 
-def run_explain(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
+def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
     """Explain a template, and return the exit code.
 
     Args:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.packing.plan_file import read_plan_header
-from megatron_packed_sft.prepare.how_to_use import how_to_use
 from megatron_packed_sft.prepare.origins import PreparedFrom
+from megatron_packed_sft.prepare.report import how_to_use
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
@@ -109,7 +109,6 @@ def token_store_facts(path: Path) -> Facts:
     store = open_token_store(path)
     manifests = [part.manifest for part in store.parts]
     num_trained = sum(one.num_trained_tokens for one in manifests)
-    note = store.verification_note
     return {
         "num_parts": len(manifests),
         "total": {
@@ -123,8 +122,8 @@ def token_store_facts(path: Path) -> Facts:
             "has_weights": store.has_weights,
         },
         "dtype": store.manifest.dtype,
-        "sequence_checksum_algorithm": None if note else SEQUENCE_CHECKSUM_ALGORITHM,
-        "notes": [] if note is None else [note],
+        "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM,
+        "notes": [],
         "num_bytes": sum(record.bytes for one in manifests for record in one.files.values()),
         "tokenizer": store.manifest.tokenizer,
         "chat_template": _template(store.manifest.chat_template_fingerprint),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.inspect.tokens_of_bin import Token
 from megatron_packed_sft.support.wording import plural
 

@@ -51,7 +51,7 @@ class PreviewRequest:
     as_json: bool = False
 
 
-def run_preview(request: PreviewRequest) -> int:
+def preview(request: PreviewRequest) -> int:
     """Show what was asked for, and return the exit code."""
     path, settings = split_words(request.words)
     options = {"--config-name": request.config_name, "--config-dir": request.config_dir}

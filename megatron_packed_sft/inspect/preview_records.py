@@ -13,9 +13,8 @@ import numpy as np
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
-from megatron_packed_sft.encode.masks.turn_outline import TurnOutline
-from megatron_packed_sft.encode.record_marker import MarkedRecord
-from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
+from megatron_packed_sft.encode.record_marker import MarkedRecord, shorter_by_turns
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer

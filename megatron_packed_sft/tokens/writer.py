@@ -28,7 +28,7 @@ from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
-from megatron_packed_sft.tokens.sequence_checksums import checksums_of_sequences
+from megatron_packed_sft.tokens.part import checksums_of_sequences
 
 _MANY_SEQUENCES = 4096  # of a part; for fewer, compiled code takes longer to load than it saves
 _SEQUENCES_AT_ONCE = 1 << 16

@@ -296,7 +296,7 @@ BAD = [
     ),
     ({"tokenizer": object()}, r"has no BOS token"),
     ({"tokenizer": object(), "add_bos": False, "add_eos": False}, "tokenizer is object; pass one of transformers"),
-    ({"max_length": 8, "stride": 8}, "stride 8 must be below the 8 tokens of a chunk"),
+    ({"max_length": 8, "stride": 8}, "stride is 8; it must be below the 8 tokens that a chunk can have"),
     ({"max_length": 8, "min_len": 9}, "min_len 9 leaves nothing to pack: at most 8 tokens are allowed"),
     ({"min_len": 9, "max_len": 8}, "min_len 9 leaves nothing to pack"),
     ({"min_len": 0}, "min_len must be a positive integer, not 0"),

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 TOOLS = -1
-# Names in recorded programs. Constants are written in ASCII, so none of them can be taken for one of these.
-MESSAGES_NAME, TOOLS_NAME, VARIABLE = "ä", "ü", "ö"
-MESSAGE_NAME = "ï"  # in programs about a single message
+# Names in recorded programs: of the record, and of variables (v0, v1, ...).
+MESSAGES_NAME, TOOLS_NAME, VARIABLE = "messages", "tools", "v"
+MESSAGE_NAME = "message"  # in programs about a single message
+# Matches a quoted constant, which may hold anything, or a name (group 1).
+_CONSTANT_OR_NAME = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\b(v\d+\b|messages\[\d+\]|message\b|tools\b)""")
 _SUPPORTED_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]*")
 
 
@@ -47,9 +49,9 @@ class Recorder:
 
     Example:
         >>> recorder = Recorder()
-        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "ä[0]['content']")
+        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "messages[0]['content']")
         >>> bool(content.strip() == "Hi"), recorder.lines
-        (True, [('ö0', "ä[0]['content']"), ('ö1', 'ö0.strip()'), ("ö1=='Hi'", True)])
+        (True, [('v0', "messages[0]['content']"), ('v1', 'v0.strip()'), ("v1=='Hi'", True)])
     """
 
     def __init__(self) -> None:
@@ -81,6 +83,26 @@ class Recorder:
     def give_up(self, obstacle: str) -> None:
         """Something happened that the program cannot repeat."""
         self.obstacle = self.obstacle or obstacle
+
+
+def names_in(source: str) -> list[str]:
+    """Return the names that a line of a program uses, in order.
+
+    Example:
+        >>> names_in("v1=='v2' or tools and v0 in messages[3]['content']")
+        ['v1', 'tools', 'v0', 'messages[3]']
+    """
+    return [name for name in _CONSTANT_OR_NAME.findall(source) if name]
+
+
+def replace_names(source: str, replace: Callable[[str], str]) -> str:
+    """Replace the names that a line of a program uses, and nothing in its constants.
+
+    Example:
+        >>> replace_names("message['content']=='message'", lambda name: "messages[3]")
+        "messages[3]['content']=='message'"
+    """
+    return _CONSTANT_OR_NAME.sub(lambda match: replace(match[1]) if match[1] else match[0], source)
 
 
 def plain_text(text: str) -> str:
@@ -496,7 +518,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
     return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
-def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
+def build_text(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
     """Put a text together from what is known about it."""
     return _make(text, tuple(authors), tuple(parts), recorder)
 
@@ -599,3 +621,54 @@ def _plain_argument(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain_argument, value))
     return value
+
+
+# Texts that a template marked as safe: what is added to them is escaped, as Markup does it, and authors are kept.
+
+# What markupsafe.escape replaces, in an order in which nothing is replaced twice.
+_ESCAPES = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ('"', "&#34;"))
+
+
+class AuthoredMarkup(AuthoredText):
+    """An authored text that `safe` marked."""
+
+    def __html__(self) -> str:
+        return plain_text(self)
+
+    def __str__(self) -> str:
+        return build_text(plain_text(self), self.authors, self.parts, self.recorder)
+
+    def __add__(self, other: Any) -> Any:
+        return _added(self, other) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return _added(other, self) if isinstance(other, str) else NotImplemented
+
+
+def marked_as_safe(value: Any) -> AuthoredMarkup:
+    """Return a value as a text that is not escaped.
+
+    Example:
+        >>> str("<b>" + marked_as_safe("<i>"))
+        '&lt;b&gt;<i>'
+    """
+    text = constant(value)
+    if text.recorder is not None:
+        text.recorder.give_up("safe")
+    marked = str.__new__(AuthoredMarkup, plain_text(text))
+    marked.authors, marked.parts, marked.recorder = text.authors, text.parts, text.recorder
+    return marked
+
+
+def _added(left: Any, right: Any) -> AuthoredMarkup:
+    return marked_as_safe(concatenate([_escaped(left), _escaped(right)]))
+
+
+def _escaped(value: Any) -> AuthoredText:
+    text = constant(value)
+    if hasattr(value, "__html__"):
+        return text
+    for character, entity in _ESCAPES:
+        if character in plain_text(text):
+            text = constant(text.replace(character, entity))
+    return text

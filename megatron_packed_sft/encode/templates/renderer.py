@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, cast
+from json import encoder as json_encoder
+from typing import Any
 
+import orjson
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from megatron_packed_sft.encode.templates.json_text import json_text
-from megatron_packed_sft.encode.templates.limited_operations import LimitedEnvironment, limit, use_limits
-from megatron_packed_sft.encode.templates.limits import TemplateLimitError, all_joined, begin, factor_of, joined, made
+from megatron_packed_sft.encode.templates.limits import (
+    LimitedEnvironment,
+    TemplateLimitError,
+    interruptible,
+    limited_parts,
+)
 from megatron_packed_sft.encode.templates.shortcuts import QuickNamespace, ShortcutGenerator, use_shortcuts
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
@@ -54,10 +60,10 @@ class _Dict:
     """The global `dict`, without access to the class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
-        return cast(dict[Any, Any], made(dict(*arguments, **named)))
+        return dict(*arguments, **named)
 
     def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        return cast(dict[Any, Any], made(dict.fromkeys(*arguments)))
+        return dict.fromkeys(*arguments)
 
 
 class Renderer:
@@ -84,7 +90,6 @@ class Renderer:
         date: str | None = None,
     ) -> None:
         self.tree, self._template, defaults = _compiled(source, name, date)
-        self._factor = factor_of(self.tree)
         self.name = name
         self.source = source
         self.date = date
@@ -112,8 +117,9 @@ class Renderer:
             BLOCK_BEGINS: "",
             BLOCK_ENDS: "",
         }
-        with self.refusing(variables):
-            return all_joined(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+        with self.refusing():
+            context = self._template.new_context(variables, shared=True)
+            return "".join(limited_parts(self._template.root_render_func(context)))
 
     def asked_variables(self) -> list[str]:
         r"""Return the variables that the template wants from outside, besides the messages and what is always there.
@@ -134,15 +140,16 @@ class Renderer:
         return sorted(((undeclared - own) | (undeclared & tested)) - always)
 
     @contextlib.contextmanager
-    def refusing(self, variables: Mapping[str, Any]) -> Iterator[None]:
-        """Refuse the record whose render with these variables fails inside."""
-        begin(variables, self._factor)
+    def refusing(self) -> Iterator[None]:
+        """Refuse the record whose render fails inside, or takes too long."""
         try:
-            yield
+            with interruptible():
+                yield
         except InvalidInputError:
             raise
         except TemplateLimitError as error:
-            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name} {error}") from None
+            detail = f"{self.name} {error}; shorten the record, or fix the template"
+            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, detail) from None
         except (RecursionError, MemoryError) as error:
             what = "recurses too deeply" if isinstance(error, RecursionError) else "needs more memory than there is"
             detail = f"{self.name} {what}; shorten the record, or fix the template"
@@ -158,10 +165,13 @@ def compiling(name: str, source: str) -> Iterator[None]:
     """Refuse a template that cannot be compiled."""
     if len(source) > _MOST_CHARACTERS:
         raise InvalidInputError(
-            f"{name} has {len(source):,} characters, and a chat template at most {_MOST_CHARACTERS:,}; choose another"
+            f"{name} has {len(source):,} characters, but a chat template may have {_MOST_CHARACTERS:,}; choose another"
         )
     try:
-        yield
+        with interruptible():
+            yield
+    except TemplateLimitError as error:
+        raise InvalidInputError(f"{name} {error}; fix the template or choose another") from None
     except TemplateSyntaxError as error:
         problem = shortened(error.message or "cannot be parsed")
         raise InvalidInputError(f"{name}, line {error.lineno}: {problem}; fix the template or choose another") from None
@@ -174,14 +184,11 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     """Return a template's tree, the template and its globals; records with variables of their own share it."""
     environment = _Environment()
     prepare_environment(environment, name, date)
-    limit(environment)
-    environment.concat = joined  # type: ignore[method-assign]
     environment.globals["namespace"] = QuickNamespace
     with compiling(name, source):
         tree = environment.parse(source)
         template = environment.from_string(source)
     use_shortcuts(template)
-    use_limits(template)
     # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
     defaults = dict(template.globals)
     template.globals = {}
@@ -232,3 +239,60 @@ def _clock(name: str, date: str | None) -> Callable[[str], str]:
     except ValueError:
         raise InvalidInputError(f"template.date is {date!r}; write it as YYYY-MM-DD, such as '2026-01-31'") from None
     return now.strftime
+
+
+# JSON as chat templates write it. The texts of tools, which repeat from record to record, are kept.
+
+JsonSettings = tuple[bool, Any, Any, bool]  # ensure_ascii, indent, separators, sort_keys
+
+_MAX_TEXTS = 4096
+_encoders: dict[JsonSettings, tuple[Callable[[Any], str], dict[bytes, str]]] = {}
+
+
+def json_text(value: Any, settings: JsonSettings) -> str:
+    """Return the JSON text of a plain value, as `tojson` with these settings writes it.
+
+    Tools repeat from record to record: their texts are kept, and found by a serialization that is ten times as fast.
+
+    Example:
+        >>> json_text({"city": "Oslo", "days": [1, 2.5]}, (False, None, None, False))
+        '{"city": "Oslo", "days": [1, 2.5]}'
+    """
+    known = _encoders.get(settings)
+    if known is None:
+        known = _encoders[settings] = (_encoder(settings), {})
+    encode, texts = known
+    if not (type(value) is list or (type(value) is dict and "function" in value)):
+        return encode(value)
+    try:
+        key = orjson.dumps(value)
+    except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
+        return encode(value)
+    if b"null" in key:  # None, or a number that is none
+        return encode(value)
+    text = texts.get(key)
+    if text is None:
+        if len(texts) >= _MAX_TEXTS:
+            texts.clear()
+        text = texts[key] = encode(value)
+    return text
+
+
+def json_inside(text: str, ensure_ascii: bool) -> str:
+    """Return a text as it stands between the quotes of JSON."""
+    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
+    return escape(text)[1:-1]
+
+
+def _encoder(settings: JsonSettings) -> Callable[[Any], str]:
+    ensure_ascii, indent, separators, sort_keys = settings
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    make: Any = getattr(json_encoder, "c_make_encoder", None)
+    if indent is not None or make is None:
+        return encoder.encode
+    # `encode` makes this anew for every value, which takes three times as long as small values do.
+    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
+    parts = make(
+        None, encoder.default, escape, None, encoder.key_separator, encoder.item_separator, sort_keys, False, True
+    )
+    return lambda value: "".join(parts(value, 0))

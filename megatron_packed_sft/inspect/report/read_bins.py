@@ -1,4 +1,4 @@
-"""The length of every sequence of every bin, read without touching a token."""
+"""What a report reads: the length of every sequence, and the tokens of all bins or of an even sample of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
+from megatron_packed_sft.prepare.audit import TrainedTokens
 
 Int64 = npt.NDArray[np.int64]
+
+_MOST_TOKENS = 12_000_000
+_MOST_BINS = 20_000
 
 
 class BinLengths:
@@ -44,7 +48,7 @@ class BinLengths:
 
     @cached_property
     def attention_costs(self) -> Int64:
-        """Sum of squared sequence lengths of each bin: what attention costs there."""
+        """Sum of the squared sequence lengths of each bin, which its attention costs."""
         return np.add.reduceat(self.lengths**2, self.offsets[:-1])
 
     @property
@@ -53,34 +57,11 @@ class BinLengths:
         return np.diff(self.offsets)
 
 
-def bin_lengths(reader: BinReader) -> BinLengths:
-    """Return the lengths of all sequences of some bins; for memory-mapped shards that reads their indices only."""
-    parts = _lengths_of(reader)
-    counts = np.concatenate([counts for _, counts in parts])
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return BinLengths(np.concatenate([lengths for lengths, _ in parts]), offsets)
-
-
-def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
-    """Return (length of each sequence, sequences of each bin) of each part."""
-    if isinstance(reader, JoinedBinReader):
-        return [one for source in reader.sources for one in _lengths_of(source)]
-    if isinstance(reader, ShardBinReader):
-        return [reader.shard(number).sequence_lengths() for number in range(len(reader.paths))]
-    found = [reader.bin(number) for number in range(len(reader))]
-    lengths = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in found]
-    return [(np.concatenate(lengths).astype(np.int64), np.array([len(one) for one in lengths], np.int64))]
-
-
-_MOST_TOKENS = 12_000_000
-_MOST_BINS = 20_000
-
-
-class TokensRead:
-    """Tokens of bins, end to end.
+class TokensRead(TrainedTokens):
+    """The tokens of some bins, end to end.
 
     Args:
-        bins: the bins' numbers, ascending.
+        bins: the numbers of the bins, ascending.
         ids: of all tokens.
         is_trained: of all tokens, at the token's own position.
         starts: where each sequence begins among the tokens.
@@ -97,36 +78,11 @@ class TokensRead:
         bin_of: Int64,
         sequence_of: Int64,
     ) -> None:
+        super().__init__(is_trained, starts)
         self.bins = bins
         self.ids = ids
-        self.is_trained = is_trained
-        self.starts = starts
         self.bin_of = bin_of
         self.sequence_of = sequence_of
-
-    @cached_property
-    def ends(self) -> Int64:
-        """Where each sequence ends among the tokens."""
-        return np.append(self.starts[1:], len(self.ids))
-
-    @cached_property
-    def lengths(self) -> Int64:
-        """Tokens of each sequence."""
-        return self.ends - self.starts
-
-    @cached_property
-    def num_trained(self) -> Int64:
-        """Trained tokens of each sequence."""
-        return np.add.reduceat(self.is_trained, self.starts, dtype=np.int64)
-
-    @cached_property
-    def first_trained(self) -> Int64:
-        """Position of the first trained token of each sequence; its length if there is none."""
-        places = np.flatnonzero(self.is_trained)
-        next_one = np.searchsorted(places, self.starts)
-        found = np.append(places, len(self.ids))[next_one]
-        first: Int64 = np.minimum(found, self.ends) - self.starts
-        return first
 
     @cached_property
     def is_last(self) -> npt.NDArray[np.bool_]:
@@ -140,8 +96,16 @@ class TokensRead:
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
 
+def bin_lengths(reader: BinReader) -> BinLengths:
+    """Return the lengths of all sequences of some bins; of memory-mapped shards only the indices are read."""
+    parts = _lengths_of(reader)
+    counts = np.concatenate([counts for _, counts in parts])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return BinLengths(np.concatenate([lengths for lengths, _ in parts]), offsets)
+
+
 def spread(num_bins: int, count: int) -> Int64:
-    """Return about `count` bins, evenly spread, the first and the last among them.
+    """Return about `count` bins, evenly spread, including the first and the last.
 
     Example:
         >>> spread(100, 5).tolist(), spread(3, 5).tolist()
@@ -151,14 +115,14 @@ def spread(num_bins: int, count: int) -> Int64:
 
 
 def bins_to_read(lengths: BinLengths, also: Int64) -> Int64:
-    """Return the bins whose tokens are read: all, or as many as are read in seconds, and those that are asked for."""
+    """Return the bins to read: all, or an even sample that takes seconds, and the bins in `also`."""
     mean = max(1, int(lengths.bin_tokens.mean()))
     chosen = spread(lengths.num_bins, min(_MOST_BINS, max(1, _MOST_TOKENS // mean)))
     return np.union1d(chosen, also)
 
 
 def read_tokens(reader: BinReader, bins: Int64) -> TokensRead:
-    """Read bins end to end."""
+    """Read some bins."""
     ids, trained, starts, counts = [], [], [], []
     num_tokens = 0
     for number in bins.tolist():
@@ -176,3 +140,14 @@ def read_tokens(reader: BinReader, bins: Int64) -> TokensRead:
         np.repeat(bins, counts),
         np.concatenate([np.arange(count) for count in counts]),
     )
+
+
+def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
+    """Return (length of each sequence, sequences of each bin) of each part."""
+    if isinstance(reader, JoinedBinReader):
+        return [one for source in reader.sources for one in _lengths_of(source)]
+    if isinstance(reader, ShardBinReader):
+        return [reader.shard(number).sequence_lengths() for number in range(len(reader.paths))]
+    found = [reader.bin(number) for number in range(len(reader))]
+    lengths = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in found]
+    return [(np.concatenate(lengths).astype(np.int64), np.array([len(one) for one in lengths], np.int64))]
