@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.figures import BinFigures
     from megatron_packed_sft.storage.flat_files import OrderedShardWriter
     from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-    from megatron_packed_sft.storage.legacy.reader import LegacyShard
+    from megatron_packed_sft.storage.legacy.storage import LegacyShard
     from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
     from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
@@ -99,7 +99,7 @@ _HOMES = {
     "GlobalBatchSampler": "data.order.samplers",
     "IndexSampler": "data.order.samplers",
     "LegacyPickleWriter": "storage.legacy.writer",
-    "LegacyShard": "storage.legacy.reader",
+    "LegacyShard": "storage.legacy.storage",
     "MemmapShard": "storage.memmap_v1.reader",
     "MemmapShardWriter": "storage.memmap_v1.writer",
     "MemoryMappedDataset": "data.token_streams",

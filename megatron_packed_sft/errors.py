@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from megatron_packed_sft.support.wording import without_url_secrets
 
+_TRUNCATED = "it was truncated or changed: copy it again"
+
 
 class PackedSFTError(Exception):
     """Base class of every error that this package raises on purpose. No message shows the credentials of a URL."""
@@ -107,7 +109,17 @@ def truncated_file(
         >>> print(truncated_file("ids.npy", 150, 168, "in its header"))
         ids.npy has 150 bytes instead of the 168 in its header; it was truncated or changed: copy it again
     """
-    return kind(f"{path} {wrong_size(size, expected, source)}; it was truncated or changed: copy it again")
+    return kind(f"{path} {wrong_size(size, expected, source)}; {_TRUNCATED}")
+
+
+def ends_early(path: object, place: str, kind: type[ShardError] = ShardFileError) -> ShardError:
+    """Return the error for a file that ends in the middle of something; `place` says of what.
+
+    Example:
+        >>> print(ends_early("ids.npy", "inside its header"))
+        ids.npy ends inside its header; it was truncated or changed: copy it again
+    """
+    return kind(f"{path} ends {place}; {_TRUNCATED}")
 
 
 def wrong_size(size: int, expected: int, source: str) -> str:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError, WriterStateError
 from megatron_packed_sft.storage.bins import (
     BinBlock,
     BlockTotals,
     GatheredBins,
+    IntArray,
     PackedBin,
     as_int_array,
     cannot_keep,
@@ -37,6 +38,10 @@ from megatron_packed_sft.support.checksum import new_hasher
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
+_DTYPES = (np.int32, np.uint8, np.uint32)
+_LIMITS = (1 << 31, 2, 1 << 31)
+
 
 class FlatBins(NamedTuple):
     """All bins end to end: bin b is [bin_offsets[b], bin_offsets[b + 1]) of the first two arrays."""
@@ -46,6 +51,76 @@ class FlatBins(NamedTuple):
     bin_offsets: npt.NDArray[np.int64]
     seq_starts: npt.NDArray[np.uint32]
     seq_offsets: npt.NDArray[np.int64]
+
+
+class FlatBinsBuilder:
+    """Collects bins that were read from a file into flat arrays, and checks all of their values.
+
+    Args:
+        path: the file, for messages.
+
+    Example:
+        >>> builder = FlatBinsBuilder(Path("packed.npy"))
+        >>> builder.add([np.array([5, 6])], [np.array([1, 0])], [np.array([0])])
+        >>> builder.build().bin_offsets.tolist()
+        [0, 2]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: list[list[npt.NDArray[Any]]] = [[], [], []]
+        self._counts: list[list[npt.NDArray[np.int64]]] = [[], [], []]
+        self._num_bins = 0
+
+    def add(self, *fields: Sequence[IntArray]) -> None:
+        """Add consecutive bins: their ids, their loss masks and their starts."""
+        self.add_flat(
+            *((np.concatenate(arrays), np.array([len(one) for one in arrays], np.int64)) for arrays in fields)
+        )
+
+    def add_flat(self, *fields: tuple[IntArray, npt.NDArray[np.int64]]) -> None:
+        """Add consecutive bins that lie end to end: the values of each field, and how many each bin has."""
+        counts = [count for _, count in fields]
+        for name, count in zip(FIELDS, counts, strict=True):
+            if not count.all():
+                raise self._error(int(np.argmin(count)), f"{name} is empty")
+        if (counts[0] != counts[1]).any():
+            index = int(np.argmax(counts[0] != counts[1]))
+            raise self._error(index, f"loss_mask has {counts[1][index]} entries, but input_ids has {counts[0][index]}")
+        for number, (values, count) in enumerate(fields):
+            limit = _LIMITS[number]
+            if int(values.min()) < 0 or int(values.max()) >= limit:
+                place = int(np.argmax((values < 0) | (values >= limit)))
+                index = int(np.searchsorted(np.cumsum(count), place, side="right"))
+                inside = place - int(count[:index].sum())
+                problem = f"{FIELDS[number]} is {int(values[place])} at position {inside}, not in 0..{limit - 1}"
+                raise self._error(index, problem)
+            self._values[number].append(values.astype(_DTYPES[number], copy=False))
+            self._counts[number].append(count)
+        self._num_bins += len(counts[0])
+
+    def build(self) -> FlatBins:
+        """Return all bins; starts that do not rise from 0 inside their bin are an error, and so are no bins at all."""
+        if not self._num_bins:
+            raise LegacyFormatError(f"{self._path} holds no bins")
+        ids, mask, starts = (np.concatenate(parts) for parts in self._values)
+        bin_offsets, seq_offsets = (
+            np.concatenate(([0], np.cumsum(np.concatenate(self._counts[number])))) for number in (0, 2)
+        )
+        first, last = seq_offsets[:-1], seq_offsets[1:] - 1
+        steps = np.diff(starts.astype(np.int64), prepend=-1)
+        steps[first] = starts[first] == 0
+        self._num_bins = 0
+        if (steps < 1).any():
+            index = int(np.searchsorted(seq_offsets, np.argmax(steps < 1), side="right")) - 1
+            raise self._error(index, "seq_start_id does not rise from 0")
+        beyond = starts[last] >= np.diff(bin_offsets)
+        if beyond.any():
+            raise self._error(int(np.argmax(beyond)), "seq_start_id ends beyond its input_ids")
+        return FlatBins(ids, mask, bin_offsets, starts, seq_offsets)
+
+    def _error(self, index: int, problem: str) -> LegacyFormatError:
+        return LegacyFormatError(f"{self._path}: bin {self._num_bins + index}: {problem}")
 
 
 class FlatShard(PackedShard):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, WriterStateError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.interface import WriterOptions
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy.storage import LegacyShard
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from tests.packed_bins import assert_same_bins, bins, block_of, make_bins
 

@@ -46,8 +46,9 @@ class RecordedFiles:
         for name in names:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ManifestError(f"{path}: files names {name!r}, which lies outside; restore the original")
-        self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
-        self.files = {path.parent / name: record for name, record in (records or {}).items()}
+        if names:
+            self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
+            self.files = {path.parent / name: record for name, record in records.items()}
 
     def inside(self, folder: Path) -> dict[Path, FileRecord]:
         """Return the files that lie directly in a folder."""
