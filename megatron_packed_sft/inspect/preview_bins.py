@@ -169,11 +169,7 @@ class PackedPreviewer:
             raise InvalidInputError(f"--sequence needs a token store, but {self.where} has bins; use --bin")
         self._refuse_outside("--sequence", number, "sequence")
         ids, weights = self._store.weighted(number)
-        texts = self.decoder.texts(ids)
-        tokens = [
-            Token(text, int(one), position, 0, float(weight), int(one) in self.decoder.control_ids)
-            for position, (text, one, weight) in enumerate(zip(texts, ids, weights, strict=True))
-        ]
+        tokens = self.decoder.tokens(ids, weights)
         return BinPreview(f"sequence {number:,} of {len(self._store):,}", self.where, number, [tokens])
 
     @property

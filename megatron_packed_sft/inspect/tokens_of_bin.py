@@ -96,6 +96,16 @@ class TokenDecoder:
             known = self._texts[number] = self._decoded([number])
         return known
 
+    def tokens(self, ids: npt.NDArray[Any], weights: npt.NDArray[Any], sequence: int = 0) -> list[Token]:
+        """Return the tokens of a sequence, given their ids and the weights of their losses."""
+        numbers: list[int] = ids.tolist()
+        return [
+            Token(text, one, position, sequence, weight, one in self.control_ids)
+            for position, (one, text, weight) in enumerate(
+                zip(numbers, self.texts(numbers), weights.tolist(), strict=True)
+            )
+        ]
+
     def _decoded(self, numbers: list[int]) -> str:
         if self.tokenizer is None:
             return "".join(f"{number} " for number in numbers)
@@ -145,12 +155,7 @@ def tokens_of_bin(packed: PackedBin, decoder: TokenDecoder) -> Iterator[list[Tok
     for number, (start, end) in enumerate(
         zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True)
     ):
-        ids = packed.input_ids[start:end].tolist()
-        texts = decoder.texts(ids)
-        yield [
-            Token(text, one, position, number, weight, one in decoder.control_ids)
-            for position, (one, text, weight) in enumerate(zip(ids, texts, weights[start:end].tolist(), strict=True))
-        ]
+        yield decoder.tokens(packed.input_ids[start:end], weights[start:end], number)
 
 
 _ESCAPED = re.compile(
