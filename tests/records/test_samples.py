@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError
 from megatron_packed_sft.records.record import Conversation, content_hash
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
+from megatron_packed_sft.records.samples import sample_conversations, write_sample_data
 from megatron_packed_sft.records.schemas.registry import adapter, recognise
 from tests.records.chat_files import values
 
