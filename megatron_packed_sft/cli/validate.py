@@ -23,9 +23,7 @@ if TYPE_CHECKING:
         packed-sft validate tokens --tokenizer my_model --seq-length 4096
     """
 )
-@argument(
-    "path", help="a dataset directory, a shard or packed file, a directory of shards, a token store, stream or cache"
-)
+@argument("path", help="a dataset directory, a shard or packed file, a directory of shards, a token store or stream")
 @click.option(
     "--level",
     type=click.Choice(("structure", "full")),
