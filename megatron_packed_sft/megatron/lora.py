@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear, rms_norm
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.weights.layout import BY_COLUMNS, PREFIX, LoraSettings, home_of, num_sections
+from megatron_packed_sft.megatron.weights.layout import ADAPTERS, BY_COLUMNS, LoraSettings, num_sections, target_layer
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
 def add_lora(model: GPTModel, settings: LoraSettings) -> None:
-    """Freeze a model and give its linear layers adapters; call it before the optimizer is made.
+    """Freeze a model and give its linear layers adapters; call it before the optimizer is built.
 
     Args:
         model: from `build_gpt_model`, with the weights that it starts from.
-        settings: what the adapters are.
+        settings: of the adapters.
     """
     if model.config.sequence_parallel:
         raise InvalidInputError("LoRA does not work with sequence_parallel yet; set it to False")
@@ -39,7 +39,7 @@ def add_lora(model: GPTModel, settings: LoraSettings) -> None:
     adapters = Adapters(model.config.num_layers)
     for index, layer in enumerate(model.decoder.layers):
         for name in settings.target_modules:
-            target = layer.get_submodule(home_of(name))
+            target = layer.get_submodule(target_layer(name))
             adapter = Adapter(name, layer.layer_number - 1, target.weight, settings)
             adapters.add_module(f"{index}_{name}", adapter)
             target.register_forward_hook(_adding(adapter))
@@ -53,7 +53,7 @@ class Adapter(torch.nn.Module):
         name: of the layer, one of `TARGETS`.
         layer: number of the transformer layer in the whole model.
         weight: this rank's part of the weight that is adapted.
-        settings: what the adapters are.
+        settings: of the adapters.
     """
 
     def __init__(self, name: str, layer: int, weight: Tensor, settings: LoraSettings) -> None:
@@ -84,7 +84,7 @@ class Adapter(torch.nn.Module):
         return (2 * part - 1) / math.sqrt(whole)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what is added to the layer's output."""
+        """Return the term that is added to the layer's output."""
         from megatron.core.tensor_parallel import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
 
         def place(key: str, parameter: Tensor, axis: int, is_shared: bool) -> Any:
             return ShardedTensor.from_rank_offsets(
-                f"{PREFIX}{self.name}.{key}",
+                f"{ADAPTERS}{self.name}.{key}",
                 parameter,
                 (0, self.layer, num_layers),
                 *([(axis + 1, self.rank, self.num_ranks)] if is_shared else []),

@@ -70,13 +70,13 @@ class Resumption(NamedTuple):
 
 
 class Copying(NamedTuple):
-    """Where the checkpoints are copied to, if anywhere, and what there is to tell of it."""
+    """Where the checkpoints are copied to, if anywhere, and lines for the user about it."""
 
     copies: CopiedRun | None
     notes: Sequence[str]
 
     def gathered(self) -> Copying:
-        """Return it with what all ranks have to tell, because any of them may have fetched; a collective call."""
+        """Return it with the notes of all ranks, because any of them may have fetched; a collective call."""
         import torch
 
         found: list[Any] = [None] * num_ranks()
@@ -84,7 +84,7 @@ class Copying(NamedTuple):
         return self._replace(notes=list(dict.fromkeys(note for notes in found for note in notes)))
 
     def lines(self) -> Iterator[str]:
-        """Yield what to print at the start."""
+        """Yield the lines to print at the start."""
         if self.copies is not None:
             yield f"copies of checkpoints: {self.copies.shown}"
         yield from self.notes
@@ -96,7 +96,7 @@ class Copying(NamedTuple):
         resumption: Resumption | None,
         say: Callable[[str], object],
     ) -> CopySender | None:
-        """Start what copies; first the checkpoint that the run resumes from, if its copy is missing."""
+        """Start the thread that copies, beginning with the checkpoint that the run resumes from."""
         from megatron_packed_sft.train.checkpoint_copies import CopySender
 
         if self.copies is None:
@@ -137,7 +137,7 @@ def train(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
+    # Mistakes are found before megatron.core is imported, which takes ten seconds.
     from megatron_packed_sft.megatron.weights.torch_dist import refuse_unreadable
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint, refuse_damaged
     from megatron_packed_sft.train.checkpoint_copies import CopiedRun, bring_newest
@@ -150,7 +150,7 @@ def _train(config: TrainConfig) -> None:
     copies = None if config.checkpoint.copy_to is None else CopiedRun(config.checkpoint.copy_to)
     resume, copy_notes = bring_newest(config.resume, checkpoints, copies)
     if copies is not None and checkpoints.newest() is None and is_speaker():
-        try_writing(copies.url)  # or only the first checkpoint would show that the bucket is missing or closed
+        try_writing(copies.url)  # otherwise a missing bucket would only show at the first checkpoint
     checkpoint = find_checkpoint(os.fspath(resume), checkpoints)
     resumption = None if checkpoint is None else Resumption(checkpoint, TrainingState.load(checkpoint))
     pretrained = pretrained_shape(config.model, None if resumption is None else resumption.state)
@@ -202,7 +202,7 @@ def _run(
     backend: Backend,
     copying: Copying,
 ) -> str | None:
-    """Train; return what is not copied at the end, if anything."""
+    """Train; return a sentence about a copy that is missing at the end, or None."""
     import torch
 
     from megatron_packed_sft.megatron.backend import stop_distributed
@@ -214,7 +214,7 @@ def _run(
     from megatron_packed_sft.train.report import NO_COPIES, ConsoleReporter, Reporter
     from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 
-    chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
+    chosen = [resumption]  # rank 0's: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
     copying = copying.gathered()
@@ -265,7 +265,7 @@ def _run(
 
 
 def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, output: Path) -> Mapping[str, Any]:
-    """Return what the run started from, written down by rank 0; a collective call for a run that starts now."""
+    """Return the record of the weights that the run started from; rank 0 writes it. Collective for a new run."""
     from megatron_packed_sft.train.pretrained import record_of, write_record
 
     if resumption is not None:
@@ -336,7 +336,7 @@ def _refuse_different_data(fingerprint: str) -> None:
 
 
 def _silence_known_warnings() -> None:
-    """Hide Megatron-Core's warnings about Apex and about its own use of torch: nothing a user can act on."""
+    """Hide Megatron-Core's warnings about Apex and its own use of torch, on which a user cannot act."""
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message, category=UserWarning)
     for message in ("`load_state_dict` is deprecated", "Please use DTensor"):

@@ -1,4 +1,4 @@
-"""Adapters out: merged into the weights, or as a PEFT adapter that the `peft` library loads.
+"""Export adapters: merged into the weights, or as a PEFT adapter that the `peft` library loads.
 
 The B of a fused layer, cut by rows as the layer itself is, becomes the Bs of q_proj, k_proj and v_proj (or of gate_proj
 and up_proj) with the same A; so both forms are exact.
@@ -14,7 +14,14 @@ from typing import Any, Final
 import torch
 
 from megatron_packed_sft.errors import ShardFileError
-from megatron_packed_sft.megatron.weights.layout import PREFIX, LoraSettings, TensorShape, Weight, home_of, num_sections
+from megatron_packed_sft.megatron.weights.layout import (
+    ADAPTERS,
+    LoraSettings,
+    TensorShape,
+    Weight,
+    num_sections,
+    target_layer,
+)
 from megatron_packed_sft.megatron.weights.safetensors_writer import SafetensorsWriter, WrittenWeights, num_bytes
 from megatron_packed_sft.megatron.weights.torch_dist import CheckpointWeights, TorchDistCheckpoint
 from megatron_packed_sft.support.atomic import write_file
@@ -29,17 +36,17 @@ class AdaptedWeights:
     Args:
         weights: of the frozen model.
         checkpoint: the checkpoint, which also holds the adapters.
-        settings: what they are.
+        settings: of the adapters.
     """
 
     def __init__(self, weights: CheckpointWeights, checkpoint: TorchDistCheckpoint, settings: LoraSettings) -> None:
         self.shape, self.dtype, self.settings = weights.shape, weights.dtype, settings
         self._frozen = weights
         self._checkpoint = checkpoint
-        self._names = {f"{home_of(name)}.weight": name for name in settings.target_modules}
+        self._names = {f"{target_layer(name)}.weight": name for name in settings.target_modules}
         for name in settings.target_modules:
             for key in ("a", "b.0"):
-                if f"{PREFIX}{name}.{key}" not in checkpoint.tensors:
+                if f"{ADAPTERS}{name}.{key}" not in checkpoint.tensors:
                     raise ShardFileError(f"{checkpoint.path} has no adapter for {name}; restore the checkpoint")
 
     def weights(self) -> Iterator[Weight]:
@@ -47,7 +54,7 @@ class AdaptedWeights:
         return self._frozen.weights()
 
     def read(self, weight: Weight) -> torch.Tensor:
-        """Return a whole weight, merged; the product is made in float32 at least."""
+        """Return a whole weight, merged; the product is computed in float32 at least."""
         value = self._frozen.read(weight)
         if weight.name not in self._names:
             return value
@@ -64,9 +71,10 @@ class AdaptedWeights:
         """Return the A and the whole B of a weight."""
         name = self._names[weight.name]
         parts = [
-            self._checkpoint.read(f"{PREFIX}{name}.b.{section}", weight.layer) for section in range(num_sections(name))
+            self._checkpoint.read(f"{ADAPTERS}{name}.b.{section}", weight.layer)
+            for section in range(num_sections(name))
         ]
-        return self._checkpoint.read(f"{PREFIX}{name}.a", weight.layer), torch.cat(parts)
+        return self._checkpoint.read(f"{ADAPTERS}{name}.a", weight.layer), torch.cat(parts)
 
 
 def write_adapter(
@@ -92,7 +100,7 @@ def write_adapter(
         for weight in weights.adapted():
             a, b = weights.matrices(weight)
             for tensor in weight.tensors:
-                # By rows, B has the layout of the weight; by columns, a weight is one tensor and B is as it is.
+                # Split by rows, B has the layout of the weight; by columns, the weight is one tensor and B is whole.
                 spans = [span for span in weight.spans if span.tensor == tensor.name and weight.axis == 0]
                 own = torch.cat([b[span.at : span.at + span.stop - span.start] for span in spans]) if spans else b
                 for name, value in zip(_names(tensor), (a, own), strict=True):
