@@ -33,8 +33,6 @@ FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 MAX_STATE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 1 << 22
-# Checkpoints from before these were recorded have the only values there were.
-_BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
 STEP_NAME: Final = re.compile(r"step_(\d{6,})")
 
 
@@ -229,7 +227,7 @@ def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapp
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
-    before = {**_BEFORE_RECORDED, **saved, **asdict(ModelShape.from_saved(saved))}
+    before = {**saved, **asdict(ModelShape.from_saved(saved))}
     differing = [
         f"{name if '.' in name else f'model.{name}'} was {before.get(name)} and is {value} now"
         for name, value in current.items()
