@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
-    from megatron_packed_sft.train.checkpoint_copies import CopiedRun, CopySender
+    from megatron_packed_sft.train.checkpoint_copies import CopiedRun
     from megatron_packed_sft.train.data import TrainingData
 
 _DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
@@ -67,44 +67,6 @@ class Resumption(NamedTuple):
 
     checkpoint: Path
     state: TrainingState
-
-
-class Copying(NamedTuple):
-    """Where the checkpoints are copied to, if anywhere, and lines for the user about it."""
-
-    copies: CopiedRun | None
-    notes: Sequence[str]
-
-    def gathered(self) -> Copying:
-        """Return it with the notes of all ranks, because any of them may have fetched; a collective call."""
-        import torch
-
-        found: list[Any] = [None] * num_ranks()
-        torch.distributed.all_gather_object(found, self.notes)
-        return self._replace(notes=list(dict.fromkeys(note for notes in found for note in notes)))
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines to print at the start."""
-        if self.copies is not None:
-            yield f"copies of checkpoints: {self.copies.shown}"
-        yield from self.notes
-
-    def sender(
-        self,
-        config: TrainConfig,
-        checkpoints: CheckpointDirectory,
-        resumption: Resumption | None,
-        say: Callable[[str], object],
-    ) -> CopySender | None:
-        """Start the thread that copies, beginning with the checkpoint that the run resumes from."""
-        from megatron_packed_sft.train.checkpoint_copies import CopySender
-
-        if self.copies is None:
-            return None
-        sender = CopySender(self.copies, checkpoints, keep=config.checkpoint.keep, say=say)
-        if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
-            sender.add(resumption.checkpoint)
-        return sender
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +150,7 @@ def _train(config: TrainConfig) -> None:
             context_parallel=config.parallel.context,
             seed=config.seed,
         )
-        missing = _run(config, data, shape, checkpoints, resumption, backend, Copying(copies, copy_notes))
+        missing = _run(config, data, shape, checkpoints, resumption, backend, copies, copy_notes)
     if missing is not None:
         raise StorageIOError(missing)
 
@@ -200,13 +162,15 @@ def _run(
     checkpoints: CheckpointDirectory,
     resumption: Resumption | None,
     backend: Backend,
-    copying: Copying,
+    copies: CopiedRun | None,
+    copy_notes: Sequence[str],
 ) -> str | None:
     """Train; return a sentence about a copy that is missing at the end, or None."""
     import torch
 
     from megatron_packed_sft.megatron.backend import stop_distributed
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
+    from megatron_packed_sft.train.checkpoint_copies import CopySender
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
@@ -217,7 +181,6 @@ def _run(
     chosen = [resumption]  # rank 0's: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
-    copying = copying.gathered()
     _refuse_different_data(data.dataset.fingerprint)
     schedule = _schedule(config, data, resumption)
     weights = None
@@ -246,9 +209,14 @@ def _run(
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
         notes += [f"removed {name}, an unfinished checkpoint of a run that was killed" for name in removed]
     opening = _opening_lines(data, schedule, backend, resumption)
-    for line in [*opening, *_weights_lines(config, record, resumption), *copying.lines(), *notes]:
+    about_copies = _copy_lines(copies, copy_notes)
+    for line in [*opening, *_weights_lines(config, record, resumption), *about_copies, *notes]:
         reporter.say(line)
-    sender = copying.sender(config, checkpoints, resumption, reporter.say) if own_rank() == 0 else None
+    sender = None
+    if copies is not None and own_rank() == 0:
+        sender = CopySender(copies, checkpoints, keep=config.checkpoint.keep, say=reporter.say)
+        if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
+            sender.add(resumption.checkpoint)  # its copy may be missing
     trainer.copies = sender
     missing = None
     try:
@@ -274,6 +242,16 @@ def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, ou
     if record and own_rank() == 0:
         write_record(record, output)
     return record
+
+
+def _copy_lines(copies: CopiedRun | None, notes: Sequence[str]) -> list[str]:
+    """Return lines about the copies, with the notes of all ranks, any of which may have fetched; a collective call."""
+    import torch
+
+    found: list[Any] = [None] * num_ranks()
+    torch.distributed.all_gather_object(found, notes)
+    lines = [] if copies is None else [f"copies of checkpoints: {copies.shown}"]
+    return [*lines, *dict.fromkeys(note for notes in found for note in notes)]
 
 
 def _weights_lines(config: TrainConfig, record: Mapping[str, Any], resumption: Resumption | None) -> Iterator[str]:

@@ -25,7 +25,7 @@ from megatron_packed_sft.megatron.checkpoint_writer import (
     write_descriptions,
     write_tensors,
 )
-from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
+from megatron_packed_sft.megatron.lora import AdaptedWeights, write_adapter
 from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, HuggingFaceFolder, read_config
 from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.megatron.weights.safetensors_writer import WrittenWeights, total_bytes, write_weights

@@ -2,5 +2,5 @@
 
 config.json ─▶ families ─▶ layout.ModelShape ─▶ layout.Weight: which rows of which tensor make up which Megatron weight
 *.safetensors ─────────── folder ─────────────────────────▶ this rank's slices, into the model
-torch_dist checkpoint ─ torch_dist ─ adapters (merged) ───▶ safetensors_writer ─▶ *.safetensors
+torch_dist checkpoint ─ torch_dist ─────────────────────▶ safetensors_writer ─▶ *.safetensors
 """
