@@ -22,6 +22,7 @@ from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.remote.objects import try_writing
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.exits import is_speaker
+from megatron_packed_sft.support.imports import require_torch
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.train.config import TrainConfig
@@ -93,6 +94,7 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
 
 def train(config: TrainConfig) -> None:
     """Train as configured; on every rank of the run."""
+    require_torch("training", "megatron")
     leave_with_torchrun()
     with one_rank_reports():
         _train(config)
