@@ -42,7 +42,7 @@ from megatron_packed_sft.storage.registry import storage_of
 from megatron_packed_sft.storage.token_stream.options import parse_dtype
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 EOS = 2
 

@@ -98,16 +98,16 @@ def _read(path: Path) -> FlatBins:
     with _opened(path) as file:
         before = os.fstat(file.fileno())
         num_bins = _read_header(path, file)
-        rows = _unpickled(path, file)
+        pickled = _unpickled(path, file)
         after = os.fstat(file.fileno())
-    if len(rows) != num_bins:
-        raise LegacyFormatError(f"{path}: its header says {num_bins:,} bins, and its pickle has {len(rows):,}")
+    if len(pickled) != num_bins:
+        raise LegacyFormatError(f"{path}: its header says {num_bins:,} bins, and its pickle has {len(pickled):,}")
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise LegacyFormatError(f"{path} was changed while it was read; open it again when its writer is done")
     builder = FlatBinsBuilder(path)
     for first in range(0, num_bins, _BINS_AT_ONCE):
-        bins = [_fields(path, index, rows[index]) for index in range(first, min(first + _BINS_AT_ONCE, num_bins))]
-        rows[first : first + len(bins)] = [None] * len(bins)  # lists of Python integers take many times the memory
+        bins = [_fields(path, index, pickled[index]) for index in range(first, min(first + _BINS_AT_ONCE, num_bins))]
+        pickled[first : first + len(bins)] = [None] * len(bins)  # free its lists, which take many times the memory
         builder.add(*zip(*bins, strict=True))
     return builder.build()
 
@@ -170,13 +170,13 @@ def _parsed_header(path: Path, text: bytes) -> dict[str, object]:
     return header
 
 
-def _fields(path: Path, index: int, row: Any) -> list[IntArray]:
+def _fields(path: Path, index: int, packed: Any) -> list[IntArray]:
     """Return the three arrays of one unpickled bin."""
-    if type(row) is not dict or set(row) != set(FIELDS):
-        keys = list(row)[:5] if type(row) is dict else [row]
+    if type(packed) is not dict or set(packed) != set(FIELDS):
+        keys = list(packed)[:5] if type(packed) is dict else [packed]
         found = ", ".join(ascii(key[:40]) if type(key) is str else type(key).__name__ for key in keys)
         raise LegacyFormatError(f"{path}: bin {index}: has {found}; a packed bin has exactly {', '.join(FIELDS)}")
-    return [_integers(f"{path}: bin {index}: {name}", row[name]) for name in FIELDS]
+    return [_integers(f"{path}: bin {index}: {name}", packed[name]) for name in FIELDS]
 
 
 def _integers(where: str, value: Any) -> IntArray:
@@ -215,9 +215,9 @@ def _unpickled(path: Path, file: BinaryIO) -> list[Any]:
         raise LegacyFormatError(
             f"{path}: refused: the pickle is damaged, or not packed SFT data ({reason}); nothing was executed"
         ) from None
-    if type(found) is not _Array or found.rows is None:
+    if type(found) is not _Array or found.bins is None:
         raise LegacyFormatError(f"{path}: refused: the pickle is not an object array of bins; nothing was executed")
-    return found.rows
+    return found.bins
 
 
 class _RefusedError(Exception):
@@ -269,13 +269,13 @@ class _Dtype:
 
 
 class _Array:
-    """An array, as a pickle makes it: integers of one dimension, or the rows of the outermost array."""
+    """An array, as a pickle makes it: integers of one dimension, or the bins of the outermost array."""
 
-    __slots__ = ("integers", "rows")
+    __slots__ = ("bins", "integers")
 
     def __init__(self) -> None:
         self.integers: IntArray | None = None
-        self.rows: list[Any] | None = None
+        self.bins: list[Any] | None = None
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is not tuple or len(state) != 5:
@@ -290,7 +290,7 @@ class _Array:
         if dtype.code == _OBJECTS:
             if type(data) is not list or len(data) != shape[0]:
                 raise _refused("holds an array whose content does not fit its shape")
-            self.rows = data
+            self.bins = data
             return self
         width = int(_INTEGERS[dtype.code][1])
         if type(data) not in (bytes, bytearray) or len(data) != shape[0] * width:
