@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.packing.plan import PackPlan
     from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
     from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord
-    from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
+    from megatron_packed_sft.records.samples import sample_conversations, write_sample_data
     from megatron_packed_sft.records.schemas.registry import Schema, register_schema
     from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
     from megatron_packed_sft.storage.convert import ConversionReport, convert, convert_legacy_to_memmap
@@ -157,7 +157,7 @@ _HOMES = {
     "register_storage": "storage.registry",
     "register_strategy": "packing.strategies.registry",
     "require_separate_sequences": "data.batch.model_helpers",
-    "sample_conversations": "records.samples.sample_chats",
+    "sample_conversations": "records.samples",
     "storage_names": "storage.registry",
     "train_sentencepiece": "encode.tokenizers.sentencepiece",
     "validate": "storage.validate",
@@ -165,7 +165,7 @@ _HOMES = {
     "weighted_loss": "data.batch.model_helpers",
     "widen": "data.batch.collate",
     "write_memmap_to_cloud": "storage.remote_shard",
-    "write_sample_data": "records.samples.sample_chats",
+    "write_sample_data": "records.samples",
 }
 
 __all__ = [

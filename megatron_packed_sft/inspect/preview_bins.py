@@ -21,8 +21,7 @@ from megatron_packed_sft.inspect.preview_record_view import tokens_json, tokens_
 from megatron_packed_sft.inspect.settings import PreviewRequest
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder, tokens_of_bin
 from megatron_packed_sft.prepare.origins import BinOrigins, noted_tokenizer_paths
-from megatron_packed_sft.records.files import expand_path
-from megatron_packed_sft.records.streams import open_file
+from megatron_packed_sft.records.files import expand_path, open_file
 from megatron_packed_sft.remote.filesystem import base_name, child
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.uploads import refuse_unfinished
