@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_packed_sft import create_sft_dataset, open_dataset, validate, write_memmap_to_cloud
 from megatron_packed_sft.cli.main import main
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info.kinds import describe
 from megatron_packed_sft.remote.node_cache import node_cache
@@ -210,7 +211,7 @@ def test_a_download_that_is_killed_is_done_again_by_the_next(
     store.delay = 0.02
     kill_after(store, "GET", num_requests, READ, URL)
     store.delay = 0.0
-    dataset = create_sft_dataset(URL, 0, cache_size="1MB")
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size="1MB"))
     assert contents(dataset) == contents(create_sft_dataset(local, 0))
     for number, shard in enumerate(dataset.source.remote or ()):
         assert files(shard.path) == files(local / "train" / f"shard_{number:06d}")
