@@ -21,11 +21,13 @@ import torch
 from benchmarks.materialize import make_store
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
-from megatron_packed_sft import BinBlock, MemmapShard, create_sft_dataset, open_shard, open_token_store, pack
+from megatron_packed_sft import create_sft_dataset, open_shard, open_token_store, pack
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
 from megatron_packed_sft.data.options import BatchOptions, OpenOptions
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from benchmarks.measure import in_own_process, print_table
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.packing.search.bounds import martello_toth_bound
+from megatron_packed_sft.packing.strategies.packing_problem import martello_toth_bound
 
 Lengths = npt.NDArray[np.int64]
 

@@ -214,7 +214,7 @@ def _mixing(num_shards: int, bins_per_shard: int) -> None:
 
 
 def _write(path: Path, num_shards: int, megabytes: int) -> Path:
-    from megatron_packed_sft import BinBlock
+    from megatron_packed_sft.storage.bins import BinBlock
     from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 
     width = 4096

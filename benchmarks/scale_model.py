@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     from benchmarks.scale_tables import check, project
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 
     with tempfile.TemporaryDirectory() as folder:

@@ -47,24 +47,24 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.options import TemplateOptions as TemplateOptions
     from megatron_packed_sft.encode.templates.load import load_template as load_template
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer as load_tokenizer
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece as train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece as train_sentencepiece
     from megatron_packed_sft.records.record import Conversation as Conversation
 
     # Pack: from lengths to a plan.
     from megatron_packed_sft.packing.packer import pack as pack
     from megatron_packed_sft.packing.options import PackOptions as PackOptions
     from megatron_packed_sft.packing.plan import PackPlan as PackPlan
-    from megatron_packed_sft.packing.effective_batch import effective_batch as effective_batch
+    from megatron_packed_sft.packing.parallel_layout import effective_batch as effective_batch
 
     # Write: sequences to a token store, a plan to shards.
     from megatron_packed_sft.tokens.writer import TokenPartWriter as TokenPartWriter
     from megatron_packed_sft.tokens.store import publish_store as publish_store
     from megatron_packed_sft.tokens.store import open_token_store as open_token_store
-    from megatron_packed_sft.tokens.shards import materialize_shards as materialize_shards
+    from megatron_packed_sft.tokens.materialize import materialize_shards as materialize_shards
     from megatron_packed_sft.storage.dataset_directory import DatasetWriter as DatasetWriter
     from megatron_packed_sft.storage.registry import create_shard_writer as create_shard_writer
 
-    # Convert and inspect: without torch.
+    # Convert and inspect: shards from one storage to another, and a look at what they hold; without torch.
     from megatron_packed_sft.storage.convert import convert as convert
     from megatron_packed_sft.storage.validate import validate as validate
     from megatron_packed_sft.storage.registry import open_shard as open_shard

@@ -38,8 +38,8 @@ _HELD_OUT_NPM = "@huggingface/ollama-utils@0.0.18"
 
 
 def chat_files() -> list[Path]:
-    """All files of real chats."""
-    return sorted(path for path in DATA.glob("*.json*") if path.is_file())
+    """All files of real chats, which are called NAME.SCHEMA.jsonl."""
+    return sorted(path for path in DATA.glob("*.*.json*") if path.is_file())
 
 
 def real_chats(path: Path) -> Iterator[Conversation]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from megatron_packed_sft import __version__, storage_names
-from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft import __version__
+from megatron_packed_sft.storage.registry import storage_named, storage_names
 
 ROOT = Path(__file__).parents[1]
 REPORT = "megatron_packed_sft/inspect/report"

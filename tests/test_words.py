@@ -32,7 +32,7 @@ ALLOWED: list[tuple[str, str]] = [
     ("storage/parquet/", r"(?i).*row.*"),  # of a Parquet file
     ("prepare/counts.py", r"num_(cut_)?rows"),  # keys of receipts on disk
     ("prepare/encode_worker.py", r"num_(cut_)?rows"),
-    ("prepare/summary.py", r"rows"),  # of a printed table
+    ("prepare/report.py", r"rows"),  # of a printed table
     ("prepare/audit.py", r"rows"),
     ("support/progress.py", r"_?unit|rows"),  # what a progress bar counts
     ("prepare/pipeline.py", r"unit"),

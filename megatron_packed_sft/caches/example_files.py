@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from megatron_packed_sft.caches.meta import META
 from megatron_packed_sft.errors import ShardFileError
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
-from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
+from megatron_packed_sft.storage.token_stream.files import FlatFile
+from megatron_packed_sft.storage.token_stream.validate import RecordedFiles
+from megatron_packed_sft.support.array_files import MAX_HEADER, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors
-from megatron_packed_sft.support.npy import MAX_HEADER, parse_npy_header
 
 _DTYPE = "<u2"  # what the tokens are unless a meta.json says otherwise
 _OFFSETS_DTYPE = "<i8"

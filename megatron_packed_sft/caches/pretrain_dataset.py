@@ -10,11 +10,9 @@ import torch
 
 from megatron_packed_sft.caches.meta import META
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
-from megatron_packed_sft.storage.token_stream.files import find_files
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
-from megatron_packed_sft.storage.token_stream.metadata import read_metadata
-from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
+from megatron_packed_sft.storage.token_stream.files import FlatFile, find_files
+from megatron_packed_sft.storage.token_stream.options import StreamOptions, read_metadata
+from megatron_packed_sft.storage.token_stream.validate import RecordedFiles
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 

@@ -13,7 +13,7 @@ import torch
 from megatron_packed_sft.caches.example_files import open_tokens, read_offsets
 from megatron_packed_sft.caches.meta import META, read_meta, special_token_id
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
-from megatron_packed_sft.storage.token_stream.metadata import read_metadata
+from megatron_packed_sft.storage.token_stream.options import read_metadata
 from megatron_packed_sft.support.paths import local_path
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import numpy as np
 from megatron_packed_sft.caches.example_files import open_tokens, read_offsets
 from megatron_packed_sft.caches.meta import META, read_meta
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.storage.token_stream.metadata import read_metadata
-from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
-from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.storage.token_stream.options import read_metadata
+from megatron_packed_sft.storage.token_stream.validate import RecordedFiles
+from megatron_packed_sft.storage.validate import Finding, Level, ValidationReport
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 

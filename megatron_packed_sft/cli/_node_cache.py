@@ -12,7 +12,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 from megatron_packed_sft.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.remote.node_cache import Entry
+    from megatron_packed_sft.remote.cache_eviction import Entry
 
 _directory = click.option("--cache-dir", type=click.Path(), metavar="FOLDER", help="the cache (default: the user's)")
 
@@ -106,7 +106,6 @@ def prefetch(
     cache = node_cache(cache_dir, cache_size)
     with Progress("fetch", None, "B", quiet=quiet) as bar:
         num_shards, num_bytes = fetch_dataset(url, cache, split, on_total=bar.expect, on_bytes=bar.update)
-        cache.make_durable()
     if as_json:
         show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
     elif not quiet:

@@ -1,15 +1,15 @@
-"""What every verb has in common: --json, --debug, --help with examples. A verb is one file, such as
+"""What all verbs share: --json, --debug, --help with examples. A verb is one file, such as
 
     @verb(examples="packed-sft count my_dataset")
     @argument("path", help="a dataset directory")
     @quiet_option
     def command(path: str, quiet: bool, as_json: bool) -> int:
         '''Count the bins of a dataset.'''
-        from ... import what_does_the_work      # here, not above: --help must not wait for it
+        from ... import count_bins    # here and not at the top: --help must stay fast
         ...
         return 0
 
-and a line in the table of cli/main.py. The function returns the exit code; errors are raised.
+and a line in the table VERBS of cli/main.py. The function returns the exit code; errors are raised.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Helpful(click.Command):
         formatter.write("\nexamples:\n" + "".join(f"  {line}".rstrip() + "\n" for line in lines))
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return --help, in our words."""
+        """Return --help with our own description."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.help = "show this help"
@@ -64,11 +64,11 @@ class Helpful(click.Command):
 
 
 class ApplicationVerb(click.Command):
-    """A verb whose words are keys of a configuration: they are passed on as they are, with --help and all options.
+    """A verb that passes all of its words, --help included, to an application configured by KEY=VALUE.
 
     Args:
         run: takes the words after the verb and returns the exit code.
-        complete: takes the words so far and the beginning of the next one, and returns what it may become.
+        complete: takes the words so far and the beginning of the next one, and returns its completions.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class ApplicationVerb(click.Command):
         self._complete = complete
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take all words as they are."""
+        """Keep all words unparsed."""
         ctx.params["words"] = ctx.args = list(args)
         return ctx.args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete keys, names and options; files where a value is expected."""
+        """Complete keys, group names and options; where there are none, file names."""
         found = self._complete(ctx.args, incomplete)
         return [CompletionItem(one) for one in found] or [CompletionItem(incomplete, type="file")]
 
 
 def verb(*, examples: str) -> Callable[[Callable[..., int]], Helpful]:
-    """Make a command of a function, with the options that all verbs have; its docstring is the description."""
+    """Turn a function into a command with the options that all verbs have; its docstring is the description."""
 
     def decorate(function: Callable[..., int]) -> Helpful:
-        made = click.command(cls=Helpful, context_settings={"max_content_width": WIDTH})(function)
-        made.examples = examples
-        made.params += [json_option(), debug_option()]
-        return made
+        command = click.command(cls=Helpful, context_settings={"max_content_width": WIDTH})(function)
+        command.examples = examples
+        command.params += [json_option(), debug_option()]
+        return command
 
     return decorate
 
@@ -108,7 +108,7 @@ def argument(name: str, *, help: str, metavar: str | None = None, **attributes: 
 
 
 def complete_words(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a path, and behind it the keys of `packed-sft prepare`."""
+    """Complete a path first, and after it the keys of `packed-sft prepare`."""
     words = list(context.params.get(parameter.name or "") or ())
     if words:
         from megatron_packed_sft.prepare.app import complete
@@ -130,5 +130,5 @@ def json_option() -> click.Option:
 
 
 def debug_option() -> click.Option:
-    """Return --debug, for which `main` looks by itself: it must also work for a command line that is wrong."""
+    """Return --debug. `main` looks for it by itself, so that it also works for a wrong command line."""
     return click.Option(["--debug"], is_flag=True, expose_value=False, help="show the traceback of an error")

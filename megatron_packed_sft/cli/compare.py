@@ -1,4 +1,4 @@
-"""`packed-sft compare`: are two pieces of packed data the same, and what differs?"""
+"""`packed-sft compare`: two pieces of packed data, bin by bin."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
     default=10,
     metavar="N",
     show_default=True,
-    help="describe the first N differing bins, and N sequences of each kind; all are counted",
+    help="describe the first N differing bins and N sequences of each kind (all are counted)",
 )
 @click.option(
-    "--tokenizer", metavar="PATH", type=click.Path(), help="decodes the differences, if the data's own is not found"
+    "--tokenizer",
+    metavar="PATH",
+    type=click.Path(),
+    help="decodes the differences (default: found where the data was prepared)",
 )
 @quiet_option
 def command(
@@ -38,11 +41,11 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Compare packed data, bin by bin, whatever the storages. Exit code 0: equal. Exit code 1: different, and the first
-    differences are shown in their context, with how many sequences are in other bins, have another loss mask, or are on
-    one side only.
+    """Compare packed data bin by bin, in any two storages. Exit code 0: equal. Exit code 1: different; the first
+    differences are printed with their context, and how many sequences are in another bin, have another loss mask, or
+    exist on one side only.
     """
-    from megatron_packed_sft.inspect.compare.comparison import compare
+    from megatron_packed_sft.inspect.compare import compare, view
     from megatron_packed_sft.support.terminal import show, show_json
 
     facts = compare(
@@ -51,7 +54,5 @@ def command(
     if as_json:
         show_json(facts)
     elif not quiet:
-        from megatron_packed_sft.inspect.compare.view import view
-
         show(*view(facts))
     return 0 if facts["equal"] else 1

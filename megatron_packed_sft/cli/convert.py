@@ -1,4 +1,4 @@
-"""`packed-sft convert`: packed data from one storage to another."""
+"""`packed-sft convert`: convert packed data from one storage to another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     metavar="SOURCE...",
     nargs=-1,
     required=True,
-    help=".npy or Parquet files, shards, datasets, directories, globs",
+    help=".npy or Parquet files, shards, datasets, directories or globs",
 )
 @argument("target", help="the shard, file or directory to publish")
 @click.option(
@@ -45,17 +45,21 @@ if TYPE_CHECKING:
     type=click.Choice(("grow", "error")),
     default="grow",
     show_default=True,
-    help="bins longer than --pack-size widen the shards, or are an error",
+    help="what to do with bins longer than --pack-size: widen the shards, or stop with an error",
 )
 @click.option("--vocab-size", type=int, metavar="N", help="ids must be below it (default: largest id + 1)")
-@click.option("--pad-id", type=int, metavar="ID", help="fills the bins up (default: the source's, or 0)")
+@click.option("--pad-id", type=int, metavar="ID", help="the padding id (default: the source's, or 0)")
 @click.option(
-    "--split", default="train", metavar="NAME", show_default=True, help="split for the shards of several files"
+    "--split",
+    default="train",
+    metavar="NAME",
+    show_default=True,
+    help="split for the shards of several files",
 )
 @click.option(
     "--drop-masks",
     is_flag=True,
-    help="with --to megatron_indexed: accept tokens that are not trained; whoever reads the result trains on them",
+    help="with --to megatron_indexed: allow untrained tokens; readers of the result will train on them",
 )
 @click.option("--overwrite", is_flag=True, help="replace TARGET if it exists")
 @quiet_option
@@ -73,8 +77,8 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Convert packed data from one storage to another. Bins stay equal, token by token. One file becomes one shard;
-    several become a dataset directory, published together or not at all.
+    """Convert packed data from one storage to another. Bins keep their tokens, masks and sequences. One file becomes
+    one shard; several become a dataset directory, published as a whole or not at all.
     """
     from megatron_packed_sft.storage.convert import convert
     from megatron_packed_sft.support.terminal import show_json
@@ -110,11 +114,11 @@ def _show(report: ConversionReport) -> None:
         print(f"note: pack size grew from {report.asked_pack_size:,} to {report.pack_size:,} to fit the longest bin")
     if report.num_cleared_masks:
         print(
-            f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence; "
-            "they predict nothing and no collate reads them"
+            f"note: cleared {report.num_cleared_masks:,} loss-mask values at the last token of a sequence, which "
+            "predicts nothing"
         )
     if report.num_dropped_masks:
         print(
-            f"note: {report.num_dropped_masks:,} predictions that were not trained will be, by whoever reads this: "
-            f"{report.packed_storage} keeps no loss masks"
+            f"note: {report.packed_storage} stores no loss masks, so readers will train on "
+            f"{report.num_dropped_masks:,} predictions that were untrained in the source"
         )

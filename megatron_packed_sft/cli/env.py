@@ -43,7 +43,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 @verb(examples="packed-sft env\npacked-sft env --json > env.json")
 def command(as_json: bool) -> int:
     """Print what a bug report should contain: versions, the machine, and every storage, strategy, schema and model
-    family with the package it comes from. Exit code 1 if a plugin cannot be loaded.
+    family with the package that provides it. Exit code 1 if a plugin cannot be loaded.
     """
     from megatron_packed_sft.support.terminal import show_json
 
@@ -70,7 +70,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and registered names. No package is imported for its version; plugins are imported."""
+    """Return versions, machine and registered names. Only plugins are imported."""
     from megatron_packed_sft.support.compiled import cache_directory
 
     return {
@@ -88,7 +88,7 @@ def environment() -> dict[str, Any]:
             "nvidia driver": _driver(),
             "gpus": ", ".join(_gpus()) or "none found",
             "tokenizer path": _tokenizer_path(),
-            "kernel cache": cache_directory() or "no writable directory: kernels are compiled in every process",
+            "kernel cache": cache_directory() or "no writable directory, so every process compiles the kernels",
         },
         "registered": _registered(),
     }
@@ -104,14 +104,14 @@ def _version(package: str) -> str | None:
 def _tokenizer_path() -> str:
     """Return what encodes with a Hugging Face tokenizer."""
     if _version("tokenizers") is None:
-        return "none: tokenizers is not installed, so only SentencePiece models can be used"
+        return "none: tokenizers is not installed, so only SentencePiece models work"
     if _version("gigatoken") is None:
-        return "tokenizers; gigatoken, which is many times faster, is not installed"
+        return "tokenizers (gigatoken is many times faster, but not installed)"
     return "gigatoken where it gives the same ids, else tokenizers"
 
 
 def _torch_cuda() -> str:
-    """Return the CUDA version that torch was built with, read from its version file: importing torch takes seconds."""
+    """Return the CUDA version that torch was built with, from its version file: importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed"
@@ -139,7 +139,7 @@ def _gpus() -> list[str]:
 
 
 def _registered() -> dict[str, list[dict[str, str | None]]]:
-    """Return each group's names with where they come from; plugins are imported here, so that broken ones are named."""
+    """Return the names of each group and where they come from; plugins are imported to name those that fail."""
     from megatron_packed_sft.megatron.weights.families import FAMILIES
     from megatron_packed_sft.packing.strategies.registry import STRATEGIES
     from megatron_packed_sft.records.schemas.registry import SCHEMAS

@@ -22,12 +22,12 @@ from megatron_packed_sft.cli._verb import argument, complete_words, verb
     metavar="TOKENIZER [KEY=VALUE ...]",
     help="a tokenizer's folder or .model file, a Jinja file, or a built-in template; with prepare's keys template.*",
 )
-@click.option("--tokenizer", metavar="PATH", help="the tokenizer that a template is for, if a template was named")
+@click.option("--tokenizer", metavar="PATH", help="the tokenizer to render a named template with")
 def command(words: tuple[str, ...], tokenizer: str | None, as_json: bool) -> int:
     """Show what a chat template writes around each kind of turn, an example, and what it loses or refuses.
 
-    All of it is found by rendering small chats, as `packed-sft prepare` renders records.
+    It renders small chats in the way `packed-sft prepare` renders records, and describes the result.
     """
-    from megatron_packed_sft.inspect.explain_command import run_explain
+    from megatron_packed_sft.inspect.explain_template_view import explain_template
 
-    return run_explain(words, tokenizer=tokenizer, as_json=as_json)
+    return explain_template(words, tokenizer=tokenizer, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`packed-sft export`: a trained model as a Hugging Face folder."""
+"""`packed-sft export`: write a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 @argument(
     "source",
     metavar="RUN_OR_CHECKPOINT",
-    help="a run's output directory (its newest checkpoint), a checkpoint in it, the URL of a copy of either, a "
+    help="a run's output directory (its newest checkpoint is taken), one of its checkpoints, the URL of either, a "
     "torch_dist checkpoint of Megatron-LM or Megatron-Bridge, or a Hugging Face folder",
 )
 @argument("target", metavar="OUTPUT", help="the folder to publish")
@@ -31,26 +31,30 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
     type=click.Choice(("huggingface", "megatron", "adapter")),
     default="huggingface",
     show_default=True,
-    help="huggingface, with adapters merged in; megatron: a torch_dist checkpoint that Megatron-LM and "
-    "Megatron-Bridge start from; adapter: the adapters alone, for the library peft",
+    help="huggingface: the model with its adapters merged; megatron: a torch_dist checkpoint for Megatron-LM and "
+    "Megatron-Bridge; adapter: the adapters alone, for the library peft",
 )
 @click.option(
     "--dtype",
     metavar="TYPE",
-    help="bf16, fp16, fp32 or fp64 (default: that of the weights the run started from, else as trained)",
+    help="bf16, fp16, fp32 or fp64 (default: as in the pretrained weights, else as trained)",
 )
 @click.option(
-    "--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="largest weights file, such as 500MB"
+    "--max-shard-size",
+    default="5GB",
+    metavar="SIZE",
+    show_default=True,
+    help="largest weights file, such as 500MB",
 )
 @click.option(
     "--like",
     metavar="FOLDER",
     type=click.Path(),
-    help="a Hugging Face folder of the same model, whose config.json and tokenizer are taken; needed for "
-    "checkpoints of others",
+    help="a Hugging Face folder of the same model, for config.json and the tokenizer; required for checkpoints of "
+    "Megatron-LM and Megatron-Bridge",
 )
 @click.option(
-    "--tokenizer", metavar="PATH", type=click.Path(), help="a tokenizer's folder or file, instead of the run's"
+    "--tokenizer", metavar="PATH", type=click.Path(), help="a tokenizer's folder or file (default: the run's)"
 )
 @click.option("--overwrite", is_flag=True, help="replace OUTPUT if it exists")
 @quiet_option
@@ -66,9 +70,9 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Write a checkpoint as a Hugging Face folder that transformers loads: weights as safetensors, config.json,
-    tokenizer and chat template. Works for every parallel layout, without a GPU, one weight at a time, and while the run
-    goes on. The folder appears when it is complete.
+    """Write a checkpoint as a Hugging Face folder that transformers loads: safetensors weights, config.json, tokenizer
+    and chat template. Works for every parallel layout, needs no GPU, holds one weight in memory at a time, and can run
+    during training. The folder appears when it is complete.
     """
     from megatron_packed_sft.support.terminal import show_json
     from megatron_packed_sft.support.wording import byte_count, plural

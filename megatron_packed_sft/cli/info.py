@@ -1,8 +1,6 @@
-"""`packed-sft info`: what a path is and what is recorded of it."""
+"""`packed-sft info`: describe a path by what is recorded there."""
 
 from __future__ import annotations
-
-import click
 
 from megatron_packed_sft.cli._verb import argument, verb
 
@@ -10,7 +8,6 @@ from megatron_packed_sft.cli._verb import argument, verb
 @verb(
     examples="""
         packed-sft info my_dataset
-        packed-sft info my_dataset --deep
         packed-sft info my_dataset.work/plans/train.npz
         packed-sft info training_4096.npy --json
         packed-sft info runs/first
@@ -21,19 +18,16 @@ from megatron_packed_sft.cli._verb import argument, verb
     help="a dataset directory, a shard, packed file or token stream, a token store, a plan, a checkpoint or a run; "
     "or a URL",
 )
-@click.option("--deep", is_flag=True, help="also read the data and draw histograms of lengths, fullness and masks")
-def command(path: str, deep: bool, as_json: bool) -> int:
-    """Say what a path is: splits, bins, tokens, how much is trained, how full the bins are, what it was made from and
-    with, and how to train on it. Manifests are read, not the data, so it takes no time at any size.
+def command(path: str, as_json: bool) -> int:
+    """Describe a path: splits, bins, tokens, trained share, how full the bins are, sources, tokenizer and settings, and
+    how to train on it. Only manifests and headers are read, so it is fast at any size.
     """
-    from megatron_packed_sft.inspect.info.kinds import describe
+    from megatron_packed_sft.inspect.info import describe, view
     from megatron_packed_sft.support.terminal import show, show_json
 
-    facts = describe(path, deep=deep)
+    facts = describe(path)
     if as_json:
         show_json(facts)
-        return 0
-    from megatron_packed_sft.inspect.info.view import view
-
-    show(*view(facts))
+    else:
+        show(*view(facts))
     return 0

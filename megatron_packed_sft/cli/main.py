@@ -15,28 +15,28 @@ from collections.abc import Sequence
 import click
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.cli._completion import COMPLETION_OPTIONS, COMPLETION_VARIABLE, answer_shell
 from megatron_packed_sft.cli._verb import WIDTH, Helpful, debug_option
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.exits import run_command
 from megatron_packed_sft.support.terminal import never_fail_on_characters
 
 PROGRAM = "packed-sft"
+_COMPLETION_VARIABLE = "_PACKED_SFT_COMPLETE"
 # The verbs in the order of --help. `sample-data` is the `command` of cli/sample_data.py.
 VERBS = {
     "sample-data": "write synthetic chats in several file formats, for trying things out",
-    "preview": "what will be trained: chats, or packed data, in colour",
-    "explain-template": "what a chat template writes around each kind of turn, and what it loses",
-    "prepare": "chat files to packed, checksummed shards",
+    "preview": "show in colour what will be trained, of chats or of packed data",
+    "explain-template": "show what a chat template writes around each kind of turn, and what it loses",
+    "prepare": "turn chat files into packed, checksummed shards",
     "train": "train on packed data with Megatron-Core",
-    "info": "what a path is: a dataset, shard, packed file, token store, plan, checkpoint or run",
-    "report": "a page that shows what will be trained, or how a run went",
+    "info": "describe a dataset, shard, packed file, token store, plan, checkpoint or run",
+    "report": "write an HTML page about packed data or a training run",
     "validate": "check a shard or a dataset: checksums, structure, every bin",
-    "compare": "are two datasets, shards or packed files the same, and what differs",
-    "convert": "packed data from one storage to another",
-    "cache": "texts and chats to token caches, from a YAML of sources",
-    "export": "a trained model as a Hugging Face folder",
-    "env": "versions, machine and plugins, for a bug report",
+    "compare": "compare two datasets, shards or packed files, bin by bin",
+    "convert": "convert packed data from one storage to another",
+    "cache": "show, fill and clear the node's cache of shards fetched from object stores",
+    "export": "write a trained model as a Hugging Face folder",
+    "env": "print versions, machine and plugins, for a bug report",
 }
 
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; an error is one sentence on stderr."""
     never_fail_on_characters()
     given = list(sys.argv[1:] if argv is None else argv)
-    if instruction := os.environ.get(COMPLETION_VARIABLE):
-        return answer_shell(command_line, PROGRAM, instruction)
+    if instruction := os.environ.get(_COMPLETION_VARIABLE):
+        return _answer_shell(instruction)
     return run_command(lambda: _run(given), name=PROGRAM, debug="--debug" in given)
 
 
@@ -61,18 +61,31 @@ def _run(given: list[str]) -> int:
         raise InvalidInputError(_sentence(error, f"{PROGRAM} {verb}".strip())) from error
 
 
+def _answer_shell(instruction: str) -> int:
+    """Answer bash, zsh or fish through click's protocol: the script to source, or completions."""
+    from click.shell_completion import BashComplete, add_completion_class, shell_complete
+
+    class Bash(BashComplete):
+        # Without this, bash writes a blank after `packing.pack_size=`.
+        source_template = BashComplete.source_template.replace(
+            "    return 0\n", "    [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace\n    return 0\n", 1
+        )
+
+    add_completion_class(Bash)
+    return shell_complete(command_line, {}, PROGRAM, _COMPLETION_VARIABLE, instruction)
+
+
 class _Verbs(Helpful, click.Group):
     """The verbs, each imported when it is needed."""
 
     examples = """
-        packed-sft sample-data chats
+        packed-sft sample-data chats --tokenizer sp.model
         packed-sft preview chats/chats.jsonl tokenizer.path=sp.model template=chatml
         packed-sft prepare input='chats/*' output=my_dataset tokenizer.path=sp.model template=chatml
         packed-sft train data.path=my_dataset train.steps=100
         packed-sft report my_dataset -o report.html
         packed-sft validate my_dataset
         packed-sft convert 'packed/*.npy' my_dataset --pack-size 4096 --overlong error
-        packed-sft cache build-all --config sources.yaml --cache-dir cache
         packed-sft export runs/sft my_model --dtype bf16
         packed-sft validate --help
     """
@@ -93,7 +106,7 @@ class _Verbs(Helpful, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in VERBS and not ctx.resilient_parsing and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(VERBS)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(VERBS)}"
             raise InvalidInputError(f"{args[0]} is not a command; {hint}")
         return super().resolve_command(ctx, args)
 
@@ -132,10 +145,7 @@ command_line = _Verbs(
     invoke_without_command=True,
     help="Packed SFT data for Megatron-style training.",
     context_settings={"max_content_width": WIDTH},
-    params=[
-        *COMPLETION_OPTIONS,
-        debug_option(),
-    ],
+    params=[debug_option()],
 )
 click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s", help="print the version")(
     command_line

@@ -1,4 +1,4 @@
-"""`packed-sft prepare`: chat files to packed shards. Its keys, options and --help are the application's own."""
+"""`packed-sft prepare`: turn chat files into packed shards. prepare/app.py has its keys, options and --help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _page(pipeline: Pipeline) -> Callable[[], str]:
-    """Refuse now what is in the way of the page, and return what writes it once the dataset is published."""
+    """Return what writes the report of the published dataset; refuse now if it cannot be written."""
     from megatron_packed_sft.inspect.report.write import page_beside, refuse_other_file, write_report
 
     places = pipeline.places

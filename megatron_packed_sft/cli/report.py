@@ -1,4 +1,4 @@
-"""`packed-sft report`: what will be trained, or how a run went, as one HTML page."""
+"""`packed-sft report`: write an HTML page about packed data or a training run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
 @argument(
     "source",
     metavar="DATASET_OR_RUN",
-    help="a dataset directory, a shard or packed file of any storage, a directory of shards, or a run's output; "
-    "or the URL of data",
+    help="a dataset directory, a shard or packed file of any storage, a directory of shards, or the URL of one of "
+    "them; or a run's output directory",
 )
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="the page (default: NAME.report.html here)")
 @click.option(
-    "--tokenizer", type=click.Path(), metavar="PATH", help="the data's tokenizer (default: found where it was prepared)"
+    "--tokenizer",
+    type=click.Path(),
+    metavar="PATH",
+    help="the data's tokenizer (default: found where it was prepared)",
 )
 @click.option(
     "--work-dir", type=click.Path(), metavar="PATH", help="the work directory of prepare (default: DATASET.work)"
@@ -32,7 +35,7 @@ from megatron_packed_sft.cli._verb import argument, quiet_option, verb
     "--global-batch-size", type=int, metavar="N", help="bins per step (default: what the data was packed for)"
 )
 @click.option("--ranks", type=int, metavar="N", help="data-parallel ranks that share a step (default: up to 8)")
-@click.option("--bin", "bins", type=int, multiple=True, metavar="N", help="put this bin into the page; may be repeated")
+@click.option("--bin", "bins", type=int, multiple=True, metavar="N", help="include this bin; may be repeated")
 @quiet_option
 def command(
     source: str,
@@ -45,9 +48,9 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Write one self-contained HTML page about packed data or about a training run.
+    """Write one self-contained HTML page about packed data or a training run.
 
-    It opens from disk, loads nothing, and can be sent as it is. The same data gives the same bytes.
+    It opens from disk, loads nothing from a network, and can be sent as a file. The same data gives the same bytes.
     """
     from dataclasses import asdict
 

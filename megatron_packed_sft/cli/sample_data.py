@@ -1,4 +1,4 @@
-"""`packed-sft sample-data`: synthetic chats for trying things out."""
+"""`packed-sft sample-data`: write synthetic chats for trying things out."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _VOCAB_SIZE = 2048
         packed-sft sample-data chats --rows 5000 --seed 7 --tokenizer tokenizer.model
     """
 )
-@argument("directory", help="where to write the files; created if missing")
+@argument("directory", help="the folder for the files, created if it is missing")
 @click.option("--rows", type=int, default=2000, metavar="N", show_default=True, help="records in all files together")
 @click.option("--seed", type=int, default=0, metavar="N", show_default=True, help="seed of the chats")
 @click.option(
     "--tokenizer",
     type=click.Path(),
     metavar="FILE",
-    help="also train a small SentencePiece model on such chats, to use with template=chatml",
+    help="also train a small SentencePiece model on these chats, for use with template=chatml",
 )
 @quiet_option
 def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: bool, as_json: bool) -> int:
-    """Write synthetic but natural chats: single and multi turn, system prompts, tools, many lengths. The same seed
+    """Write synthetic chats: single-turn and multi-turn, with system prompts and tools, short and long. The same seed
     gives the same bytes.
     """
     from megatron_packed_sft.records.samples.sample_chats import write_sample_data
@@ -46,8 +46,8 @@ def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: 
 
 
 def _train_tokenizer(path: str, num_records: int, seed: int) -> Path:
-    """Train on chats like those that were written, in about a second."""
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    """Train on the same kind of chats, in about a second."""
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 
     chats = sample_conversations(num_records, seed)

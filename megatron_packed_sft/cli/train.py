@@ -1,4 +1,4 @@
-"""`packed-sft train`: train on packed data. Its keys, options and --help are the application's own."""
+"""`packed-sft train`: train on packed data. train/app.py has its keys, options and --help."""
 
 from __future__ import annotations
 

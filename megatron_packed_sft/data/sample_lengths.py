@@ -23,12 +23,11 @@ import numpy.typing as npt
 from megatron_packed_sft.data.options import SampleLength
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError, TargetExistsError
 from megatron_packed_sft.support import json_document
-from megatron_packed_sft.support.array_files import ArrayFileWriter
+from megatron_packed_sft.support.array_files import SMALL_HEADER, ArrayFileWriter, ArraySpec
 from megatron_packed_sft.support.atomic import Staging, os_errors, write_file
 from megatron_packed_sft.support.checked_files import CheckedDirectory
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum
 from megatron_packed_sft.support.json_document import MANIFEST, parse_file_records
-from megatron_packed_sft.support.npy import SMALL_HEADER, ArraySpec
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.progress import Progress
 

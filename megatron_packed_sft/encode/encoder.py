@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker
+from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker, shorter_by_turns
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
-from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.templates.limits import restart_timer, time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
@@ -133,17 +133,19 @@ class RecordEncoder:
         dropped: list[Dropped] = []
         items: list[_Item] = []
         lost: list[Lost] = []
-        for number, record in enumerate(records):
-            try:
-                if isinstance(record, TokenizedRecord):
-                    items.append(_Item(number, self._checked(record)))
-                    continue
-                marked = self._records.mark(record)
-                items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
-                for one in marked:
-                    lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in one.losses]
-            except RecordRefusedError as refusal:
-                dropped.append(Dropped(number, refusal.reason, refusal.detail))
+        with time_limited():
+            for number, record in enumerate(records):
+                restart_timer()
+                try:
+                    if isinstance(record, TokenizedRecord):
+                        items.append(_Item(number, self._checked(record)))
+                        continue
+                    marked = self._records.mark(record)
+                    items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
+                    for one in marked:
+                        lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in one.losses]
+                except RecordRefusedError as refusal:
+                    dropped.append(Dropped(number, refusal.reason, refusal.detail))
         result = self._finish(self._encode(items), items, dropped)
         if self.options.on_empty == "error":
             _refuse_nothing_left(result.dropped)

@@ -16,9 +16,9 @@ import numpy as np
 
 from megatron_packed_sft.errors import TargetExistsError
 from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
 from megatron_packed_sft.storage.loss_weights import masks_would_be_lost
 from megatron_packed_sft.storage.megatron_indexed.index import pair_of
-from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
 from megatron_packed_sft.support.atomic import fsync_directory, os_errors
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import local_path

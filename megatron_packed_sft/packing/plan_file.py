@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
-from megatron_packed_sft.packing.accounting import REASONS, Accounting
-from megatron_packed_sft.packing.items import MEASURES, Chunks
+from megatron_packed_sft.packing.items import MEASURES, REASONS, Accounting, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.uploads import uploading

@@ -11,8 +11,7 @@ from typing import BinaryIO, cast
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
 from megatron_packed_sft.records.limits import refuse_expansion
-from megatron_packed_sft.remote.client_errors import translated
-from megatron_packed_sft.remote.filesystem import file_system
+from megatron_packed_sft.remote.filesystem import file_system, translated
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import is_url, refuse_special_file
 

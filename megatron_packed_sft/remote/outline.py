@@ -18,10 +18,10 @@ from megatron_packed_sft.remote.downloads import Contents, download
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, read_range
 from megatron_packed_sft.remote.uploads import refuse_unfinished, scratch_directory
+from megatron_packed_sft.support.array_files import MAX_HEADER
 from megatron_packed_sft.support.atomic import os_errors, write_at
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import FileRecord
-from megatron_packed_sft.support.npy import MAX_HEADER
 from megatron_packed_sft.support.paths import redacted
 
 _NUM_THREADS = 16

@@ -1,7 +1,7 @@
 """Packed bins on disk, in one of several storages.
 
     bins ── writers ──▶ staged files ── one rename ──▶ shard ── readers ──▶ read-only arrays
-            every invariant checked      disk.atomic     │      all checks before the first read
+            every invariant checked      support.atomic     │      all checks before the first read
                                                          ├─ validate: every byte, every bin
                                                          └─ convert:  from any storage to any other
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinBlock, PackedBin
-from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.flat_files import FlatShard
 from megatron_packed_sft.storage.loss_weights import mask_and_weights
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.support.npy import INDEX_DTYPE, WEIGHT_DTYPE
+from megatron_packed_sft.support.array_files import INDEX_DTYPE, WEIGHT_DTYPE
 
 _BLOCK_BYTES = 4 << 20
 

@@ -25,7 +25,7 @@ from megatron_packed_sft.storage.dataset_directory import (
     open_dataset,
     open_listed_shard,
 )
-from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.flat_files import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
 from megatron_packed_sft.storage.loss_weights import cannot_keep, masks_would_be_lost
 from megatron_packed_sft.storage.megatron_indexed.index import INDEX, TOKENS, indexed_path, pair_of

@@ -33,7 +33,7 @@ from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.downloads import Contents
-    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.storage.validate import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
 

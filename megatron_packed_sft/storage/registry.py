@@ -26,7 +26,7 @@ STORAGES: Registry[Storage] = Registry(
     {
         "memmap_v1": f"{_HOME}.memmap_v1.storage:STORAGE",
         "legacy": f"{_HOME}.legacy.storage:STORAGE",
-        "parquet": f"{_HOME}.parquet.storage:STORAGE",
+        "parquet": f"{_HOME}.parquet:STORAGE",
         "token_stream": f"{_HOME}.token_stream.storage:STORAGE",
         "megatron_indexed": f"{_HOME}.megatron_indexed.storage:STORAGE",
     },

@@ -1,23 +1,26 @@
-"""A shard in an object store: what the cache of the node must know to fetch it, and to check what arrives."""
+"""Shards in object stores: fetched into the cache of the node and checked, or written straight to a file system."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
 from megatron_packed_sft.remote.copies import copy_of, kept_copy
 from megatron_packed_sft.remote.downloads import Contents
-from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.fetch_ahead import NUM_SHARDS_AT_ONCE
+from megatron_packed_sft.remote.filesystem import child, given_url
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import object_info, read_object
-from megatron_packed_sft.remote.uploads import refuse_unfinished
+from megatron_packed_sft.remote.uploads import refuse_unfinished, uploading
 from megatron_packed_sft.storage.interface import Storage
-from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, ShardManifest
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.json_document import MANIFEST
@@ -151,3 +154,47 @@ def fetch_dataset(
 def _num_bytes(shard: RemoteShard) -> int:
     """Return the size of a shard: as the cache knows it, or as its manifest says."""
     return shard.cache.size_of(shard.item.key) if shard.cache.has(shard.item) else shard.contents.num_bytes
+
+
+def write_memmap_to_cloud(
+    output_fs: Any,
+    output_dir: str | os.PathLike[str],
+    num_bins: int,
+    pack_size: int,
+    total_seq_starts: int | None,
+    write_fn: Callable[[MemmapShardWriter], object],
+) -> ShardManifest:
+    """Write one memmap_v1 shard to a file system of fsspec, and return its manifest.
+
+    The shard is written to local scratch and uploaded: the arrays first, each checked in the store, the manifest last.
+
+    Args:
+        output_fs: an fsspec file system; on a local one the shard is written where it belongs.
+        output_dir: the shard's path there.
+        num_bins, pack_size, total_seq_starts: as in `MemmapShardWriter`.
+        write_fn: called with the writer; writes all bins.
+
+    Example:
+        >>> import fsspec
+        >>> def write(writer):
+        ...     writer.write_bin(0, [5, 6, 7], [1, 1, 0], [0])
+        >>> write_memmap_to_cloud(fsspec.filesystem("memory"), "/shards/one", 1, 8, 1, write).num_tokens
+        3
+    """
+    protocols = (output_fs.protocol,) if isinstance(output_fs.protocol, str) else tuple(output_fs.protocol)
+    if "file" in protocols:
+        return _written(os.fspath(output_dir), num_bins, pack_size, total_seq_starts, write_fn)
+    with given_url(output_fs, os.fspath(output_dir)) as url, uploading(url) as local:
+        return _written(os.fspath(local), num_bins, pack_size, total_seq_starts, write_fn)
+
+
+def _written(
+    path: str,
+    num_bins: int,
+    pack_size: int,
+    total_seq_starts: int | None,
+    write_fn: Callable[[MemmapShardWriter], object],
+) -> ShardManifest:
+    with MemmapShardWriter(path, num_bins, pack_size, total_seq_starts) as writer:
+        write_fn(writer)
+        return writer.finalize()

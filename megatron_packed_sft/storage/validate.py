@@ -1,6 +1,6 @@
-"""`validate`: is packed data whole and sound? Findings name the file, the bin and the field.
+"""`validate`: is packed data complete and sound? Findings name the file, the bin and the field.
 
-`structure` looks at names, sizes, manifests and headers (milliseconds for memmap_v1). `full` also reads every byte,
+`structure` checks names, sizes, manifests and headers (milliseconds for memmap_v1). `full` also reads every byte,
 compares it with its checksum and checks every invariant of every bin.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -31,13 +31,78 @@ from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexed
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
-from megatron_packed_sft.storage.validation_report import Finding, Level, ValidationReport
+from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, stored_size
 from megatron_packed_sft.support.json_document import FileRecord
-from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
+
+Level = Literal["structure", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    file: str
+    message: str
+    bin: int | None = None
+    field: str | None = None
+
+    def __str__(self) -> str:
+        place = self.file if self.bin is None else f"{self.file}, bin {self.bin}"
+        return f"{place}: {self.message}"
+
+
+@dataclass(slots=True)
+class ValidationReport:
+    """What `validate` looked at and found."""
+
+    path: str
+    level: Level
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_findings: int = 0
+    num_shards: int = 0
+    num_bins: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    num_bytes: int = 0
+    max_findings: int = 100
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing was found."""
+        return self.num_findings == 0
+
+    def add(self, finding: Finding) -> None:
+        """Count a finding, and keep it while there are not too many."""
+        self.num_findings += 1
+        if len(self.findings) < self.max_findings:
+            self.findings.append(finding)
+
+    def add_strangers(self, directory: Path, expected: Collection[str]) -> None:
+        """Add a finding for every file in a directory of ours that is not part of it."""
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError:
+            return  # what is missing is reported by whoever opens it
+        for name in names:
+            if name not in expected:
+                self.add(Finding(str(directory / name), "is not part of the dataset; move it somewhere else"))
+
+    def rename(self, path: str, at_home: Callable[[str], str]) -> None:
+        """Speak of the place that the data came from, and not of a copy that was looked at."""
+        self.path = path
+        self.findings = [replace(one, file=at_home(one.file), message=at_home(one.message)) for one in self.findings]
+        self.notes = [at_home(note) for note in self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data, as `packed-sft validate --json` prints it."""
+        return {"ok": self.ok, **asdict(self)}
+
 
 _STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
-from megatron_packed_sft.support import npy
+from megatron_packed_sft.support.array_files import MAX_HEADER, ArraySpec, NpyHeader, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors, translated
 from megatron_packed_sft.support.checksum import Hasher, new_hasher
 from megatron_packed_sft.support.file_maps import map_file
@@ -30,7 +30,7 @@ class CheckedFile(NamedTuple):
     path: Path
     fd: int
     size: int
-    header: npy.NpyHeader
+    header: NpyHeader
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class CheckedDirectory:
         with os_errors("read", path):
             return os.read(fd, size)
 
-    def array(self, spec: npy.ArraySpec, record: FileRecord | None) -> CheckedFile:
+    def array(self, spec: ArraySpec, record: FileRecord | None) -> CheckedFile:
         """Open an array file that must agree with `spec`, and in size with what the manifest recorded."""
         path = self.path / spec.name
         fd = self._open_regular(spec.name)
@@ -96,7 +96,7 @@ class CheckedDirectory:
                 "it was cut, changed or swapped: copy it again"
             )
         with os_errors("read", path):
-            header = npy.parse_npy_header(os.pread(fd, npy.MAX_HEADER, 0), str(path))
+            header = parse_npy_header(os.pread(fd, MAX_HEADER, 0), str(path))
         if header.dtype != spec.dtype or header.shape != spec.shape:
             raise ShardFileError(
                 f"{path} holds {header.dtype} {header.shape}, and should hold {spec.dtype} {spec.shape}; "

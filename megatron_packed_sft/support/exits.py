@@ -1,5 +1,5 @@
-"""How a command ends: 0 success, 1 the data or the machine is at fault, 2 the command line or a setting is wrong,
-130 Ctrl-C. An error is one sentence on stderr; its traceback is shown with --debug.
+"""Exit codes and error messages of commands: 0 success, 1 the data or the machine is at fault, 2 the command line or a
+setting is wrong, 130 Ctrl-C. An error is one sentence on stderr; --debug also shows its traceback.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ def run_command(
 
     Args:
         run: returns an exit code, or raises.
-        name: what the user called, such as "packed-sft prepare".
+        name: the command, such as "packed-sft prepare".
         debug: show tracebacks.
-        interrupted: what Ctrl-C means for the work.
+        interrupted: what to print after Ctrl-C.
     """
     try:
         return run()
     except PackedSFTError as error:
         return refused(name, error, debug=debug)
-    except BrokenPipeError:  # the other end of the pipe, such as head, has closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails, too
+    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails as well
         return 1
     except KeyboardInterrupt:
         if is_speaker():
             print(f"{name}: {interrupted}", file=sys.stderr)
         return 130
-    except Exception as error:  # a bug: its user needs one sentence, and whoever fixes it the traceback
+    except Exception as error:  # a bug: one sentence for the user, and the traceback in a file for its report
         _say_unexpected(name, error, debug=debug)
         return 1
 
 
 def refused(name: str, error: PackedSFTError, *, debug: bool = False, sentences: Sequence[str] = ()) -> int:
-    """Say what is wrong, in the error's own sentence or in several; return the exit code for it."""
+    """Print an error, as its own sentence or the given ones, and return its exit code."""
     if debug:
         traceback.print_exception(error)
     if is_speaker():
@@ -54,22 +54,23 @@ def refused(name: str, error: PackedSFTError, *, debug: bool = False, sentences:
 
 
 def is_speaker() -> bool:
-    """Return whether this process speaks for all: under torchrun every rank finds the same mistake."""
+    """Return whether this process prints for all ranks: under torchrun each of them finds the same mistake."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _say_unexpected(name: str, error: Exception, *, debug: bool) -> None:
-    """Say that something happened that should not have, on whichever rank; keep the traceback."""
-    what = redacted(" ".join(str(error).split()))[:500]
-    kept = "see above" if debug else "run it again with --debug to see where"
+    """Print one sentence about an unexpected error, on any rank, and keep the traceback in a file."""
+    message = redacted(" ".join(str(error).split()))[:500]
+    remedy = "please report it with the traceback above"
     if debug:
         traceback.print_exception(error)
     else:
+        remedy = "run it again with --debug for the traceback"
         with contextlib.suppress(OSError):
             file, path = tempfile.mkstemp(prefix="packed-sft-", suffix="-traceback.txt")
             with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(redacted("".join(traceback.format_exception(error))))
-            kept = f"its traceback is in {path}, and --debug shows it"
+            remedy = f"please report it with the traceback in {path}"
     rank = "" if is_speaker() else f" on rank {os.environ['RANK']}"
-    said = f"{type(error).__name__}: {what}" if what else type(error).__name__
-    say_error(f"{name}: error: {said}{rank}, which should not happen; {kept}")
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    say_error(f"{name}: error: unexpected {what}{rank}; {remedy}")

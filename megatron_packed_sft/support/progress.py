@@ -1,6 +1,6 @@
-"""How far something is: a bar on a terminal, a line now and then in a log, nothing when asked to be quiet.
+"""Progress of long work: a bar on a terminal, a line every 30 seconds in a log, nothing with --quiet.
 
-Bars that exist at the same time are drawn below each other, by rich and without a thread: they move when work is done.
+Bars that exist at the same time are stacked. rich draws them without a thread, whenever work is counted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Progress:
-    """A bar for one stage, counted in `unit`; a context manager. A total of None is not known beforehand.
+    """A context manager that shows the progress of one stage.
 
     Args:
-        stage: what is done, such as "encode".
-        total: how much there is to do.
+        stage: the name of the work, such as "encode".
+        total: how much there is to do; None if that is unknown.
         unit: what is counted, such as "bin"; "B" for bytes.
         quiet: show nothing.
         interval: seconds between two lines in a log.
@@ -58,7 +58,7 @@ class Progress:
             self._bar = _Bar(self._stream, stage, total, unit, done)
 
     def update(self, amount: int, **notes: int | str) -> None:
-        """Count further work done; notes are shown with it: numbers as their sums, texts until there are newer ones."""
+        """Add finished work. Notes are shown with it: numbers add up, a text replaces the one before."""
         self._done += amount
         for name, value in notes.items():
             before = self._notes.get(name, 0)
@@ -70,14 +70,14 @@ class Progress:
             print(self._line(), file=self._stream, flush=True)
 
     def begin(self, stage: str) -> None:
-        """Start again for another stage over the same work."""
+        """Start again at zero for another stage over the same work."""
         self._stage, self._done, self._notes = stage, 0, {}
         self._start = self._last = time.monotonic()
         if self._bar is not None:
             self._bar.restart(stage)
 
     def expect(self, total: int) -> None:
-        """Correct what was expected, when it could only be guessed before."""
+        """Replace the total, once it is known better."""
         self._total = total
         if self._bar is not None:
             self._bar.expect(total)
@@ -116,22 +116,22 @@ class Progress:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, on stdout by default, above the bars while there are any.
+    """Print a line, on stdout by default, above any bars.
 
     Example:
         >>> say("step 1: loss 2.5")
         step 1: loss 2.5
     """
     stream = stream or sys.stdout
-    for screen in list(_SCREENS.values()):  # a thread may speak while a bar ends
-        if stream.isatty():  # the bars' terminal, as far as anyone can tell: it must not be written to beside them
+    for screen in list(_SCREENS.values()):  # a copy: a bar may end in another thread
+        if stream.isatty():  # probably the bars' terminal, so rich must print the line
             screen.bars.console.print(text, soft_wrap=True)
             return
     print(text, file=stream, flush=True)
 
 
 class _Bar:
-    """A row of the screen that its stream has."""
+    """One bar on the screen of its stream."""
 
     def __init__(self, stream: TextIO, stage: str, total: int | None, unit: str, done: int) -> None:
         self._screen = _SCREENS.get(id(stream)) or _SCREENS.setdefault(id(stream), _Screen(stream))
@@ -162,7 +162,7 @@ class _Bar:
 
 
 class _Screen:
-    """The bars that a terminal shows at the moment."""
+    """All bars that a terminal currently shows."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -172,7 +172,7 @@ class _Screen:
         self._drawn_at = 0.0
 
     def draw(self, *, now: bool = False) -> None:
-        """Draw the bars, but not more often than anyone can see."""
+        """Draw the bars, at most ten times a second unless `now`."""
         if now or time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
             self.bars.refresh()
             self._drawn_at = time.monotonic()
@@ -186,7 +186,7 @@ def _rich_bars(stream: TextIO) -> rich_progress.Progress:
     from rich.text import Text
 
     class Amount(rich_progress.ProgressColumn):
-        """How much of how much, how fast, and the notes."""
+        """Work done, total, rate and notes."""
 
         def render(self, task: rich_progress.Task) -> Text:
             total, unit = task.total, task.fields["unit"]
@@ -212,7 +212,7 @@ def _rich_bars(stream: TextIO) -> rich_progress.Progress:
 
 
 def _amount(number: float, unit: str) -> str:
-    """Return a number that has few digits, with its unit.
+    """Return a short form of a number with its unit.
 
     Example:
         >>> _amount(950, "step"), _amount(43_500_000, "B"), _amount(43_500_000, ""), _amount(0.04, "step")

@@ -1,7 +1,7 @@
-"""What people see: tables and colours on a terminal, the same words as plain text in a pipe.
+"""Output for people: tables and colours on a terminal, plain text in a pipe.
 
-rich draws. It is imported when something is shown, so that a command that only answers --help does not wait for it.
-Colours follow NO_COLOR and the terminal; characters that an output cannot show are written as escapes.
+rich draws it, and is imported only when something is shown, so that --help stays fast. Colours follow NO_COLOR and the
+terminal; characters that the output's encoding lacks are written as escapes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-_ANY_WIDTH = 100_000  # what is wider than the terminal is wrapped by it, so that no number is cut
+_ANY_WIDTH = 100_000  # the terminal wraps longer lines; rich would cut numbers
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return a console on a stream (stdout by default): colours if it is a terminal, plain text if not."""
+    """Return a rich console for a stream (stdout by default), in colour if it is a terminal."""
     return _console(stream or sys.stdout)
 
 
 def table(
     header: Sequence[str], rows: Sequence[Sequence[Any]], *, styles: Mapping[str, str] | None = None, left: int = 1
 ) -> Table:
-    """Return a table: the first `left` columns to the left, the others to the right, numbers with commas.
+    """Return a table whose first `left` columns are aligned left and the others right; numbers get commas.
 
     Args:
-        header: names of the columns; all empty for a table without a header.
+        header: the columns' names; all empty for a table without a header.
         rows: cells, as text or numbers.
-        styles: colours of columns by their name, such as {"trained": "green"}.
-        left: columns of words.
+        styles: colours of columns by name, such as {"trained": "green"}.
+        left: how many columns to align left.
 
     Example:
         >>> print(as_text(table(["split", "bins"], [["train", 1234]])))
@@ -61,18 +61,18 @@ def show(*parts: RenderableType, stream: TextIO | None = None) -> None:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """Return what `show` prints to a pipe, without the last end of line."""
+    """Return what `show` prints to a pipe, without the final line break."""
     return _drawn(parts, force_terminal=False).removesuffix("\n")
 
 
 def show_json(document: Any) -> None:
-    """Print a document as JSON on stdout, in ASCII, for programs."""
+    """Print a document on stdout as JSON in ASCII."""
     print(json.dumps(document, indent=2), flush=True)
 
 
 def say_error(sentence: str) -> None:
     """Print a sentence on stderr as one line, its `packed-sft: error:` in red on a terminal."""
-    sentence = "".join(one if one.isprintable() else " " for one in sentence)  # it may quote a name from anywhere
+    sentence = "".join(one if one.isprintable() else " " for one in sentence)  # it may quote the content of a file
     start, colon, rest = sentence.partition(": error: ")
     if not colon or not is_terminal(sys.stderr):
         print(sentence, file=sys.stderr, flush=True)
@@ -93,29 +93,15 @@ def shows_colours(stream: TextIO | None = None) -> bool:
     return drawn.color_system is not None and not drawn.no_color
 
 
-def drawable(text: str, plain: str) -> str:
-    """Return a text if stdout can show its characters, else a plain one.
-
-    Example:
-        >>> drawable("a", "b")
-        'a'
-    """
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return plain
-    return text
-
-
 def never_fail_on_characters() -> None:
-    """Let stdout and stderr write escapes for what their encoding lacks, instead of ending with UnicodeEncodeError."""
+    """Make stdout and stderr write escapes for characters that their encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drawn(parts: Sequence[RenderableType], *, force_terminal: bool | None) -> str:
-    """Return parts as one text: in colours if it is for a terminal, each part as wide as it needs."""
+    """Return parts as one text, in colour if it is for a terminal, each part as wide as it needs."""
     drawn = _console(io.StringIO(), force_terminal=force_terminal, width=_ANY_WIDTH)
     for part in parts:
         drawn.print(part)
@@ -128,11 +114,11 @@ def _console(stream: TextIO, **options: Any) -> Console:
 
     class SteadyConsole(Console):
         def show_cursor(self, show: bool = True) -> bool:
-            return False  # a process that is killed while the cursor is hidden leaves a terminal without one
+            return False  # a killed process would leave the terminal without its cursor
 
-        @property  # type: ignore[misc]  # nobody sets it
+        @property  # type: ignore[misc]  # rich's is settable; this one is never set
         def size(self) -> ConsoleDimensions:
-            try:  # of this stream: rich asks the process's own streams, which may be another terminal or none
+            try:  # rich would ask the process's own streams, which may be another terminal or none
                 if "width" not in options and "COLUMNS" not in os.environ and stream.isatty():
                     columns, lines = os.get_terminal_size(stream.fileno())
                     return ConsoleDimensions(columns or 80, lines or 25)

@@ -1,6 +1,6 @@
-"""Wording that every message shares: numbers with nouns, sizes, quoted text and URLs without credentials.
+"""Phrases that all messages share: counts with nouns, sizes, quoted text, and URLs without credentials.
 
-errors imports this, so it imports nothing of ours.
+errors.py imports this module, so it must not import anything of this package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def byte_count(number: int) -> str:
 
 
 def shortened(text: str, longest: int = 500) -> str:
-    r"""Return what someone else wrote as a part of a sentence: on one line, and cut if it is long.
+    r"""Return foreign text for use in a sentence: on one line, and cut if it is long.
 
     Example:
         >>> shortened("no such\n  key"), shortened("x" * 1_000_000, longest=5)
@@ -40,11 +40,13 @@ def shortened(text: str, longest: int = 500) -> str:
 
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s@]*@")
-_QUERY = re.compile(r"(://[^\s'\"?]*)\?(?!\*\*\*)[^\s'\"]*")  # not twice: what follows would be taken for more of it
+_QUERY = re.compile(
+    r"(://[^\s'\"?]*)\?(?!\*\*\*)[^\s'\"]*"
+)  # unless it was replaced already: a second pass would take the rest of the sentence for the query
 
 
 def without_url_secrets(text: str) -> str:
-    """Return a message whose URLs have no user names, passwords and queries; cheap if it has no URL.
+    """Return a message with user names, passwords and queries removed from its URLs; cheap if it has no URL.
 
     Example:
         >>> without_url_secrets("really? see https://me:secret@host/page?token=abc")

@@ -1,4 +1,4 @@
-"""The compiled loops of the token store: verified sequences, sequences into bins, and copies among neighbours."""
+"""The compiled loops of the token store: verify sequences, and copy them into bins."""
 
 from __future__ import annotations
 
@@ -241,37 +241,3 @@ def fill_gaps(
         for j in range(positions[k], ends[k]):
             out_ids[bins[k], j] = pad_id
             out_mask[bins[k], j] = 0
-
-
-@kernel
-def number_copies(
-    ids: npt.NDArray[Any],
-    train: npt.NDArray[np.uint8],
-    weights: npt.NDArray[np.float32],
-    begins: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    numbers: npt.NDArray[np.int64],
-) -> bool:
-    """Give each sequence of a part its number, and a copy of the one before that one's number.
-
-    `weights` is empty for a part without. Returns whether there is any copy.
-    """
-    found = False
-    for k in range(begins.size):
-        numbers[k] = k
-        start, length = begins[k], ends[k] - begins[k]
-        if k == 0 or start - begins[k - 1] != length:
-            continue
-        before = begins[k - 1]
-        is_copy = True
-        for j in range(length):
-            if ids[start + j] != ids[before + j] or train[start + j] != train[before + j]:
-                is_copy = False
-                break
-        if weights.size > 0:
-            for j in range(length):
-                is_copy &= weights[start + j] == weights[before + j]
-        if is_copy:
-            numbers[k] = numbers[k - 1]
-            found = True
-    return found

@@ -14,15 +14,22 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import as_int_array, cast_checked
 from megatron_packed_sft.storage.loss_weights import as_weights
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
-from megatron_packed_sft.support import json_document, npy
-from megatron_packed_sft.support.array_files import GrowingArrayFile
+from megatron_packed_sft.support import json_document
+from megatron_packed_sft.support.array_files import (
+    ID_DTYPE,
+    ID_LIMITS,
+    MASK_DTYPE,
+    WEIGHT_DTYPE,
+    GrowingArrayFile,
+    id_dtype_for,
+)
 from megatron_packed_sft.support.atomic import StagedWriter, write_file
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
-from megatron_packed_sft.tokens.sequence_checksums import checksums_of_sequences
+from megatron_packed_sft.tokens.part import checksums_of_sequences
 
 _MANY_SEQUENCES = 4096  # of a part; for fewer, compiled code takes longer to load than it saves
 _SEQUENCES_AT_ONCE = 1 << 16
@@ -58,10 +65,10 @@ class TokenPartWriter(StagedWriter):
         chat_template_fingerprint: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        largest = npy.ID_LIMITS[npy.ID_DTYPE]
+        largest = ID_LIMITS[ID_DTYPE]
         if vocab_size is not None and not 1 <= vocab_size <= largest:
             raise InvalidInputError(f"vocab_size is {vocab_size}; it must be in 1..{largest}")
-        self.dtype = npy.id_dtype_for(vocab_size)
+        self.dtype = id_dtype_for(vocab_size)
         self.vocab_size = vocab_size
         self._id_limit = vocab_size if vocab_size is not None else largest
         self._tokenizer = tokenizer
@@ -73,7 +80,7 @@ class TokenPartWriter(StagedWriter):
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
             self._ids = self._new_file(part_manifest.IDS, self.dtype)
-            self._train = self._new_file(part_manifest.TRAIN, npy.MASK_DTYPE)
+            self._train = self._new_file(part_manifest.TRAIN, MASK_DTYPE)
             self._offsets = self._new_file(part_manifest.OFFSETS, part_manifest.OFFSET_DTYPE)
             self._offsets.append(np.zeros(1, part_manifest.OFFSET_DTYPE))
             self._checksums = self._new_file(part_manifest.CHECKSUMS, part_manifest.CHECKSUM_DTYPE)
@@ -96,7 +103,7 @@ class TokenPartWriter(StagedWriter):
         self._require_open()
         name = f"sequences from {self._num_sequences} on: "
         ids = cast_checked(as_int_array(input_ids, f"{name}input_ids"), self.dtype, self._id_limit, f"{name}input_ids")
-        mask = cast_checked(as_int_array(train, f"{name}train"), npy.MASK_DTYPE, 2, f"{name}train")
+        mask = cast_checked(as_int_array(train, f"{name}train"), MASK_DTYPE, 2, f"{name}train")
         counts: npt.NDArray[np.int64] = as_int_array(lengths, f"{name}lengths").astype(np.int64)
         if len(counts) == 0:
             return
@@ -171,11 +178,11 @@ class TokenPartWriter(StagedWriter):
         if self._weights is None:
             if weights is None:
                 return None
-            self._weights = self._new_file(part_manifest.WEIGHTS, npy.WEIGHT_DTYPE)
+            self._weights = self._new_file(part_manifest.WEIGHTS, WEIGHT_DTYPE)
             for before in self._train.written():
-                self._weights.append(before.astype(npy.WEIGHT_DTYPE))
+                self._weights.append(before.astype(WEIGHT_DTYPE))
             self._take_checksums_again()
-        own = mask.astype(npy.WEIGHT_DTYPE) if weights is None else weights
+        own = mask.astype(WEIGHT_DTYPE) if weights is None else weights
         self._weights.append(own)
         return own
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StorageIOError, UnsupportedFormatError
-from megatron_packed_sft.remote.downloads import Contents, download
+from megatron_packed_sft.remote.downloads import Contents, download, fetch_files
 from megatron_packed_sft.remote.filesystem import base_name, child
+from megatron_packed_sft.remote.locks import lock_exclusively
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
-from megatron_packed_sft.remote.range_locks import alone
-from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import remove_published, scratch_directory
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import Staging, os_errors, replace_file, write_file
@@ -195,7 +194,7 @@ def fetch_copy(copy: Copy, directory: CheckpointDirectory) -> tuple[Path, bool]:
     target = directory.path / f"step_{copy.step:06d}"
     with os_errors("create", directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
-    with alone(directory.path / _LOCK, "0"):
+    with lock_exclusively(directory.path / _LOCK, "0"):
         if _has_state(target, copy.state):
             return target, False
         _fetch_small_files(copy, directory.path.parent)

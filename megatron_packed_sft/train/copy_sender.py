@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.remote.trees import send_files
-from megatron_packed_sft.remote.uploads import upload
+from megatron_packed_sft.remote.uploads import send_files, upload
 from megatron_packed_sft.support.atomic import translated
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import byte_count

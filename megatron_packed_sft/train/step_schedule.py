@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.effective_batch import EffectiveBatch, effective_batch
+from megatron_packed_sft.packing.parallel_layout import EffectiveBatch, effective_batch
 from megatron_packed_sft.train.config import ParallelConfig, StepConfig
 
 

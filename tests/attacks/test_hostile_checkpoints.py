@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 import megatron_packed_sft
 from megatron_packed_sft.errors import PackedSFTError, ShardFileError
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint, refuse_harmful_state
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
 from megatron_packed_sft.megatron.weights.checkpoint_metadata import parse_metadata

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft import open_dataset, open_shard, validate
 from megatron_packed_sft.errors import ManifestError, PackedSFTError, ShardError, ShardFileError, UnsupportedFormatError
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.json_document import MANIFEST
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
@@ -167,7 +167,7 @@ def test_another_version_dtype_or_byte_order_is_one_clear_error(key: str, value:
         open_shard(shard)
 
 
-@pytest.mark.parametrize("name", [*layout.ARRAY_FILES, MANIFEST])
+@pytest.mark.parametrize("name", [*ARRAY_FILES, MANIFEST])
 def test_symbolic_links_directories_and_pipes_in_place_of_a_file_are_refused(name: str, shard: Path) -> None:
     (shard / name).rename(shard.parent / "aside")
     (shard / name).symlink_to(shard.parent / "aside")
@@ -228,7 +228,7 @@ def test_any_manifest_gives_a_shard_or_one_of_our_errors(change: dict[str, Any])
 
 @settings(max_examples=150, deadline=None)
 @given(
-    name=st.sampled_from([*layout.ARRAY_FILES, MANIFEST]),
+    name=st.sampled_from([*ARRAY_FILES, MANIFEST]),
     position=st.floats(0, 1),
     patch=st.binary(max_size=12),
 )

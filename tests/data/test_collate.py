@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import MemmapShard, PackedBin, open_shard
+from megatron_packed_sft import PackedBin, open_shard
 from megatron_packed_sft.data.batch.collate import collate, widen
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shard, locate_in_shards
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from tests.packed_bins import bins, make_bins, write_shard
 
 EOS = 3

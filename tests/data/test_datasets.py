@@ -15,19 +15,13 @@ import torch
 
 from megatron_packed_sft import (
     DatasetWriter,
-    LegacyPickleWriter,
-    LegacyShard,
-    MemmapShardWriter,
     PackedBin,
     PackedLoader,
-    ParquetShard,
-    TokenStreamDataset,
     convert,
     create_shard_writer,
     open_shard,
     open_token_stream,
     train_sentencepiece,
-    write_sample_data,
 )
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -38,10 +32,16 @@ from megatron_packed_sft.data.datasets import (
 )
 from megatron_packed_sft.data.factory import create_sft_dataset
 from megatron_packed_sft.data.options import BatchOptions, OpenOptions, options_of_bridge
+from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.records.samples.sample_chats import write_sample_data
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.storage.parquet import ParquetShard
+from megatron_packed_sft.tokens.materialize import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.dataset_options import grouped

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_packed_sft import (
     DatasetWriter,
-    GPTSFTPackedMultiShardDataset,
     PackedBin,
     TokenPartWriter,
     convert,
@@ -19,6 +18,7 @@ from megatron_packed_sft import (
     pack,
     publish_store,
 )
+from megatron_packed_sft.data.datasets import GPTSFTPackedMultiShardDataset
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_packed_sft import StaticPackDataset, create_sft_dataset
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.data.static_packs import StaticPackDataset
 from tests.train.launch import ROOT, environment
 
 with warnings.catch_warnings():

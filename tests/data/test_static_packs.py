@@ -16,17 +16,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from megatron_packed_sft import (
-    PackedDataset,
-    PackedLoader,
-    StaticPackDataset,
-    TokenPartWriter,
-    TokenStore,
-    create_sft_dataset,
-    pack,
-    publish_store,
-)
+from megatron_packed_sft import PackedLoader, TokenPartWriter, create_sft_dataset, pack, publish_store
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.static_packs import StaticPackDataset
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.tokens.store import TokenStore
 from tests.dataset_options import grouped
 from tests.packed_bins import make_bins, write_shard
 
@@ -160,7 +154,7 @@ def test_indices_ascend_inside_a_pack_and_packs_are_ordered_by_their_smallest_in
 
 @pytest.mark.parametrize("argument", [{"shuffle_output": True}, {"steps": {"global_batch": 2, "balance": "attention"}}])
 def test_whatever_reorders_packs_is_left_to_the_sampler(argument: dict[str, Any]) -> None:
-    from megatron_packed_sft import SamplePackDataset
+    from megatron_packed_sft.data.sample_packs import SamplePackDataset
 
     with pytest.raises(InvalidInputError, match="changes the order of packs, and a static plan keeps that of the data"):
         SamplePackDataset([[1], [2]], len, pack_size=4, **argument)

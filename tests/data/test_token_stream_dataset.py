@@ -14,15 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import (
-    MemoryMappedDataset,
-    PackedDataset,
-    PackedLoader,
-    TokenStreamDataset,
-    create_sft_dataset,
-    doc_ids_from_boundaries,
-)
+from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.batch.model_helpers import doc_ids_from_boundaries
+from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.options import BatchOptions, OpenOptions
+from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StateMismatchError
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.support import file_sizes

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import PackedBin, PackedDataset, PackedLoader, create_sft_dataset, require_separate_sequences
+from megatron_packed_sft import PackedBin, PackedLoader, create_sft_dataset, require_separate_sequences
 from megatron_packed_sft.data.batch import model_helpers
+from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.packed_bins import write_shard
 

@@ -19,13 +19,25 @@ import pytest
 import torch
 import xxhash
 
-from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
+from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
-from megatron_packed_sft.storage.memmap_v1 import layout, open_arrays
-from megatron_packed_sft.storage.memmap_v1.bin_checksums import checksums_of_bin
+from megatron_packed_sft.storage.memmap_v1 import reader as memmap_reader
+from megatron_packed_sft.storage.memmap_v1.manifest import (
+    ARRAY_FILES,
+    BIN_CHECKSUMS,
+    INPUT_IDS,
+    LOSS_MASK,
+    LOSS_WEIGHTS,
+    OPTIONAL_FILES,
+    PACKED_LEN,
+    SEQ_OFFSETS,
+    SEQ_STARTS,
+    checksums_of_bin,
+)
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
 from megatron_packed_sft.support import checksum, file_sizes, json_document
 from tests.open_files import open_files
@@ -34,7 +46,7 @@ from tests.packed_bins import make_bins, write_shard
 BINS = make_bins(12, 64, vocab_size=500, seed=3)
 WEIGHTED = [one._replace(loss_mask=one.loss_mask * np.float32(0.5)) for one in BINS]
 BIN = next(number for number, one in enumerate(BINS) if len(one.input_ids) > 8 and len(one.seq_start_id) > 2)
-FILES = (*layout.ARRAY_FILES, *layout.OPTIONAL_FILES)
+FILES = (*ARRAY_FILES, *OPTIONAL_FILES)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +72,10 @@ def opened(path: Path, **options: str) -> MemmapShard:
 def flip(path: Path, name: str, number: int = BIN, bit: int = 0) -> None:
     """Flip a bit of what a file says of a bin; the result is a possible value."""
     array = np.load(path / name, mmap_mode="r+")
-    if name in (layout.INPUT_IDS, layout.LOSS_MASK, layout.LOSS_WEIGHTS):
+    if name in (INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS):
         cells = array[number, 2:3]
-    elif name == layout.SEQ_STARTS:
-        first = int(np.load(path / layout.SEQ_OFFSETS)[number])
+    elif name == SEQ_STARTS:
+        first = int(np.load(path / SEQ_OFFSETS)[number])
         cells = array[first + 1 : first + 2]
     else:
         cells = array[number : number + 1]
@@ -96,14 +108,14 @@ def test_a_flipped_bit_is_an_error_that_names_shard_bin_and_file(
         READS[read](shard, {"access": access})
     message = str(caught.value)
     # An entry of seq_offsets ends the bin before, too; a block reads that first.
-    assert f"{shard / name} is damaged at bin {BIN}" in message or name == layout.SEQ_OFFSETS
+    assert f"{shard / name} is damaged at bin {BIN}" in message or name == SEQ_OFFSETS
     assert str(shard / name) in message
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("change", [-1, 1, -3])
 def test_a_wrong_length_that_is_possible_is_an_error(shard: Path, read: str, change: int) -> None:
-    lengths = np.load(shard / layout.PACKED_LEN, mmap_mode="r+")
+    lengths = np.load(shard / PACKED_LEN, mmap_mode="r+")
     lengths[BIN] = int(lengths[BIN]) + change
     lengths.flush()
     with pytest.raises(ShardFileError, match=rf"packed_len.npy is damaged at bin {BIN}, which does not match"):
@@ -111,14 +123,14 @@ def test_a_wrong_length_that_is_possible_is_an_error(shard: Path, read: str, cha
 
 
 def test_other_bins_of_a_damaged_shard_are_read(shard: Path) -> None:
-    flip(shard, layout.INPUT_IDS)
+    flip(shard, INPUT_IDS)
     dataset = create_sft_dataset(shard, 2)
     others = [number for number in range(12) if number != BIN]
     assert len(dataset.fetch_batch(others)["tokens"]) == 11
     assert dataset[others[0]]["input_ids"].tolist() == WEIGHTED[others[0]].input_ids.tolist()
 
 
-@pytest.mark.parametrize("name", [layout.INPUT_IDS, layout.PACKED_LEN, layout.SEQ_STARTS, layout.LOSS_WEIGHTS])
+@pytest.mark.parametrize("name", [INPUT_IDS, PACKED_LEN, SEQ_STARTS, LOSS_WEIGHTS])
 def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path, name: str) -> None:
     flip(shard, name)
     found = [(finding.file, finding.bin) for finding in validate(shard).findings]
@@ -138,7 +150,7 @@ def test_too_many_open_files_are_one_sentence_and_none_of_them_stays_open(
     duplicate, one = os.dup, opened(shard, access="pread")
 
     def dup(fd: int) -> int:
-        if open_files(shard).count(str(shard / layout.INPUT_IDS)) > 1:  # opened, and duplicated
+        if open_files(shard).count(str(shard / INPUT_IDS)) > 1:  # opened, and duplicated
             raise OSError(errno.EMFILE, "Too many open files")
         return duplicate(fd)
 
@@ -149,9 +161,9 @@ def test_too_many_open_files_are_one_sentence_and_none_of_them_stays_open(
 
 
 def test_validate_names_the_checksums_when_they_are_what_is_damaged(shard: Path) -> None:
-    flip(shard, layout.BIN_CHECKSUMS)
+    flip(shard, BIN_CHECKSUMS)
     [finding] = validate(shard).findings
-    assert finding.file == str(shard / layout.BIN_CHECKSUMS)
+    assert finding.file == str(shard / BIN_CHECKSUMS)
 
 
 def test_when_a_bin_is_verified(shard: Path) -> None:
@@ -160,7 +172,7 @@ def test_when_a_bin_is_verified(shard: Path) -> None:
         located_bins.locate_in_shard(one, [BIN])
         assert one[BIN].input_ids.tolist() == WEIGHTED[BIN].input_ids.tolist()
     assert first.arrays.verified.tolist() == [number == BIN for number in range(12)]
-    flip(shard, layout.INPUT_IDS)
+    flip(shard, INPUT_IDS)
     assert first[BIN].input_ids.tolist() != WEIGHTED[BIN].input_ids.tolist()
     assert len(never[BIN].input_ids)
     with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
@@ -174,7 +186,7 @@ def test_a_batch_verifies_its_bins_once(shard: Path) -> None:
     dataset = create_sft_dataset(shard, 2)
     dataset.fetch_batch([3, BIN])
     assert set(np.flatnonzero(dataset.source.shard(0).arrays.verified)) == {3, BIN}
-    flip(shard, layout.LOSS_MASK)
+    flip(shard, LOSS_MASK)
     dataset.fetch_batch([BIN])
     with pytest.raises(ShardFileError, match=r"loss_mask\.npy"):
         create_sft_dataset(shard, 2, opening=OpenOptions(verify="always")).fetch_batch([BIN])
@@ -241,14 +253,14 @@ def test_an_xxhash_that_exports_nothing_gives_the_same_files_and_errors(
     write_shard(tmp_path / "shard", WEIGHTED, 64, vocab_size=500)
     for name in FILES:
         assert (tmp_path / "shard" / name).read_bytes() == (sound / name).read_bytes()
-    flip(tmp_path / "shard", layout.LOSS_WEIGHTS)
+    flip(tmp_path / "shard", LOSS_WEIGHTS)
     with pytest.raises(ShardFileError, match=rf"loss_weights.npy is damaged at bin {BIN}"):
         create_sft_dataset(tmp_path / "shard", 2).fetch_batch([BIN])
 
 
 def test_the_checksums_are_those_that_the_format_describes(sound: Path) -> None:
     shard = opened(sound)
-    recorded = np.load(sound / layout.BIN_CHECKSUMS)
+    recorded = np.load(sound / BIN_CHECKSUMS)
     first = 0
     for number, one in enumerate(WEIGHTED):
         mask = (one.loss_mask > 0).astype(np.uint8)
@@ -263,7 +275,7 @@ def test_the_checksums_are_those_that_the_format_describes(sound: Path) -> None:
 
 def test_threads_verify_the_same_bins_and_all_see_the_damage(many: Path, tmp_path: Path) -> None:
     shutil.copytree(many, tmp_path / "dataset")
-    flip(tmp_path / "dataset" / "train" / "shard_000005", layout.INPUT_IDS)
+    flip(tmp_path / "dataset" / "train" / "shard_000005", INPUT_IDS)
     dataset = create_sft_dataset(tmp_path / "dataset", 2)
     bad = 5 * 12 + BIN
 
@@ -294,7 +306,7 @@ def _read_in_worker(dataset: Any, index: int, found: Any) -> None:
 def test_workers_verify_what_they_read(shard: Path, method: str) -> None:
     dataset = create_sft_dataset(shard, 2)
     dataset.fetch_batch([0])
-    flip(shard, layout.INPUT_IDS)
+    flip(shard, INPUT_IDS)
     context = multiprocessing.get_context(method)
     found = context.Queue()
     worker = context.Process(target=_read_in_worker, args=(dataset, BIN, found))
@@ -325,7 +337,7 @@ def test_a_fork_while_another_thread_takes_the_addresses_of_a_shard_reads(
     dataset = create_sft_dataset(many, 2)
     dataset.fetch_batch([40])  # compiled, and the other shards are not mapped
     pausing = _PausingNumpy()
-    monkeypatch.setattr(open_arrays, "np", pausing)
+    monkeypatch.setattr(memmap_reader, "np", pausing)
     context = multiprocessing.get_context("fork")
     found = context.Queue()
     with ThreadPoolExecutor(1) as threads:
@@ -341,7 +353,7 @@ def test_a_fork_while_another_thread_takes_the_addresses_of_a_shard_reads(
 
 
 def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> None:
-    flip(shard, layout.INPUT_IDS)
+    flip(shard, INPUT_IDS)
     loader = PackedLoader(create_sft_dataset(shard, 2), micro_batch_size=2, num_epochs=3, shuffle=True)
     with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
         list(loader)
@@ -349,9 +361,9 @@ def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> 
 
 def without_checksums(path: Path) -> None:
     """Make the shard one of those that were written before there were checksums of bins."""
-    (path / layout.BIN_CHECKSUMS).unlink()
+    (path / BIN_CHECKSUMS).unlink()
     document = json.loads((path / "manifest.json").read_text())
-    del document["bin_checksum_algorithm"], document["files"][layout.BIN_CHECKSUMS], document["self_checksum"]
+    del document["bin_checksum_algorithm"], document["files"][BIN_CHECKSUMS], document["self_checksum"]
     (path / "manifest.json").write_bytes(json_document.render(document))
 
 
@@ -372,7 +384,7 @@ def test_a_shard_without_checksums_is_read_and_says_once_that_it_is_not_verified
     assert any("not verified as they are read" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("name", [layout.INPUT_IDS, layout.LOSS_MASK])
+@pytest.mark.parametrize("name", [INPUT_IDS, LOSS_MASK])
 def test_a_file_that_is_cut_right_before_a_read_is_an_error_with_pread(tmp_path: Path, name: str) -> None:
     # With maps this reads behind the end of the file, which is SIGBUS; see docs/operations.md.
     write_shard(tmp_path / "shard", make_bins(12, 8192, vocab_size=500, seed=3), 8192, vocab_size=500)

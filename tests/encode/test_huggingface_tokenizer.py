@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import GigatokenPath
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
@@ -188,7 +188,7 @@ def test_what_gigatoken_remembers_is_dropped_after_a_while(qwen_like: Path, monk
     path = tokenizer._gigatoken
     assert path is not None
     first = path._encode
-    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._gigatoken_path._RENEW_AFTER", 100)
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.gigatoken_path._RENEW_AFTER", 100)
     texts = [MarkedText(text) for text in tiny.corpus(30)]
     expected = HuggingFaceTokenizer(qwen_like, fast=False).encode_many(texts).input_ids
     for _ in range(3):
@@ -267,7 +267,7 @@ def test_a_process_with_another_gigatoken_checks_again(tmp_path: Path, monkeypat
     packed = pickle.dumps(HuggingFaceTokenizer(folder))
     monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.huggingface.checked_by", lambda: "gigatoken 99")
     monkeypatch.setattr(
-        "megatron_packed_sft.encode.tokenizers._gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
+        "megatron_packed_sft.encode.tokenizers.gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
     )
     assert pickle.loads(packed).fast_path_refusal == "gigatoken gives other ids for 'a text'"
 
@@ -431,7 +431,7 @@ def test_what_passed_the_self_check_is_remembered_for_these_versions_and_this_fi
     assert "_backend" not in vars(again)
     assert all(np.array_equal(one, other) for one, other in zip(again.encode_many(texts), expected, strict=True))
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_packed_sft.encode.tokenizers._passed_checks._CHECKS", 99)
+        patch.setattr("megatron_packed_sft.encode.tokenizers.gigatoken_path._CHECKS", 99)
         HuggingFaceTokenizer(folder)
     assert len(asked) == 2
     tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))

@@ -10,8 +10,7 @@ import pytest
 import sentencepiece
 
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
-from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
 

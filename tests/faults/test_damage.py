@@ -11,11 +11,11 @@ import pytest
 
 from megatron_packed_sft import DatasetWriter, open_shard, validate
 from megatron_packed_sft.errors import ShardError
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES
 from megatron_packed_sft.support.json_document import MANIFEST
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 
-FILES = (*layout.ARRAY_FILES, MANIFEST)
+FILES = (*ARRAY_FILES, MANIFEST)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_swapped_files_are_an_error_at_open(shard: Path, tmp_path: Path) -> None
                 shutil.rmtree(broken)
 
 
-@pytest.mark.parametrize("name", layout.ARRAY_FILES)
+@pytest.mark.parametrize("name", ARRAY_FILES)
 @pytest.mark.parametrize("kind", ["ours", "seed"])
 def test_a_foreign_npy_is_an_error_at_open(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "shard"

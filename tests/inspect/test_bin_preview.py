@@ -127,7 +127,7 @@ def test_without_its_tokenizer_a_bin_is_shown_by_ids(home: Path, tmp_path: Path,
 
 
 def test_another_tokenizer_is_refused(home: Path, tmp_path: Path) -> None:
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 
     texts = ["some other words to learn from, and more", "of them"] * 50
     other = train_sentencepiece(texts, tmp_path / "other.model", vocab_size=300)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardError
-from megatron_packed_sft.inspect.compare import moved
-from megatron_packed_sft.inspect.compare.comparison import compare
+from megatron_packed_sft.inspect import compare_bins
+from megatron_packed_sft.inspect.compare import compare
 from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
@@ -178,12 +178,12 @@ def test_the_counts_are_those_of_plain_counting(
 ) -> None:
     home = tmp_path_factory.mktemp("counting")
     paths = [write(home / name, [packed(*one) for one in some]) for name, some in (("a", bins_a), ("b", bins_b))]
-    before = moved.SEQUENCES_AT_ONCE
-    moved.SEQUENCES_AT_ONCE = at_once  # the hashes go through several files
+    before = compare_bins.SEQUENCES_AT_ONCE
+    compare_bins.SEQUENCES_AT_ONCE = at_once  # the hashes go through several files
     try:
         facts = compare(*paths, max_differences=100)
     finally:
-        moved.SEQUENCES_AT_ONCE = before
+        compare_bins.SEQUENCES_AT_ONCE = before
     assert facts["equal"] == (bins_a == bins_b)
     if facts["equal"]:
         return

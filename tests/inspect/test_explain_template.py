@@ -11,8 +11,7 @@ import pytest
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import TemplateExplanation
-from megatron_packed_sft.inspect.template_alone import TemplateAlone
-from megatron_packed_sft.inspect.template_view import template_json
+from megatron_packed_sft.inspect.explain_template_view import TemplateAlone, template_json
 from tests.encode import chat_templates
 from tests.inspect.previewing import packed_sft, tokenizer_path
 from tests.real_data import IS_WHOLE, templates_folder, tokenizer_folder

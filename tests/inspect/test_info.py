@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.info import training
-from megatron_packed_sft.inspect.info.kinds import KINDS, describe
+from megatron_packed_sft.inspect import info_of_training
+from megatron_packed_sft.inspect.info import KINDS, describe
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.records.samples.sample_chats import sample_conversations
 from megatron_packed_sft.storage.dataset_directory import open_dataset
@@ -121,7 +121,7 @@ def test_the_size_of_very_many_shards_is_estimated_and_said_to_be(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = describe(home / "data")["num_bytes"]
-    monkeypatch.setattr("megatron_packed_sft.inspect.info.packed_data._MOST_SHARDS_MEASURED", 1)
+    monkeypatch.setattr("megatron_packed_sft.inspect.info_of_data._MOST_SHARDS_MEASURED", 1)
     facts = describe(home / "data")
     assert facts["num_bytes_is_estimated"]
     assert facts["num_bytes"] == pytest.approx(whole, rel=0.2)
@@ -146,44 +146,10 @@ def test_a_shard_a_packed_file_and_parquet_tell_what_they_record(home: Path) -> 
     assert legacy["total"]["num_bins"] == truth["num_bins"]
     assert legacy["total"]["max_seq_len"] == truth["max_seq_len"]  # of Megatron-Bridge's metadata.json beside it
     assert "num_tokens" not in legacy["total"]
-    assert legacy["notes"] == ["a legacy file records little of itself; --deep reads it"]
+    assert legacy["notes"] == ["a legacy file records little of itself; `packed-sft report` reads it"]
     parquet = describe(home / "parquet" / "train" / "shard_000000.idx.parquet")
     assert parquet["total"]["num_tokens"] == truth["num_tokens"]  # of the footer
     assert parquet["total"]["num_sequences"] == truth["num_sequences"]
-
-
-def test_deep_reads_what_a_file_does_not_record(home: Path) -> None:
-    truth = describe(home / "data")["splits"]["train"]
-    for path in (
-        home / "legacy" / "train" / "shard_000000.npy",
-        home / "parquet" / "train" / "shard_000000.idx.parquet",
-    ):
-        facts = describe(path, deep=True)
-        for name in ("num_bins", "num_tokens", "num_trained_tokens", "num_sequences", "max_seq_len"):
-            assert facts["total"][name] == truth[name], name
-        assert facts["notes"] == []
-
-
-def test_deep_draws_histograms_that_add_up(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = describe(home / "data", deep=True)
-    dataset = open_dataset(home / "data")
-    for split, found in facts["histograms"].items():
-        [shard] = dataset.open_shards(split)
-        counts = {title: sum(one["counts"]) + one["num_beyond"] for title, one in found.items()}
-        num_bins, num_sequences = len(shard), sum(one.num_sequences for one in shard)
-        assert counts == {
-            "sequence lengths": num_sequences,
-            "fullness of bins, %": num_bins,
-            "sequences per bin": num_bins,
-            "trained share of sequences, %": num_sequences,
-        }
-        lengths = np.concatenate([np.diff([*one.seq_start_id, len(one.input_ids)]) for one in shard])
-        one = found["sequence lengths"]
-        for count, low, high in zip(one["counts"], one["edges"], one["edges"][1:], strict=False):
-            assert count == np.count_nonzero((lengths >= low) & (lengths < high))
-    shown = said(home / "data", "--deep", capsys=capsys)
-    assert "train: sequence lengths\n" in shown
-    assert "█" in shown
 
 
 def test_a_shards_directory_is_described_as_one(tmp_path: Path) -> None:
@@ -205,24 +171,18 @@ def test_a_token_stream_tells_its_files_its_windows_and_what_they_leave_out(
     assert facts["total"]["num_bins"] == 12  # windows of 2,049 tokens that do not cross files
     assert facts["notes"]
     assert "seq_length=2048)" in said(tmp_path, capsys=capsys)
-    deep = describe(tmp_path / "shard_0.npy", deep=True)
-    assert sum(deep["histograms"]["train"]["sequence lengths"]["counts"]) == 4
 
 
 def test_a_token_store_and_one_of_its_parts_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "data.work" / "tokens" / "train"
     store = open_token_store(path)
-    facts = describe(path, deep=True)
+    facts = describe(path)
     assert (facts["kind"], facts["total"]["num_sequences"]) == ("token store", len(store))
     assert facts["total"]["num_tokens"] == store.num_tokens
     assert facts["fingerprint"] == store.fingerprint
-    assert sum(facts["histograms"]["all"]["sequence lengths"]["counts"]) == len(store)
     assert describe(store.parts[0].path)["total"]["num_sequences"] == len(store.parts[0])
-    assert "trained share of sequences" in said(path, "--deep", capsys=capsys)
     assert facts["sequence_checksum_algorithm"] == "xxh3_64_low32"
     assert not facts["notes"]
-    older = said(Path(__file__).parents[1] / "golden" / "token_store_1_0", capsys=capsys)
-    assert "note: format 1.0 without checksums of sequences" in " ".join(older.split())
 
 
 def test_a_plan_is_described_by_its_header(home: Path) -> None:
@@ -235,8 +195,6 @@ def test_a_plan_is_described_by_its_header(home: Path) -> None:
     assert facts["total"]["fullness"] == pytest.approx(stats.utilization)
     assert (facts["fingerprint"], facts["order_fingerprint"]) == (plan.fingerprint, plan.order_fingerprint)
     assert facts["accounting"]["dropped_sequences"] == plan.accounting.dropped_sequences
-    deep = describe(path, deep=True)["histograms"]["all"]
-    assert sum(deep["sequences per bin"]["counts"]) == plan.num_bins
 
 
 @pytest.fixture
@@ -282,7 +240,6 @@ def test_a_run_tells_its_losses_speed_and_checkpoints(run: Path, capsys: pytest.
     assert "step_007000" in shown
     assert ["first", "loss", "5.0000"] in [line.split() for line in shown.splitlines()]
     assert "packed-sft export" in shown
-    assert "so --deep adds nothing" in said(run, "--deep", capsys=capsys)
 
 
 @pytest.mark.parametrize("record", ['{"event": "step", "step": [1], "loss": {"a": 1}, "epoch": "x"}', "[" * 100_000])
@@ -316,9 +273,9 @@ def test_a_checkpoint_of_megatron_is_told_from_ours(tmp_path: Path) -> None:
 def test_the_names_of_trainings_files_are_those_that_training_writes() -> None:
     from megatron_packed_sft.train import checkpoint, metrics, pretrained
 
-    assert training.TRAINING_STATE == checkpoint.STATE
-    assert training.METRICS == metrics.METRICS
-    assert training.PRETRAINED == pretrained.RECORD
+    assert info_of_training.TRAINING_STATE == checkpoint.STATE
+    assert info_of_training.METRICS == metrics.METRICS
+    assert info_of_training.PRETRAINED == pretrained.RECORD
 
 
 def test_what_is_none_of_these_is_one_sentence(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,15 +311,9 @@ def test_a_damaged_plan_or_dataset_is_an_error_and_no_traceback(home: Path, tmp_
         assert len(shown.err.splitlines()) == 1
 
 
-def test_a_terminal_gets_colours_a_pipe_none_and_an_old_terminal_ascii_bars(home: Path) -> None:
-    seen = on_terminal("info", home / "data", "--deep")
-    assert "\x1b[32m" in seen.text  # the trained share
-    assert "█" in seen.text
-    piped = in_pipe("info", home / "data", "--deep")
-    assert "\x1b" not in piped.out
-    ascii_only = in_pipe("info", home / "data", "--deep", environment={"PYTHONIOENCODING": "ascii"}).out
-    assert "####" in ascii_only
-    assert "\\u" not in ascii_only
+def test_a_terminal_gets_colours_and_a_pipe_none(home: Path) -> None:
+    assert "\x1b[32m" in on_terminal("info", home / "data").text  # the trained share
+    assert "\x1b" not in in_pipe("info", home / "data").out
 
 
 def test_info_of_a_dataset_imports_nothing_heavy(home: Path) -> None:

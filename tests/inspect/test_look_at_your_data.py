@@ -43,10 +43,10 @@ def test_what_the_page_says_of_qwen3_is_so() -> None:
 
 
 def test_the_signs_of_the_page_are_those_of_the_painter() -> None:
-    from megatron_packed_sft.inspect import painting, visible_text
+    from megatron_packed_sft.inspect import painting
 
     text = PAGE.read_text()
-    for sign in (painting.OPEN, painting.CLOSE, painting.OPEN_CUT, painting.CLOSE_CUT, visible_text.LINE_END):
+    for sign in (painting.OPEN, painting.CLOSE, painting.OPEN_CUT, painting.CLOSE_CUT, painting.LINE_END):
         assert sign in text
     assert painting.times(0.5) in text
-    assert visible_text.note("U+202E") in text
+    assert painting.note("U+202E") in text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.inspect.visible_text import visible
+from megatron_packed_sft.inspect.painting import visible
 from tests.inspect.previewing import tokenizer_path
 from tests.prepare.preparing import chat, write_records
 from tests.terminal import COLOURS, in_pipe, modules_of, on_terminal
@@ -108,7 +108,7 @@ def test_a_record_cannot_forge_the_brackets_of_trained_text(tokenizer_path: str,
 
 def test_a_first_look_waits_for_no_compiler_and_no_framework(words: list[str]) -> None:
     loaded = modules_of(*words)
-    assert "megatron_packed_sft.inspect.record_preview" in loaded
+    assert "megatron_packed_sft.inspect.preview_records" in loaded
     assert loaded.isdisjoint({"numba", "torch", "transformers", "pyarrow", "datasets"})
     loaded = modules_of("explain-template", "chatml")
     assert "megatron_packed_sft.inspect.explain_template" in loaded

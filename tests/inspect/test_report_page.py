@@ -17,10 +17,9 @@ from megatron_packed_sft import PackedBin, convert
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
-from megatron_packed_sft.inspect.report.assemble import assemble, embedded_json
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
-from megatron_packed_sft.inspect.report.write import write_report
+from megatron_packed_sft.inspect.report.write import assemble, embedded_json, write_report
 from megatron_packed_sft.prepare.app import main as application
 from megatron_packed_sft.storage.validate import validate
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record

@@ -10,7 +10,7 @@ import pytest
 from megatron_packed_sft import PackedBin, load_tokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.inspect.opened_data import open_data
-from megatron_packed_sft.inspect.report.reading import read_tokens
+from megatron_packed_sft.inspect.report.read_bins import read_tokens
 from megatron_packed_sft.inspect.report.suspicions import Suspicion, find_suspicions
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder
 from tests.packed_bins import write_shard

@@ -10,7 +10,7 @@ import pytest
 from megatron_packed_sft import PackedBin, load_tokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.find_tokenizer import find_tokenizer
+from megatron_packed_sft.inspect.opened_data import find_tokenizer
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, tokens_of_bin, visible
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer, save_folder
 from tests.inspect.conftest import HOSTILE

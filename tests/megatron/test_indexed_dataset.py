@@ -343,7 +343,11 @@ def test_validate_counts_documents_and_says_how_to_train(tmp_path: Path) -> None
     lengths = []
     for start in ("python: ", "python, by document: "):
         [call] = [note.removeprefix(start) for note in report.notes if note.startswith(start)]
-        lengths.append(len(eval(call, {"create_sft_dataset": create_sft_dataset, "tokenizer": EOS})))
+        lengths.append(
+            len(
+                eval(call, {"create_sft_dataset": create_sft_dataset, "StreamOptions": StreamOptions, "tokenizer": EOS})
+            )
+        )
     assert lengths == [1, 10]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft import PackPlan, pack
+from megatron_packed_sft import PackOptions, PackPlan, pack
 from megatron_packed_sft.cli.main import main as packed_sft
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 
 PAIRS = """
@@ -96,9 +96,9 @@ def test_what_a_packer_returns_is_checked(function: Any, sentence: str) -> None:
 @pytest.mark.parametrize("separator", [".", ":"])
 def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) -> None:
     path = f"{module}{separator}pack_pairs"
-    with pytest.raises(InvalidInputError, match=r"is code, which runs only on your word; set allow_code=true if you"):
+    with pytest.raises(InvalidInputError, match="which runs only if you allow it; set allow_code=true if you"):
         pack([1, 1, 1], pack_size=9, strategy=path)
-    assert bins_of(pack([1, 1, 1], pack_size=9, strategy=path, allow_code=True)) == [[0, 1], [2]]
+    assert bins_of(pack([1, 1, 1], PackOptions(pack_size=9, allow_code=True), strategy=path)) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) 
 )
 def test_a_path_that_leads_nowhere_is_one_sentence(module: str, path: str, sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence) as caught:
-        pack([1], pack_size=9, strategy=path.replace("MODULE", module), allow_code=True)
+        pack([1], PackOptions(pack_size=9, allow_code=True), strategy=path.replace("MODULE", module))
     assert "\n" not in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_prepare_runs_a_dotted_path_on_the_users_word_and_plans_again_when_its_c
         "executor.num_workers=1",
     ]
     assert packed_sft(["prepare", *settings]) == 2
-    assert "is code, which runs only on your word; set packing.allow_code=true" in capsys.readouterr().err
+    assert "is code, which runs only if you allow it; set packing.allow_code=true" in capsys.readouterr().err
     allowed = [*settings, "packing.allow_code=true", "overwrite=true"]
     assert packed_sft(["prepare", *allowed]) == 0, capsys.readouterr().err
 

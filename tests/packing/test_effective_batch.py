@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.effective_batch import effective_batch
+from megatron_packed_sft.packing.parallel_layout import effective_batch
 
 
 def test_effective_batch_size_is_honoured_after_packing_forces_micro_batch_one() -> None:
@@ -30,7 +30,7 @@ def test_nothing_changes_for_a_micro_batch_of_one() -> None:
 
 
 def test_a_batch_that_cannot_be_realised_is_refused_and_not_changed_silently() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch of 30 bins cannot be made of 8 ranks.*choose 24 or 32"):
+    with pytest.raises(InvalidInputError, match=r"batch of 30 bins is not a multiple of 8 ranks.*choose 24 or 32"):
         effective_batch(30, ranks=8, micro_batch=1)
     with pytest.raises(InvalidInputError, match=r"choose 8$"):
         effective_batch(3, ranks=8, micro_batch=1)

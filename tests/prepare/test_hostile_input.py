@@ -81,7 +81,7 @@ def test_a_pipe_as_input_is_refused_and_never_waited_for(tmp_path: Path, tokeniz
     os.mkfifo(tmp_path / name)
     failed = prepare(f"input={tmp_path}/*.{name.split('.')[-1]}", *arguments(tmp_path, tokenizer_path))
     assert failed.code == 2
-    assert f"{name} is a named pipe, not a file" in failed.err
+    assert f"{name} is a named pipe" in failed.err
 
 
 def test_pipes_in_place_of_other_files_are_refused(tmp_path: Path, tokenizer_path: str) -> None:
@@ -93,7 +93,7 @@ def test_pipes_in_place_of_other_files_are_refused(tmp_path: Path, tokenizer_pat
         failed = prepare(*given, wrong)
         assert failed.code == 2
         assert failed.err.count("\n") == 1, failed.err
-    with pytest.raises(InvalidInputError, match="is a named pipe, not a file"):
+    with pytest.raises(InvalidInputError, match="is a named pipe"):
         read_config(pipe)
 
 

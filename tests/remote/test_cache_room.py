@@ -1,8 +1,9 @@
-"""What the cache of a node does about reboots, processes in the way, and orders that are too wide for it."""
+"""The cache of a node after a loss of power, with other processes in the way, and for orders that are too wide."""
 
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.remote import node_cache as node_caches
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.uploads import upload
-from megatron_packed_sft.support import json_document
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import NUM_SHARDS, URL, contents, files, write_dataset
 
@@ -27,24 +27,18 @@ def published(store: FaultProxy, tmp_path: Path) -> FaultProxy:
     return store
 
 
-def reboot(cache: Path) -> None:
-    """Make it look as if all shards had been fetched before the machine was started."""
-    for file in cache.glob("entries/*/entry.json"):
-        document = json_document.parse(file.read_bytes(), str(file))
-        file.write_bytes(json_document.render({**document, "boot": "of another day"}))
-    node_caches._CACHES.clear()
-
-
-def test_after_a_reboot_only_what_was_durable_is_trusted(published: FaultProxy, tmp_path: Path) -> None:
+def test_a_shard_that_a_loss_of_power_cut_is_fetched_again(published: FaultProxy, tmp_path: Path) -> None:
     expected = contents(create_sft_dataset(URL, 0))
+    file = sorted((tmp_path / "cache").glob("entries/*/shard_*/input_ids.npy"))[0]
+    os.truncate(file, 100)
+    node_caches._CACHES.clear()  # as in another process
     published.requests.clear()
-    reboot(tmp_path / "cache")
     assert contents(create_sft_dataset(URL, 0)) == expected
-    shards = [name for name in published.fetched() if name.endswith("input_ids.npy")]
-    assert len(shards) == NUM_SHARDS, "their bytes may be lost"
-    node_cache().make_durable()
+    assert [name for name in published.fetched() if name.endswith("input_ids.npy")] == [
+        f"sets/my_dataset/train/{file.parent.name}/input_ids.npy"
+    ]
+    node_caches._CACHES.clear()
     published.requests.clear()
-    reboot(tmp_path / "cache")
     assert contents(create_sft_dataset(URL, 0)) == expected
     assert not published.fetched()
 
@@ -98,7 +92,7 @@ def test_a_shuffle_that_fits_is_not_announced_where_ids_are_narrow(
 def test_what_finds_no_room_is_asked_for_once(
     published: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_packed_sft.remote.ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
+    monkeypatch.setattr("megatron_packed_sft.remote.fetch_ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
     dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total // 2))
     views = [dataset.source.bin(index).input_ids for index in (0, 6)]  # of two shards, which is all that has room

@@ -14,8 +14,7 @@ import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError, StorageIOError
 from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, remove_object, write_object
-from megatron_packed_sft.remote.part_tags import is_tag_of_parts
-from megatron_packed_sft.remote.uploads import UNFINISHED
+from megatron_packed_sft.remote.uploads import UNFINISHED, is_tag_of_parts
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, find_checkpoint

@@ -14,8 +14,8 @@ import yaml
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
-from megatron_packed_sft.inspect.bin_preview import is_packed
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
+from megatron_packed_sft.inspect.preview_bins import is_packed
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import list_objects, object_info, read_object, write_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
@@ -121,7 +121,7 @@ def test_a_partial_upload_is_not_readable(published: FaultProxy, tmp_path: Path)
     published.trouble["PUT /bucket/sets/my_dataset/train/shard_000003"] = ["drop"] * 1000
     with pytest.raises(StorageIOError, match="cannot write s3://bucket/sets/my_dataset/train/shard_000003"):
         upload(other, URL, overwrite=True)
-    unfinished = r"my_dataset is not whole: an upload to it is under way, or was cut; wait for it, or run the command"
+    unfinished = r"my_dataset is incomplete: an upload to it is running or was killed; wait for it, or run the command"
     looks = (lambda url: create_sft_dataset(url, 0), open_dataset, describe, validate, is_packed)
     for look in looks:
         with pytest.raises(StorageIOError, match=unfinished):
@@ -201,10 +201,10 @@ def test_a_damaged_a_missing_and_a_longer_object_are_one_sentence_each(published
     good = read_object(f"{URL}/{name}", 1 << 20)
     dataset = create_sft_dataset(URL, 0)
     write_object(f"{URL}/{name}", good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum that its manifest says"):
+    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum in its manifest"):
         dataset[6]
     write_object(f"{URL}/{name}", good + b"more")
-    with pytest.raises(ShardFileError, match=f"{URL}/{name} is longer than the .* bytes that its manifest says"):
+    with pytest.raises(ShardFileError, match=f"{URL}/{name} is longer than the .* bytes in its manifest"):
         dataset[6]
     write_object(f"{URL}/{name}", good[:100])
     with pytest.raises(ShardFileError, match=f"{URL}/{name} is shorter than"):

@@ -22,14 +22,11 @@ from megatron_packed_sft import (
 )
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
-from megatron_packed_sft.inspect.compare.comparison import compare
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.compare import compare
+from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.uploads import send_shard, upload
-from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 from megatron_packed_sft.support import json_document
-from megatron_packed_sft.tokens.range_store import RangeStore
-from tests.packed_bins import make_bins
 from tests.prepare.preparing import chat, write_records
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import write_dataset
@@ -37,7 +34,6 @@ from tests.remote.test_dataset_urls import write_dataset
 URL = "s3://bucket/sets/my_dataset"
 TOKENS = "s3://bucket/tokens"
 GOLDEN = Path(__file__).parents[1] / "golden"
-NUM_BINS, PACK_SIZE = 3000, 128
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -45,38 +41,23 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def num_requests(store: FaultProxy) -> int:
-    return sum(store.requests.values())
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of one shard of some megabytes."""
-    path = tmp_path_factory.mktemp("large") / "my_dataset"
-    bins = make_bins(50, PACK_SIZE, seed=3)
-    with DatasetWriter(path) as dataset:
-        with dataset.shard_writer("train", 0, num_bins=NUM_BINS, pack_size=PACK_SIZE, vocab_size=70_000) as writer:
-            for index in range(NUM_BINS):
-                writer.write_bin(index, *bins[index % 50])
-            writer.finalize()
-        dataset.finalize()
-    return path
-
-
 @pytest.mark.parametrize("place", ["", "/train/shard_000000"], ids=["dataset", "shard"])
-def test_a_preview_of_bins_fetches_only_the_rows_that_it_shows(
-    store: FaultProxy, large: Path, place: str, capsys: pytest.CaptureFixture[str]
+def test_a_preview_of_a_bin_fetches_its_shard_once_and_no_other(
+    store: FaultProxy, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upload(large, URL)
+    local = write_dataset(tmp_path / "my_dataset")
+    upload(local, URL)
     store.reset()
-    number = NUM_BINS - 7
-    there = json.loads(shown(capsys, "preview", f"{URL}{place}", "--bin", str(number), "--json"))
-    here = json.loads(shown(capsys, "preview", f"{large}{place}", "--bin", str(number), "--json"))
+    words = ("--bin", "2", "--json")
+    there = json.loads(shown(capsys, "preview", f"{URL}{place}", *words))
+    here = json.loads(shown(capsys, "preview", f"{local}{place}", *words))
     assert there["sequences"] == here["sequences"]
     assert there["path"] == f"{URL}{place}"
-    data = sum(one.stat().st_size for one in large.rglob("*.npy"))
-    assert store.num_bytes < data / 4, "headers and one row of each array"
-    assert num_requests(store) < 40
+    assert [name for name in store.fetched() if "shard_000000/input_ids" in name]
+    assert not [name for name in store.fetched() if "shard_000001/input_ids" in name]
+    store.reset()
+    shown(capsys, "preview", f"{URL}{place}", *words)
+    assert not [name for name in store.fetched() if name.endswith(".npy")], "the shard is in the cache"
 
 
 def test_a_preview_of_a_shard_that_was_changed_is_refused(
@@ -92,18 +73,16 @@ def test_a_preview_of_a_shard_that_was_changed_is_refused(
     assert "packed-sft-upload" not in said
 
 
-@pytest.mark.parametrize("name", ["input_ids.npy", "loss_mask.npy", "packed_len.npy", "bin_checksums.npy"])
-def test_a_preview_of_a_damaged_bin_names_the_object(
-    store: FaultProxy, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_a_preview_of_a_damaged_shard_names_the_object(
+    store: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shard = write_dataset(tmp_path / "my_dataset") / "train/shard_000000"
+    ids = write_dataset(tmp_path / "my_dataset") / "train/shard_000000/input_ids.npy"
     upload(tmp_path / "my_dataset", URL)
-    data = bytearray((shard / name).read_bytes())
-    first = len(data) - np.load(shard / name, mmap_mode="r").nbytes  # behind the header: of bin 0
-    data[first] ^= 1
-    write_object(f"{URL}/train/shard_000000/{name}", bytes(data))
+    data = bytearray(ids.read_bytes())
+    data[-1] ^= 1
+    write_object(f"{URL}/train/shard_000000/input_ids.npy", bytes(data))
     assert main(["preview", URL, "--bin", "0"]) == 1
-    assert f"{URL}/train/shard_000000/{name} is damaged at bin 0" in capsys.readouterr().err
+    assert f"{URL}/train/shard_000000/input_ids.npy" in capsys.readouterr().err
 
 
 def test_a_preview_of_chats_fetches_their_beginning(
@@ -207,16 +186,6 @@ def test_plans_and_token_stores_by_url_are_those_on_disk(
     assert not store.fetched(), "it is in the cache"
 
 
-def test_a_preview_of_a_token_store_fetches_one_part_only(
-    store: FaultProxy, token_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    send_shard(token_store, TOKENS)
-    store.reset()
-    shown(capsys, "preview", TOKENS, "--sequence", "3")
-    assert not [name for name in store.fetched() if "part_000001" in name]
-    assert not list((tmp_path / "cache").glob("entries/*"))
-
-
 def describe_saved(plan: PackPlan, tmp_path: Path) -> dict[str, object]:
     plan.save(tmp_path / "plan.npz")
     return describe(tmp_path / "plan.npz")
@@ -238,9 +207,6 @@ def test_a_damaged_token_store_is_found_by_url(
         open_token_store(TOKENS)
     assert main(["validate", TOKENS]) == 1
     assert f"{place}: its content does not match its checksum" in capsys.readouterr().out
-    assert RangeStore(TOKENS).weighted(38)[0].tolist() == open_token_store(token_store)[38][0].tolist()
-    with pytest.raises(ShardFileError, match=r"^s3://bucket/tokens/part_000001 is damaged at sequence 19, which does"):
-        RangeStore(TOKENS).weighted(39)
     write_object(place, bytes(damaged) + b"more")
     with pytest.raises(ShardFileError, match="is longer than the"):
         open_token_store(TOKENS)
@@ -249,11 +215,10 @@ def test_a_damaged_token_store_is_found_by_url(
 @pytest.mark.parametrize("name", ["token_store_1_0", "token_store_1_1_weighted", "token_store_1_2_weighted"])
 def test_token_stores_of_every_version_are_read_by_url(store: FaultProxy, name: str) -> None:
     send_shard(GOLDEN / name, TOKENS)
-    here, by_range = open_token_store(GOLDEN / name), RangeStore(TOKENS)
-    for found in (by_range, open_token_store(TOKENS)):
-        for number in range(len(here)):
-            for ours, theirs in zip(found.weighted(number), here.weighted(number), strict=True):
-                assert ours.tolist() == theirs.tolist()
+    here, found = open_token_store(GOLDEN / name), open_token_store(TOKENS)
+    for number in range(len(here)):
+        for ours, theirs in zip(found.weighted(number), here.weighted(number), strict=True):
+            assert ours.tolist() == theirs.tolist()
 
 
 def test_a_token_store_whose_part_is_a_path_is_refused(store: FaultProxy, token_store: Path) -> None:

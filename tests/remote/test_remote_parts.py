@@ -11,10 +11,9 @@ from megatron_packed_sft import PackedLoader, create_sft_dataset
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.data.order.sample_order import ShardOrder
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StateMismatchError, StorageIOError
-from megatron_packed_sft.remote.client_errors import is_final
-from megatron_packed_sft.remote.filesystem import child, retried
+from megatron_packed_sft.remote.filesystem import child, is_final, retried
+from megatron_packed_sft.remote.node_cache import parse_size
 from megatron_packed_sft.remote.objects import read_object, write_object
-from megatron_packed_sft.remote.sizes import parse_size
 from megatron_packed_sft.remote.uploads import upload
 from megatron_packed_sft.support.paths import redacted
 from tests.remote.test_dataset_urls import write_dataset

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft import create_sft_dataset, open_dataset, validate, write_memmap_to_cloud
+from megatron_packed_sft import create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
+from megatron_packed_sft.remote.downloads import fetch_files
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
-from megatron_packed_sft.remote.trees import fetch_files
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.storage.remote_shard import write_memmap_to_cloud
 from megatron_packed_sft.train.checkpoint_copies import CopiedRun
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.prepare.preparing import chat, write_records

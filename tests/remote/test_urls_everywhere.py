@@ -52,7 +52,7 @@ CALLS = {
         "data.path=URL output={here}/run data.cache_dir=URL",
         "data.path={data} output={here}/run validation.paths.held_out=URL",
     ],
-    "info": ["URL", "URL.npz", "URL --deep"],
+    "info": ["URL", "URL.npz"],
     "report": ["URL", "{data} --tokenizer URL", "{data} --work-dir URL", "URL -o URL.html"],
     "validate": ["URL", "URL.npy", "{data} --tokenizer URL", "URL --seq-length 5"],
     "compare": ["URL {data}", "{data} URL", "{data} {other} --tokenizer URL"],
@@ -73,7 +73,7 @@ CALLS = {
 # What needs no store to answer.
 LOCAL_ONLY = (
     r"is a URL, but only local paths work here|is not a directory|goes with a token store|"
-    r"--deep reads all data|is neither a run|does not exist and matches nothing"
+    r"is neither a run|does not exist and matches nothing"
 )
 
 
@@ -98,7 +98,7 @@ def calls(verb: str, url: str, places: dict[str, str]) -> Iterator[list[str]]:
 
 def is_one_sentence(text: str) -> bool:
     lines = text.strip().splitlines()
-    return len(lines) == 1 and "Traceback" not in text and "should not happen" not in text
+    return len(lines) == 1 and "Traceback" not in text and "error: unexpected " not in text
 
 
 def paths_of(command: click.Command) -> set[str]:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import BinBlock, MemmapShardWriter, open_shard, validate
+from megatron_packed_sft import open_shard, validate
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from tests.packed_bins import assert_same_bins, bins, block_of, files_of, make_bins, write_shard
 
 
@@ -79,7 +81,7 @@ def test_a_slice_of_a_shard_can_be_written_as_it_is(tmp_path: Path) -> None:
 
 
 def test_starts_that_arrive_far_out_of_order_find_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.storage.memmap_v1 import _unordered_starts as starts_spool
+    from megatron_packed_sft.storage.memmap_v1 import write_buffers as starts_spool
 
     monkeypatch.setattr(starts_spool, "_ENTRIES_AT_ONCE", 3)
     rows = make_bins(40, 16, seed=8)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import (
-    OrderedShardWriter,
     PackedBin,
     PackedLoader,
     Storage,
@@ -19,12 +18,12 @@ from megatron_packed_sft import (
     create_sft_dataset,
     open_dataset,
     register_storage,
-    storage_names,
     validate,
 )
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
-from megatron_packed_sft.storage.registry import STORAGES
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
+from megatron_packed_sft.storage.registry import STORAGES, storage_names
 from megatron_packed_sft.storage.testing import CHECKS, check_figures, check_names
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard

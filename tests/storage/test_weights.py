@@ -9,19 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed_sft import (
-    DatasetWriter,
-    MemmapShard,
-    MemmapShardWriter,
-    convert,
-    open_dataset,
-    open_shard,
-    validate,
-)
+from megatron_packed_sft import DatasetWriter, convert, open_dataset, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, UnsupportedFormatError
 from megatron_packed_sft.storage.blocks import block_of
-from megatron_packed_sft.storage.memmap_v1 import layout
+from megatron_packed_sft.storage.memmap_v1 import manifest as shard_manifest
 from megatron_packed_sft.storage.memmap_v1 import writer as writer_module
+from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES, FIRST_VERSION
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.support import json_document
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard
@@ -74,7 +69,7 @@ def test_the_manifest_says_what_a_reader_must_know(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "shard" / "manifest.json").read_text())
     assert (document["version"], document["loss_weights_dtype"]) == ("1.1", "<f4")
     assert document["sum_loss_weights"] == sum(float(one.loss_mask.sum(dtype=np.float64)) for one in MIXED)
-    assert sorted(document["files"]) == sorted([*layout.ARRAY_FILES, "loss_weights.npy", "bin_checksums.npy"])
+    assert sorted(document["files"]) == sorted([*ARRAY_FILES, "loss_weights.npy", "bin_checksums.npy"])
     assert manifest.num_loss_tokens == sum(int((one.loss_mask > 0).sum()) for one in MIXED)
     assert manifest.figures.has_weights
 
@@ -115,7 +110,7 @@ def test_a_reader_of_version_1_0_refuses_the_shard_instead_of_training_it_unweig
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shard(tmp_path / "shard", MIXED, 16)
-    monkeypatch.setattr(layout, "VERSION", layout.FIRST_VERSION)  # all that such a reader knows
+    monkeypatch.setattr(shard_manifest, "VERSION", FIRST_VERSION)  # all that such a reader knows
     with pytest.raises(UnsupportedFormatError, match=r"version is '1.1'.*update megatron_packed_sft"):
         open_shard(tmp_path / "shard")
 

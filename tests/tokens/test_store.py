@@ -149,7 +149,7 @@ def test_parts_that_disagree_are_refused(tmp_path: Path) -> None:
     with TokenPartWriter(part_path(tmp_path, 1), tokenizer={"name": "b", "fingerprint": "2"}) as writer:
         writer.append([1], [0])
         writer.finalize()
-    with pytest.raises(ShardError, match=r"its tokenizer is .* the parts of one store must agree"):
+    with pytest.raises(ShardError, match=r"its tokenizer is .* the parts of a store must agree"):
         publish_store(tmp_path)
 
 
@@ -215,11 +215,3 @@ def test_a_store_is_told_from_shards(tmp_path: Path) -> None:
     assert is_token_store(tmp_path / "store" / "part_000000")
     assert not is_token_store(tmp_path)
     shutil.rmtree(tmp_path / "store")
-
-
-def test_copies_are_equal_neighbours_with_equal_masks(tmp_path: Path) -> None:
-    one, other = ([5, 6, 7], [0, 1, 1]), ([5, 6, 7], [0, 0, 1])
-    write_store(tmp_path / "copies", [[one, one, other, one], [one, one]])
-    assert open_token_store(tmp_path / "copies").copies().tolist() == [0, 0, 2, 3, 4, 4]
-    write_store(tmp_path / "none", [[one, other, one]])
-    assert open_token_store(tmp_path / "none").copies() is None

@@ -12,8 +12,7 @@ from megatron_packed_sft import create_shard_writer, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.support import array_files
-from megatron_packed_sft.tokens.materialize import materialize
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
@@ -111,17 +110,6 @@ def test_validate_finds_weights_that_do_not_fit_the_train_mask(tmp_path: Path) -
     assert {finding.field for finding in findings} == {"weights", "checksums", None}
     assert {finding.file for finding in findings} == {str(part / "weights.npy")}
     assert f"above 0 exactly where train is 1 at entry {place}" in findings[0].message
-
-
-def test_copies_have_the_same_weights(tmp_path: Path) -> None:
-    with TokenPartWriter(tmp_path / "part_000000", vocab_size=10) as writer:
-        for weight in (0.5, 0.5, 2, 1):
-            writer.append([1, 2, 3], [0, 1, 1], [0, weight, weight])
-        writer.append([1, 2, 3], [0, 1, 1])
-        writer.finalize()
-    copies = publish_store(tmp_path).copies()
-    assert copies is not None
-    assert copies.tolist() == [0, 0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_packed_sft.errors import ManifestError
-from megatron_packed_sft.inspect.info.kinds import describe
+from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.train.checkpoint import MAX_STATE_BYTES, STATE, TrainingState
 from megatron_packed_sft.train.model_and_optimizer import _refuse_odd_settings
 from tests.train.sound_states import MODEL, SCHEDULER

@@ -13,7 +13,7 @@ import torch
 from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig

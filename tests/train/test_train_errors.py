@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.config.composition import config_directory
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import STATE, TrainingState
 from megatron_packed_sft.train.config import ModelConfig
@@ -50,7 +50,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
         (
             ["parallel.context=2"],
-            "share sequences of a multiple of 4; run the packed-sft prepare that made the data again",
+            "need a multiple of 4; run the packed-sft prepare command that made the data again",
         ),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
         (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),

@@ -37,8 +37,8 @@ from megatron_packed_sft.data.batch.located_bins import (
     VERIFIED,
     WEIGHTS,
 )
-from megatron_packed_sft.storage.memmap_v1 import open_arrays
-from megatron_packed_sft.storage.memmap_v1.bin_checksums import INDEX, INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS
+from megatron_packed_sft.storage.memmap_v1 import reader
+from megatron_packed_sft.storage.memmap_v1.manifest import IDS_COLUMN, INDEX_COLUMN, MASK_COLUMN, WEIGHTS_COLUMN
 from megatron_packed_sft.support.compiled import inner_kernel, kernel
 from megatron_packed_sft.support.memory_kernel import (
     carray,
@@ -69,27 +69,27 @@ def locate_bins(addresses: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) 
         if owner < 0 or owner >= addresses.shape[0]:
             return BAD_BIN_NUMBER, column
         shard = addresses[owner]
-        num_bins, pack_size = shard[open_arrays.NUM_BINS], shard[open_arrays.PACK_SIZE]
+        num_bins, pack_size = shard[reader.NUM_BINS], shard[reader.PACK_SIZE]
         if number < 0 or number >= num_bins:
             return BAD_BIN_NUMBER, column
-        length = load_four_bytes(shard[open_arrays.LENGTHS_ADDRESS] + number * 4)
-        first = load_four_bytes(shard[open_arrays.OFFSETS_ADDRESS] + number * 4)
-        end = load_four_bytes(shard[open_arrays.OFFSETS_ADDRESS] + number * 4 + 4)
+        length = load_four_bytes(shard[reader.LENGTHS_ADDRESS] + number * 4)
+        first = load_four_bytes(shard[reader.OFFSETS_ADDRESS] + number * 4)
+        end = load_four_bytes(shard[reader.OFFSETS_ADDRESS] + number * 4 + 4)
         if length < 1 or length > pack_size:
             return BAD_LENGTH, column
-        if first >= end or end > shard[open_arrays.NUM_STARTS] or end - first > length:
+        if first >= end or end > shard[reader.NUM_STARTS] or end - first > length:
             return BAD_OFFSETS, column
-        id_bytes = shard[open_arrays.ID_BYTES]
-        weights, checksums = shard[open_arrays.WEIGHTS_ADDRESS], shard[open_arrays.CHECKSUMS_ADDRESS]
-        verified = shard[open_arrays.VERIFIED_ADDRESS]
-        table[IDS, column] = shard[open_arrays.IDS_ADDRESS] + place * pack_size * id_bytes
-        table[MASK, column] = shard[open_arrays.MASK_ADDRESS] + place * pack_size
+        id_bytes = shard[reader.ID_BYTES]
+        weights, checksums = shard[reader.WEIGHTS_ADDRESS], shard[reader.CHECKSUMS_ADDRESS]
+        verified = shard[reader.VERIFIED_ADDRESS]
+        table[IDS, column] = shard[reader.IDS_ADDRESS] + place * pack_size * id_bytes
+        table[MASK, column] = shard[reader.MASK_ADDRESS] + place * pack_size
         table[WEIGHTS, column] = weights + place * pack_size * 4 if weights != 0 else 0
-        table[STARTS, column] = shard[open_arrays.STARTS_ADDRESS] + first * 4
+        table[STARTS, column] = shard[reader.STARTS_ADDRESS] + first * 4
         table[LENGTH, column] = length
         table[NUM_SEQUENCES, column] = end - first
         table[ID_BYTES, column] = id_bytes
-        table[CHECKSUMS, column] = checksums + number * shard[open_arrays.NUM_CHECKSUMS] * 8 if checksums != 0 else 0
+        table[CHECKSUMS, column] = checksums + number * shard[reader.NUM_CHECKSUMS] * 8 if checksums != 0 else 0
         table[VERIFIED, column] = verified + number if verified != 0 else 0
         table[OFFSET, column] = first
     return OK, 0
@@ -104,15 +104,15 @@ def _is_sound(function: int, table: npt.NDArray[np.int64], column: int, message:
     length, count, first = table[LENGTH, column], table[NUM_SEQUENCES, column], table[OFFSET, column]
     recorded = table[CHECKSUMS, column]
     message[0], message[1], message[2] = length, first, first + count
-    if hash_bytes(function, message.ctypes.data, (count + 3) * 4) != load_eight_bytes(recorded + INDEX * 8):
+    if hash_bytes(function, message.ctypes.data, (count + 3) * 4) != load_eight_bytes(recorded + INDEX_COLUMN * 8):
         return False
     num_bytes = length * table[ID_BYTES, column]
-    if hash_bytes(function, table[IDS, column], num_bytes) != load_eight_bytes(recorded + INPUT_IDS * 8):
+    if hash_bytes(function, table[IDS, column], num_bytes) != load_eight_bytes(recorded + IDS_COLUMN * 8):
         return False
-    if hash_bytes(function, table[MASK, column], length) != load_eight_bytes(recorded + LOSS_MASK * 8):
+    if hash_bytes(function, table[MASK, column], length) != load_eight_bytes(recorded + MASK_COLUMN * 8):
         return False
     weights = table[WEIGHTS, column]
-    if weights != 0 and hash_bytes(function, weights, length * 4) != load_eight_bytes(recorded + LOSS_WEIGHTS * 8):
+    if weights != 0 and hash_bytes(function, weights, length * 4) != load_eight_bytes(recorded + WEIGHTS_COLUMN * 8):
         return False
     if verified != 0:
         store_byte(verified, 1)

@@ -20,9 +20,8 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checked
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
-from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.open_arrays import CHECKSUMS_ADDRESS, NUM_ADDRESSES, ShardArrays
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.memmap_v1.manifest import PACKED_LEN, SEQ_OFFSETS
+from megatron_packed_sft.storage.memmap_v1.reader import CHECKSUMS_ADDRESS, NUM_ADDRESSES, MemmapShard, ShardArrays
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.checksum import hash_function
 
@@ -164,7 +163,7 @@ def _read(
 def _refused(shard: MemmapShard, number: int, code: int) -> Exception:
     if code == BAD_BIN_NUMBER:
         return IndexError(f"{shard.path}: bin {number} of {len(shard)}")
-    return shard.damaged(layout.PACKED_LEN if code == BAD_LENGTH else layout.SEQ_OFFSETS, number)
+    return shard.damaged(PACKED_LEN if code == BAD_LENGTH else SEQ_OFFSETS, number)
 
 
 def locate_in_arrays(

@@ -25,9 +25,9 @@ from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
-from megatron_packed_sft.storage.flat_shard import FlatShard
+from megatron_packed_sft.storage.flat_files import FlatShard
 from megatron_packed_sft.storage.interface import PackedShard, Storage
-from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
+from megatron_packed_sft.storage.megatron_indexed.storage import IndexedDocuments
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import NEVER, ReadOptions
 from megatron_packed_sft.storage.remote_shard import RemoteShard

@@ -13,10 +13,9 @@ from operator import is_
 from typing import Any
 
 from megatron_packed_sft.encode.masks.authored_text import TOOLS, Recorder
-from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_ranges
-from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
-from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Read, Recipe, RecipeBook
+from megatron_packed_sft.encode.masks.probe import ControlMarks, literal_ranges
+from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Lesson, Read, Recipe, RecipeBook
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat, Messages, RenderingMarker
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText

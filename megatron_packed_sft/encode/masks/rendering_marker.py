@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
-from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_escape
-from megatron_packed_sft.encode.masks.generation_blocks import Block, generation_blocks
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
-from megatron_packed_sft.encode.masks.probe import probe_template
+from megatron_packed_sft.encode.masks.probe import literal_ranges, probe_template, tokens_to_escape
 from megatron_packed_sft.encode.masks.shapes import note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind, TurnSyntax, probe_syntax, segments_of
-from megatron_packed_sft.encode.masks.turn_outline import TurnOutline, outline_of
-from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined, scaffold_of
+from megatron_packed_sft.encode.masks.turn_parts import (
+    Block,
+    Range,
+    Tokens,
+    TurnOutline,
+    generation_blocks,
+    is_own,
+    joined,
+    outline_of,
+    scaffold_of,
+)
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import (
@@ -32,8 +39,7 @@ from megatron_packed_sft.encode.templates.message_forms import (
     with_reasoning_under,
 )
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
 

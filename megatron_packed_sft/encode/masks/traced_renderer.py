@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from megatron_packed_sft.encode.masks.authored_markup import marked_as_safe
 from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     AuthoredText,
@@ -23,6 +22,7 @@ from megatron_packed_sft.encode.masks.authored_text import (
     first_author,
     is_constant,
     made_of,
+    marked_as_safe,
     percent_format,
     plain_text,
 )
@@ -36,14 +36,7 @@ from megatron_packed_sft.encode.masks.authored_values import (
     to_json,
     without_authors,
 )
-from megatron_packed_sft.encode.templates.limited_operations import (
-    LimitedEnvironment,
-    check_format,
-    limit,
-    limited_method,
-    use_limits,
-)
-from megatron_packed_sft.encode.templates.limits import made, measured, take_steps
+from megatron_packed_sft.encode.templates.limits import LimitedEnvironment, limited_parts
 from megatron_packed_sft.encode.templates.renderer import (
     BLOCK_BEGINS,
     BLOCK_ENDS,
@@ -147,7 +140,7 @@ class TracedRenderer:
             BLOCK_ENDS: event("end"),
         }
         context = self._template.new_context(variables, shared=True)
-        with self._renderer.refusing(variables):
+        with self._renderer.refusing():
             return TracedText(_all_joined(self._template.root_render_func(context)))
 
 
@@ -157,25 +150,16 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
     environment = _Environment(optimized=False)
     prepare_environment(environment, name, date)
     environment.concat = _concatenated  # type: ignore[method-assign]
-    environment.globals["namespace"] = _Namespace
     for filter_name, function in list(environment.filters.items()):
         if filter_name not in _TRANSPARENT:
             environment.filters[filter_name] = _opaque(filter_name, function)
     environment.filters.update(_FILTERS)
     environment.tests.update(_tests())
-    limit(environment)
     with compiling(name, source):  # instrumented, it is nested more deeply
         tree = _Instrument().visit(environment.parse(source))
         code = environment.compile(tree)
         template = environment.template_class.from_code(environment, code, environment.make_globals(None))
-    use_limits(template)
     return template, environment.globals
-
-
-class _Namespace(Namespace):
-    def __repr__(self) -> str:
-        take_steps(10)  # one may hold others twice, and so on
-        return super().__repr__()
 
 
 class _Environment(LimitedEnvironment):
@@ -183,7 +167,7 @@ class _Environment(LimitedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if type(owner) is str and (has_authors(arguments) or has_authors(named)):
             # "constant".join(texts) would lose their authors
-            __obj = limited_method(getattr(constant(owner), __obj.__name__), owner)
+            __obj = getattr(constant(owner), __obj.__name__)
         elif owner is datetime.datetime:
             arguments = without_authors(arguments)
         return super().call(__context, __obj, *arguments, **named)
@@ -197,11 +181,11 @@ class _Environment(LimitedEnvironment):
             return getattr(obj, attribute) if attribute in _DICT_METHODS else super().getattr(obj.raw, attribute)
         if isinstance(obj, AuthoredText):
             if attribute in _TEXT_METHODS:
-                return limited_method(getattr(obj, attribute), obj)
+                return getattr(obj, attribute)
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
-        if (type(obj) is LoopContext or type(obj) is _Namespace) and not attribute.startswith("_"):
+        if (type(obj) is LoopContext or type(obj) is Namespace) and not attribute.startswith("_"):
             try:
                 return getattr(obj, attribute)  # what Jinja returns after many more questions
             except AttributeError:
@@ -266,17 +250,16 @@ class _Instrument(NodeTransformer):
 
 
 def _concatenated(texts: Iterable[Any]) -> AuthoredText:
-    text: AuthoredText = made(concatenate(measured(_as_texts(texts))))
-    return text
+    return concatenate(_as_texts(texts))
 
 
 def _all_joined(texts: Iterable[Any]) -> AuthoredText:
     """Join what the whole template wrote."""
-    return concatenate(["", *measured(_as_texts(texts), is_last=True)])
+    return concatenate(["", *limited_parts(_as_texts(texts))])
 
 
-def _as_texts(values: Iterable[Any]) -> list[str]:
-    return [value if isinstance(value, str) else str(value) for value in values]
+def _as_texts(values: Iterable[Any]) -> Iterator[str]:
+    return (value if isinstance(value, str) else str(value) for value in values)
 
 
 def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> nodes.Filter:
@@ -347,7 +330,6 @@ def _formatting(pattern: str, sandboxed: Callable[..., str]) -> Callable[..., st
     def formatted(*values: Any, **named: Any) -> str:
         if not has_authors(values) and not has_authors(named):
             return sandboxed(*values, **named)
-        check_format(pattern, *values, **named)
         try:
             return constant(pattern).format(*values, **named)
         except TypeError:  # fields with attributes or specifications

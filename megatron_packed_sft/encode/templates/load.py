@@ -98,7 +98,7 @@ def _read(path: Path, names: list[str]) -> ChatTemplate:
         raise StorageIOError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
     if len(data) > _MOST_BYTES:
         raise InvalidInputError(
-            f"{path} has more than {_MOST_BYTES:,} bytes, so it is no chat template; give a Jinja file"
+            f"{path} has more than {_MOST_BYTES:,} bytes, so it is not a chat template; give a Jinja file"
         )
     return _template(str(path), path.name, data)
 

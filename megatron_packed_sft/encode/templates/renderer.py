@@ -6,15 +6,19 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from megatron_packed_sft.encode.templates.json_text import json_text
-from megatron_packed_sft.encode.templates.limited_operations import LimitedEnvironment, limit, use_limits
-from megatron_packed_sft.encode.templates.limits import TemplateLimitError, all_joined, begin, factor_of, joined, made
+from megatron_packed_sft.encode.templates.limits import (
+    LimitedEnvironment,
+    TemplateLimitError,
+    interruptible,
+    limited_parts,
+)
 from megatron_packed_sft.encode.templates.shortcuts import QuickNamespace, ShortcutGenerator, use_shortcuts
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
@@ -54,10 +58,10 @@ class _Dict:
     """The global `dict`, without access to the class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
-        return cast(dict[Any, Any], made(dict(*arguments, **named)))
+        return dict(*arguments, **named)
 
     def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        return cast(dict[Any, Any], made(dict.fromkeys(*arguments)))
+        return dict.fromkeys(*arguments)
 
 
 class Renderer:
@@ -84,7 +88,6 @@ class Renderer:
         date: str | None = None,
     ) -> None:
         self.tree, self._template, defaults = _compiled(source, name, date)
-        self._factor = factor_of(self.tree)
         self.name = name
         self.source = source
         self.date = date
@@ -112,8 +115,9 @@ class Renderer:
             BLOCK_BEGINS: "",
             BLOCK_ENDS: "",
         }
-        with self.refusing(variables):
-            return all_joined(self._template.root_render_func(self._template.new_context(variables, shared=True)))
+        with self.refusing():
+            context = self._template.new_context(variables, shared=True)
+            return "".join(limited_parts(self._template.root_render_func(context)))
 
     def asked_variables(self) -> list[str]:
         r"""Return the variables that the template wants from outside, besides the messages and what is always there.
@@ -134,15 +138,16 @@ class Renderer:
         return sorted(((undeclared - own) | (undeclared & tested)) - always)
 
     @contextlib.contextmanager
-    def refusing(self, variables: Mapping[str, Any]) -> Iterator[None]:
-        """Refuse the record whose render with these variables fails inside."""
-        begin(variables, self._factor)
+    def refusing(self) -> Iterator[None]:
+        """Refuse the record whose render fails inside, or takes too long."""
         try:
-            yield
+            with interruptible():
+                yield
         except InvalidInputError:
             raise
         except TemplateLimitError as error:
-            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name} {error}") from None
+            detail = f"{self.name} {error}; shorten the record, or fix the template"
+            raise RecordRefusedError(DropReason.TEMPLATE_ERROR, detail) from None
         except (RecursionError, MemoryError) as error:
             what = "recurses too deeply" if isinstance(error, RecursionError) else "needs more memory than there is"
             detail = f"{self.name} {what}; shorten the record, or fix the template"
@@ -161,7 +166,10 @@ def compiling(name: str, source: str) -> Iterator[None]:
             f"{name} has {len(source):,} characters, and a chat template at most {_MOST_CHARACTERS:,}; choose another"
         )
     try:
-        yield
+        with interruptible():
+            yield
+    except TemplateLimitError as error:
+        raise InvalidInputError(f"{name} {error}; fix the template or choose another") from None
     except TemplateSyntaxError as error:
         problem = shortened(error.message or "cannot be parsed")
         raise InvalidInputError(f"{name}, line {error.lineno}: {problem}; fix the template or choose another") from None
@@ -174,14 +182,11 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     """Return a template's tree, the template and its globals; records with variables of their own share it."""
     environment = _Environment()
     prepare_environment(environment, name, date)
-    limit(environment)
-    environment.concat = joined  # type: ignore[method-assign]
     environment.globals["namespace"] = QuickNamespace
     with compiling(name, source):
         tree = environment.parse(source)
         template = environment.from_string(source)
     use_shortcuts(template)
-    use_limits(template)
     # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
     defaults = dict(template.globals)
     template.globals = {}

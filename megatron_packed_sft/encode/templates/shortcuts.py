@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.compiler import Frame, optimizeconst
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
-
-from megatron_packed_sft.encode.templates.limits import SMALL, LimitedGenerator, take_steps
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_ATTRIBUTES = frozenset({"index0", "index", "first", "last", "length", "revindex", "revindex0"})
@@ -42,7 +40,6 @@ class QuickNamespace(Namespace):
         self.__dict__[name] = value
 
     def __repr__(self) -> str:
-        take_steps(10)  # one may hold others twice, and so on
         return f"<Namespace {self.__dict__!r}>"
 
 
@@ -65,7 +62,7 @@ class QuickLoop(LoopContext):
         return following[0] if following else self._after  # `missing`
 
 
-class ShortcutGenerator(LimitedGenerator):
+class ShortcutGenerator(CodeGenerator):
     """See the module."""
 
     _namespaces: frozenset[str] = frozenset()
@@ -102,13 +99,6 @@ class ShortcutGenerator(LimitedGenerator):
         else:
             super().visit_Getitem(node, frame)
 
-    @optimizeconst
-    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
-        """Write a sum; most are numbers or short."""
-        self.write("(_sum if type(_sum := (")
-        self._sum(node, frame)
-        self.write(f")) in NUMBERS or len(_sum) < {SMALL} else made(_sum))")
-
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
         """Write a call; a string's own methods need no leave."""
         function = node.node
@@ -116,7 +106,7 @@ class ShortcutGenerator(LimitedGenerator):
         if not (isinstance(function, nodes.Getattr) and function.attr in _STRING_METHODS and is_plain):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
-        self.write("(replaced(_it, " if function.attr == "replace" else f"(_it.{function.attr}(")
+        self.write(f"(_it.{function.attr}(")
         for argument in node.args:
             self.visit(argument, frame)
             self.write(", ")

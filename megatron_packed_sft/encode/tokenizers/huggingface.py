@@ -17,23 +17,29 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, open_gigatoken_path
-from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import (
+    GigatokenPath,
+    checked_by,
+    open_gigatoken_path,
+    recall,
+    remember,
+)
+from megatron_packed_sft.encode.tokenizers.huggingface_folder import (
     INSTALL,
     TOKENIZER_FILE,
     TokenizerFolder,
     read_tokenizer_folder,
 )
-from megatron_packed_sft.encode.tokenizers._passed_checks import checked_by, recall, remember
-from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
-from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
-from megatron_packed_sft.encode.tokenizers._token_positions import (
+from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, MarkedText, is_control_text
+from megatron_packed_sft.encode.tokenizers.load import local_tokenizer
+from megatron_packed_sft.encode.tokenizers.token_positions import (
+    TokenLengths,
+    merge_product,
+    token_lengths,
     trained_ranges,
     utf8_lengths,
     with_train_mask,
 )
-from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens, is_control_text
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.remote.copies import origin_of
 

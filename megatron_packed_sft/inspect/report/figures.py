@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.inspect.report.lengths import BinLengths
-from megatron_packed_sft.packing.bin_order import balanced
-from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.inspect.report.read_bins import BinLengths
+from megatron_packed_sft.packing.packer import balanced, pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
 from megatron_packed_sft.storage.bins import BinFigures
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.inspect.report.reading import Int64, TokensRead
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
+from megatron_packed_sft.inspect.report.read_bins import Int64, TokensRead
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, visible
 from megatron_packed_sft.support.wording import plural
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
-from megatron_packed_sft.inspect.report.assemble import GENERATOR, assemble
 from megatron_packed_sft.inspect.report.dataset_page import TOKENS_IN_PAGE, dataset_page
 from megatron_packed_sft.inspect.report.run_page import is_run, run_page
 from megatron_packed_sft.remote.filesystem import base_name, refuse_read_only
@@ -145,3 +148,72 @@ def refuse_other_file(path: Path | str) -> None:
             if mark in file.read(_HEAD_BYTES):
                 return
     raise InvalidInputError(f"{path} exists and is not a page of `packed-sft report`; choose another file with -o")
+
+
+GENERATOR: Final = "packed-sft report"
+_STYLES = ("vendor/uPlot.min.css", "static/report.css")
+_SCRIPTS = {
+    "dataset": ("page.js", "charts.js", "bins.js", "dataset.js"),
+    "run": ("page.js", "charts.js", "run.js"),
+}
+_CHART_LIBRARY = "vendor/uPlot.iife.min.js"
+
+
+def assemble(page: Mapping[str, Any]) -> bytes:
+    """Return the HTML of a page; the same values give the same bytes.
+
+    Args:
+        page: what `dataset_page` or `run_page` returned.
+    """
+    styles = [_static(name) for name in _STYLES]
+    scripts = [_static(name) for name in (_CHART_LIBRARY, *(f"static/{name}" for name in _SCRIPTS[page["kind"]]))]
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            f"style-src {' '.join(map(_hash, styles))}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    parts = {
+        "generator": GENERATOR,
+        "policy": policy,
+        "title": _escaped(f"{page['title']} | packed-sft report"),
+        "styles": "\n".join(f"<style>{text}</style>" for text in styles),
+        "data": embedded_json(page),
+        "scripts": "\n".join(f"<script>{text}</script>" for text in scripts),
+    }
+    html = _static("static/page.html")
+    for name, text in parts.items():
+        # Split and joined, so that a text with another part's mark in it is left as it is.
+        before, after = html.split("{{" + name + "}}")
+        parts[name] = before + text
+        html = after
+    return ("".join(parts.values()) + html).encode()
+
+
+def embedded_json(value: Any) -> str:
+    r"""Return JSON that can stand inside a script element.
+
+    Example:
+        >>> embedded_json({"text": "</script><!--"})
+        '{"text":"\\u003c/script>\\u003c!--"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _static(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

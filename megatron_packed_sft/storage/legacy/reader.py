@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_packed_sft.errors import LegacyFormatError
-from megatron_packed_sft.storage.flat_shard import FlatBins, FlatShard
+from megatron_packed_sft.storage.flat_files import FlatBins, FlatShard
 from megatron_packed_sft.storage.legacy import error_messages
 from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray
 from megatron_packed_sft.support.atomic import os_errors

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
 from megatron_packed_sft.storage.legacy.pickle_tables import FIELDS
-from megatron_packed_sft.storage.ordered_writer import OrderedShardWriter
 from megatron_packed_sft.support.atomic import os_errors, write_at
 
 _BATCH = 1000  # as Python's own pickler does: readers keep one batch on their stack

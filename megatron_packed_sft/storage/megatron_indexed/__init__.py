@@ -9,5 +9,5 @@ documents, unless `pack_sequences` finds their EOS). Reading needs NumPy only, a
 before it was compared with the files; that it gives what megatron-core gives is tested. Writing is megatron-core's own
 code, in `megatron/indexed_writer.py`.
 
-Where to look: `index` (the .idx file, checked), `reader` (documents), `storage`, `validate` (every token looked at).
+Where to look: `index` (the .idx file, checked), `storage` (documents as bins, and their validation).
 """

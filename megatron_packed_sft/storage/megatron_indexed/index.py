@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
+from megatron_packed_sft.storage.token_stream.files import FlatFile
 from megatron_packed_sft.support.atomic import os_errors
 
 INDEX: Final = ".idx"

@@ -1,22 +1,140 @@
-"""Indexed datasets as a storage: PREFIX.idx is a shard; its documents, or windows of its tokens, are the bins."""
+"""Indexed datasets as a storage: PREFIX.idx is a shard; its documents, or windows of its tokens, are the bins.
+
+Of a document every prediction is trained, because the files keep no loss masks.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.storage.bins import BinFigures
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
+from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-from megatron_packed_sft.storage.megatron_indexed.index import INDEX, MAGIC, pair_of, read_index
-from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata
-from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.megatron_indexed.index import INDEX, MAGIC, DocumentIndex, pair_of, read_index
+from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.token_stream.options import StreamMetadata, StreamOptions
+from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
+from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.wording import plural
+
+_NUM_SAMPLES = 64  # places all over the tokens that are part of the fingerprint
+_SAMPLE_BYTES = 4096
+
+
+def open_indexed_dataset(path: str | os.PathLike[str]) -> IndexedDocuments:
+    """Open Megatron's PREFIX.bin and PREFIX.idx; the index is read and checked, the tokens are mapped later.
+
+    Args:
+        path: the prefix, or either file.
+    """
+    return IndexedDocuments(read_index(local_path(path)))
+
+
+class IndexedDocuments:
+    """The documents that are not empty, in their order.
+
+    Args:
+        index: the index, checked.
+
+    Attributes:
+        index: likewise.
+        lengths: tokens of each document, as `pack` takes them.
+    """
+
+    def __init__(self, index: DocumentIndex) -> None:
+        self.index = index
+        self.lengths = np.diff(index.document_offsets)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def pack_size(self) -> int:
+        """The length of the longest document."""
+        return int(self.lengths.max())
+
+    @property
+    def document_offsets(self) -> npt.NDArray[np.int64]:
+        """The first token of each document, and the number of all tokens."""
+        return self.index.document_offsets
+
+    def __getitem__(self, index: int) -> PackedBin:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {self.index.path}, which has {len(self)}")
+        ids = self.document(index)
+        loss_mask = np.ones(len(ids), np.uint8)
+        loss_mask[-1] = 0
+        return PackedBin(ids, loss_mask, np.zeros(1, np.uint32))
+
+    def __iter__(self) -> Iterator[PackedBin]:
+        return (self[index] for index in range(len(self)))
+
+    def document(self, index: int) -> IntArray:
+        """Return the ids of a document; one that cannot be an id is an error."""
+        start, stop = self.index.document_offsets[index : index + 2].tolist()
+        ids = self.index.tokens.tokens(start, stop)
+        if ids.dtype.kind == "u":
+            return ids
+        outside = (ids < 0) | (ids >= ID_LIMITS[ID_DTYPE])
+        if outside.any():
+            place = int(np.argmax(outside))
+            raise ShardFileError(
+                f"{self.index.tokens.path}: the token at position {start + place:,} is {ids[place]}, which is no id; "
+                "write the data again"
+            )
+        return ids.astype(ID_DTYPE, copy=False)
+
+    def read_with(self, options: ReadOptions) -> None:
+        """Choose how the tokens are read from now on. There are no checksums to verify documents with."""
+        self.index.tokens.access = options.access
+
+    def advise(self, documents: Iterable[int]) -> None:
+        """Have the kernel read these documents ahead: they are needed soon."""
+        for index in documents:
+            self.index.tokens.advise(*self.index.document_offsets[index : index + 2].tolist())
+
+    @property
+    def figures(self) -> BinFigures:
+        """What is known of all documents."""
+        num_tokens = int(self.index.document_offsets[-1])
+        return BinFigures(
+            num_bins=len(self),
+            pack_size=self.pack_size,
+            num_sequences=len(self),
+            num_tokens=num_tokens,
+            num_loss_tokens=num_tokens - len(self),
+            max_seqs_per_bin=1,
+            max_seq_len=self.pack_size,
+            min_packed_len=int(self.lengths.min()),
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies the documents' lengths, the dtype and 64 samples of the tokens, not all of them."""
+        hasher = new_hasher(DEFAULT_ALGORITHM)
+        tokens = self.index.tokens
+        hasher.update(f"{tokens.dtype}\0{tokens.size}\n".encode())
+        hasher.update(np.ascontiguousarray(self.index.document_offsets).view(np.uint8).data)
+        for place in np.unique(np.linspace(0, max(tokens.size - _SAMPLE_BYTES, 0), _NUM_SAMPLES).astype(np.int64)):
+            hasher.update(tokens.read(int(place), _SAMPLE_BYTES))
+        return hasher.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"IndexedDocuments({str(self.index.path)!r}, {len(self):,} documents of up to {self.pack_size:,})"
+
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.storage.validate import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
 # By name, as the registry names storages: what imports megatron.core lives in that room, and nobody else pays for it.
@@ -57,7 +175,7 @@ class MegatronIndexedStorage(Storage):
         """Read the index; the tokens are mapped when they are first needed."""
         index = read_index(path)
         if self.options is None or self.options.documents:
-            from megatron_packed_sft.storage.megatron_indexed.reader import IndexedDocuments
+            from megatron_packed_sft.storage.megatron_indexed.storage import IndexedDocuments
 
             return IndexedDocuments(index)
         from megatron_packed_sft.storage.token_stream.reader import TokenStream
@@ -105,9 +223,48 @@ class MegatronIndexedStorage(Storage):
         self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
         """Look at every token; see `validate_indexed`."""
-        from megatron_packed_sft.storage.megatron_indexed.validate import validate_indexed
+        from megatron_packed_sft.storage.megatron_indexed.storage import validate_indexed
 
         return validate_indexed(path, self.options or StreamOptions(), report, bar)
 
 
 STORAGE = MegatronIndexedStorage()
+
+
+def validate_indexed(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
+    """Check an indexed dataset: that it opens, and with level `full` every token, as of a stream.
+
+    Args:
+        path: the .idx file.
+        options: the vocabulary and the EOS id to check against, and the length of windows.
+        report: takes the findings, the counts, and how to train on the data.
+        bar: shows the bytes read.
+    """
+    from megatron_packed_sft.storage.token_stream.validate import check_stream, fitted
+    from megatron_packed_sft.storage.validate import Finding
+
+    for name in ("dtype", "file_pattern"):
+        if getattr(options, name) is not None:
+            raise InvalidInputError(
+                f"{options.spelled(name)} says nothing about {path}, which knows its own; leave it out"
+            )
+    try:
+        documents = open_indexed_dataset(path)
+        index = documents.index
+        metadata = StreamMetadata(index.path, index.tokens.dtype)
+        stream = TokenStream(path, [index.tokens], fitted(options, [index.tokens]), metadata)
+    except PackedSFTError as error:
+        report.add(Finding(str(path), str(error)))
+        return None
+    report.num_bytes += path.stat().st_size
+    num_findings = report.num_findings
+    check_stream(stream, report, bar)
+    empty = f"; {plural(index.num_empty, 'empty document')} left out" if index.num_empty else ""
+    report.notes.append(
+        f"{path}: {plural(len(documents), 'document')} of up to {plural(documents.pack_size, 'token')}{empty}"
+    )
+    if report.num_findings == num_findings:
+        eos = "tokenizer" if stream.eos_id is None else stream.eos_id  # bins of different lengths are padded with it
+        arguments = f"{str(path)!r}, {eos}, seq_length={documents.pack_size}, stream=StreamOptions(documents=True)"
+        report.notes.append(f"python, by document: create_sft_dataset({arguments})")
+    return documents.figures

@@ -1,33 +1,227 @@
-"""Opening and reading memmap_v1 shards: everything is checked before the first byte is mapped."""
+"""Open and read memmap_v1 shards: everything is checked before the first byte is mapped."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_packed_sft.errors import PackedSFTError, ShardChangedError, ShardFileError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, PackedBin
-from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.bin_checksums import FILES, checksums_of_bin, checksums_of_block
-from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, ShardManifest, parse_manifest
-from megatron_packed_sft.storage.memmap_v1.open_arrays import ShardArrays, map_arrays, read_arrays
-from megatron_packed_sft.storage.read_options import PREAD, ReadOptions
+from megatron_packed_sft.storage.memmap_v1.manifest import (
+    ARRAY_FILES,
+    BIN_CHECKSUMS,
+    FILES,
+    INPUT_IDS,
+    LOSS_MASK,
+    LOSS_WEIGHTS,
+    MAX_MANIFEST_BYTES,
+    PACKED_LEN,
+    SEQ_OFFSETS,
+    SEQ_STARTS,
+    ShardManifest,
+    checksums_array,
+    checksums_of_bin,
+    checksums_of_block,
+    is_shard,
+    parse_manifest,
+    shard_arrays,
+    weights_array,
+)
+from megatron_packed_sft.storage.read_options import ALWAYS, FIRST_READ, NEVER, PREAD, ReadOptions
 from megatron_packed_sft.storage.registry import not_a_shard
 from megatron_packed_sft.support import file_maps
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checked_files import CheckedDirectory, CheckedFile
 from megatron_packed_sft.support.checksum import checksum, file_checksum
 from megatron_packed_sft.support.file_maps import LazyMaps, will_need
+from megatron_packed_sft.support.file_sizes import MappedSizes, changed_size
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 
-# A shard that is read through open files holds three of them: at most 128 shards at a time, under a limit of 1,024.
+# Where the arrays of a shard lie in memory, as compiled code takes it; see `ShardArrays.addresses`.
+IDS_ADDRESS = 0
+MASK_ADDRESS = 1
+WEIGHTS_ADDRESS = 2  # 0: no weights
+LENGTHS_ADDRESS = 3
+OFFSETS_ADDRESS = 4
+STARTS_ADDRESS = 5
+CHECKSUMS_ADDRESS = 6  # 0: there is nothing to compare bins with
+VERIFIED_ADDRESS = 7  # 0: bins are always compared
+NUM_BINS = 8
+PACK_SIZE = 9
+NUM_STARTS = 10
+ID_BYTES = 11
+NUM_CHECKSUMS = 12  # of each bin
+NUM_ADDRESSES = 13
+
+_LARGE = (INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS)
+
+Bins = tuple[npt.NDArray[Any], npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardArrays(BinBlock):
+    """All bins of a shard as one block, read-only.
+
+    With `access: pread` the large arrays are empty (no bins), and `files` reads bins.
+    """
+
+    checksums: npt.NDArray[np.uint64] | None = None  # [num_bins, 3 or 4]; None: not recorded
+    sizes: MappedSizes | None = None  # of mapped files
+    files: BinFiles | None = None
+    verify: str = FIRST_READ
+    verified: npt.NDArray[np.uint8] = field(init=False)  # 1: this process has compared the bin with its checksums
+    lengths_view: memoryview = field(init=False)
+    offsets_view: memoryview = field(init=False)
+    verified_view: memoryview = field(init=False)
+    addresses: npt.NDArray[np.int64] = field(init=False)  # where everything lies: [NUM_ADDRESSES]
+
+    def __post_init__(self) -> None:
+        # A byte per bin: threads may set it twice, to the same value.
+        object.__setattr__(self, "verified", np.zeros(0 if self.checksums is None else len(self), np.uint8))
+        # Python's own integers, without NumPy's scalars in between: half the time of reading one bin.
+        object.__setattr__(self, "lengths_view", self.packed_len.data)
+        object.__setattr__(self, "offsets_view", self.seq_offsets.data)
+        object.__setattr__(self, "verified_view", self.verified.data)
+        # Not a cached_property: in Python 3.11 it has a lock, which a fork may copy while another thread holds it.
+        object.__setattr__(self, "addresses", self._addresses())
+
+    def wants_check(self, index: int) -> bool:
+        """Return whether a bin must be compared with its checksums now."""
+        if self.checksums is None or self.verify == NEVER:
+            return False
+        return self.verify == ALWAYS or not self.verified_view[index]
+
+    def bin_at(self, index: int, length: int) -> Bins:
+        """Return ids, mask and weights of one bin, without padding."""
+        if self.files is None:
+            weights = None if self.loss_weights is None else self.loss_weights[index, :length]
+            return self.input_ids[index, :length], self.loss_mask[index, :length], weights
+        ids, mask, weights = self.files.block(index, index + 1)
+        return ids[0, :length], mask[0, :length], None if weights is None else weights[0, :length]
+
+    def padded(self, start: int, stop: int) -> Bins:
+        """Return ids, mask and weights of bins start..stop-1: read-only views, or arrays of their own."""
+        if self.files is not None:
+            return self.files.block(start, stop)
+        weights = None if self.loss_weights is None else self.loss_weights[start:stop]
+        return self.input_ids[start:stop], self.loss_mask[start:stop], weights
+
+    def _addresses(self) -> npt.NDArray[np.int64]:
+        """Return where everything lies; valid while this object lives."""
+        arrays = (
+            *(self.input_ids, self.loss_mask, self.loss_weights),
+            *(self.packed_len, self.seq_offsets, self.seq_starts, self.checksums, self.verified),
+        )
+        places = [0 if array is None else array.ctypes.data for array in arrays]
+        if self.verify == NEVER:
+            places[CHECKSUMS_ADDRESS] = 0
+        if self.verify == ALWAYS:
+            places[VERIFIED_ADDRESS] = 0
+        num_checksums = 0 if self.checksums is None else self.checksums.shape[1]
+        shape = (len(self), self.input_ids.shape[1], len(self.seq_starts), self.input_ids.itemsize, num_checksums)
+        return np.array([*places, *shape], np.int64)
+
+    def addresses_of(self, large: Bins) -> npt.NDArray[np.int64]:
+        """Return the addresses with those of other large arrays, which hold some of the bins."""
+        addresses = self.addresses.copy()
+        addresses[:LENGTHS_ADDRESS] = [0 if array is None else array.ctypes.data for array in large]
+        return addresses
+
+
+class BinFiles:
+    """Reads bins of a shard from its open files. A file that was cut is an error, in whatever moment."""
+
+    def __init__(self, files: Sequence[CheckedFile], keep: object) -> None:
+        self._files: list[CheckedFile] = []
+        self._keep = keep
+        for file in files:
+            with os_errors("open", file.path):
+                fd = os.dup(file.fd)
+            weakref.finalize(self, os.close, fd)  # at once: the next file may be one too many
+            self._files.append(file._replace(fd=fd))
+
+    def bins(self, numbers: Sequence[int]) -> Bins:
+        """Return these bins in padded form, in arrays of their own."""
+        return self._read([(number, 1) for number in numbers])
+
+    def block(self, start: int, stop: int) -> Bins:
+        """Return bins start..stop-1 in padded form, in arrays of their own."""
+        return self._read([(start, stop - start)])
+
+    def advise(self, numbers: Iterable[int]) -> None:
+        """Have the kernel read these bins ahead."""
+        for number in numbers:
+            for file in self._files:
+                bin_bytes = file.header.shape[1] * np.dtype(file.header.dtype).itemsize
+                place = file.header.data_offset + number * bin_bytes
+                os.posix_fadvise(file.fd, place, bin_bytes, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, runs: Sequence[tuple[int, int]]) -> Bins:
+        arrays = []
+        for file in self._files:
+            width = file.header.shape[1]
+            array = np.empty((sum(count for _, count in runs), width), file.header.dtype)
+            bin_bytes = width * array.itemsize
+            view, place = array.reshape(-1).view(np.uint8).data, 0
+            for first, count in runs:
+                end = place + count * bin_bytes
+                read_fully(file, view[place:end], file.header.data_offset + first * bin_bytes)
+                place = end
+            arrays.append(array)
+        return arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
+
+
+def read_fully(file: CheckedFile, view: memoryview, offset: int) -> None:
+    """Fill a buffer from a place of a file; a file that ends before is an error."""
+    filled = 0
+    while filled < len(view):
+        with os_errors("read", file.path):
+            count = os.preadv(file.fd, [view[filled:]], offset + filled)
+        if count == 0:
+            raise changed_size(file.path, os.fstat(file.fd).st_size, file.size)
+        filled += count
+
+
+def map_arrays(files: Mapping[str, CheckedFile], keep: object, verify: str) -> ShardArrays:
+    """Map all files of a shard."""
+    sizes = MappedSizes()
+    for file in files.values():
+        sizes.add(file.path, file.fd)
+    mapped = {name: file.map(keep) for name, file in files.items()}
+    return _arrays(mapped, verify=verify, sizes=sizes)
+
+
+def read_arrays(files: Mapping[str, CheckedFile], keep: object, verify: str) -> ShardArrays:
+    """Read the index of a shard into memory, and keep the large files open."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name, file in files.items():
+        if name in _LARGE:
+            found[name] = np.empty((0, file.header.shape[1]), file.header.dtype)
+        else:
+            found[name] = array = np.empty(file.header.shape, file.header.dtype)
+            read_fully(file, array.reshape(-1).view(np.uint8).data, file.header.data_offset)
+        found[name].flags.writeable = False
+    return _arrays(found, verify=verify, files=BinFiles([files[name] for name in _LARGE if name in files], keep))
+
+
+def _arrays(found: Mapping[str, npt.NDArray[Any]], **how: Any) -> ShardArrays:
+    # Headers of odd length, which other programs may write, leave numbers at odd addresses: a copy has none.
+    sound = {name: array if array.flags.aligned else array.copy() for name, array in found.items()}
+    ids, mask, packed_len, seq_offsets, seq_starts = (sound[name] for name in ARRAY_FILES)
+    weights, checksums = sound.get(LOSS_WEIGHTS), sound.get(BIN_CHECKSUMS)
+    return ShardArrays(ids, mask, packed_len, seq_offsets, seq_starts, weights, checksums, **how)
+
+
 _PLACES_OF_OPEN_FILES = 8
 
 
@@ -46,17 +240,17 @@ def checked_shard(path: Path) -> Iterator[CheckedShard]:
         data = directory.read(MANIFEST, MAX_MANIFEST_BYTES)
         manifest = parse_manifest(data, str(path / MANIFEST))
         records = manifest.files or {}
-        *others, starts = layout.shard_arrays(
+        *others, starts = shard_arrays(
             manifest.num_bins, manifest.pack_size, manifest.num_sequences or 0, manifest.dtype
         )
         files = {spec.name: directory.array(spec, records.get(spec.name)) for spec in others}
         if manifest.num_sequences is None:  # seed-only manifests do not record it; the CSR's last pointer does
-            starts = starts._replace(shape=(_last_pointer(files[layout.SEQ_OFFSETS]),))
+            starts = starts._replace(shape=(_last_pointer(files[SEQ_OFFSETS]),))
         optional = []
         if manifest.has_weights:
-            optional.append(layout.weights_array(manifest.num_bins, manifest.pack_size))
+            optional.append(weights_array(manifest.num_bins, manifest.pack_size))
         if manifest.has_bin_checksums:
-            optional.append(layout.checksums_array(manifest.num_bins, has_weights=manifest.has_weights))
+            optional.append(checksums_array(manifest.num_bins, has_weights=manifest.has_weights))
         for spec in (starts, *optional):
             files[spec.name] = directory.array(spec, records.get(spec.name))
         yield CheckedShard(manifest, checksum(data), files)
@@ -70,7 +264,7 @@ def _last_pointer(seq_offsets: CheckedFile) -> int:
 def open_memmap_shard(path: str | os.PathLike[str]) -> MemmapShard:
     """Open a memmap_v1 shard directory; only the manifest and the headers are read."""
     location = local_path(path)
-    if not layout.is_shard(location):
+    if not is_shard(location):
         raise not_a_shard(location)
     with checked_shard(location) as checked:
         return MemmapShard(location, checked.manifest, checked.manifest_checksum)
@@ -132,12 +326,12 @@ class MemmapShard(LazyMaps[ShardArrays]):
         first, last = arrays.offsets_view[index], arrays.offsets_view[index + 1]
         # Enough that a damaged index of a shard without checksums is an error here and never read behind the arrays.
         if not 1 <= length <= self.manifest.pack_size:
-            raise self.damaged(layout.PACKED_LEN, index)
+            raise self.damaged(PACKED_LEN, index)
         if not first < last <= len(arrays.seq_starts):
-            raise self.damaged(layout.SEQ_OFFSETS, index)
+            raise self.damaged(SEQ_OFFSETS, index)
         starts = arrays.seq_starts[first:last]
         if starts[0] != 0 or starts[-1] >= length:
-            raise self.damaged(layout.SEQ_STARTS, index) if arrays.checksums is None else self.unverified(index)
+            raise self.damaged(SEQ_STARTS, index) if arrays.checksums is None else self.unverified(index)
         ids, mask, weights = arrays.bin_at(index, length)
         if arrays.checksums is not None and arrays.wants_check(index):
             if checksums_of_bin(ids, mask, weights, first, starts) != arrays.checksums[index].tolist():
@@ -206,7 +400,7 @@ class MemmapShard(LazyMaps[ShardArrays]):
         """
         with checked_shard(self.path) as checked:
             algorithm, records = checked.manifest.checksum_algorithm, checked.manifest.files
-            for name in (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS, layout.BIN_CHECKSUMS):
+            for name in (PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS, BIN_CHECKSUMS):
                 if records and algorithm and file_checksum(self.path / name, algorithm) != records[name].checksum:
                     return name
         arrays = self.arrays
@@ -216,7 +410,7 @@ class MemmapShard(LazyMaps[ShardArrays]):
         wrong = [
             column for column, recorded in enumerate(arrays.checksums[index].tolist()) if found[column] != recorded
         ]
-        return next((FILES.get(column, layout.SEQ_STARTS) for column in wrong), None)
+        return next((FILES.get(column, SEQ_STARTS) for column in wrong), None)
 
     def _verify_block(self, arrays: ShardArrays, start: int, block: BinBlock) -> None:
         stop = start + len(block)
@@ -224,10 +418,10 @@ class MemmapShard(LazyMaps[ShardArrays]):
             return
         bad = np.flatnonzero((block.packed_len < 1) | (block.packed_len > self.pack_size))
         if bad.size:
-            raise self.damaged(layout.PACKED_LEN, start + int(bad[0]))
+            raise self.damaged(PACKED_LEN, start + int(bad[0]))
         bad = np.flatnonzero(block.seq_offsets[1:] <= block.seq_offsets[:-1])
         if bad.size or int(block.seq_offsets[-1]) > len(arrays.seq_starts):
-            raise self.damaged(layout.SEQ_OFFSETS, start + (int(bad[0]) if bad.size else len(block) - 1))
+            raise self.damaged(SEQ_OFFSETS, start + (int(bad[0]) if bad.size else len(block) - 1))
         wrong = (checksums_of_block(block) != arrays.checksums[start:stop]).any(axis=1)
         if wrong.any():
             raise self.unverified(start + int(wrong.argmax()))

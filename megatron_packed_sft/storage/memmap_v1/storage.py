@@ -12,18 +12,17 @@ import numpy as np
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, is_shard, parse_manifest
+from megatron_packed_sft.support.array_files import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.support.checked_files import CheckedDirectory
 from megatron_packed_sft.support.checksum import checksum as checksum_of
 from megatron_packed_sft.support.json_document import MANIFEST, FileRecord
-from megatron_packed_sft.support.npy import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.support.paths import redacted
 
 if TYPE_CHECKING:
     from megatron_packed_sft.remote.downloads import Contents
     from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.storage.validate import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
 
@@ -37,7 +36,7 @@ class MemmapStorage(Storage):
 
     def recognises(self, path: Path) -> bool:
         """Return whether there is a manifest, or an array of a shard that lost its manifest."""
-        return layout.is_shard(path)
+        return is_shard(path)
 
     def shard_name(self, number: int) -> str:
         """Return the directory name of a shard."""

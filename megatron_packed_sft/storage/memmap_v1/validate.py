@@ -14,11 +14,23 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
 from megatron_packed_sft.storage.loss_weights import find_weight_violations
-from megatron_packed_sft.storage.memmap_v1 import layout
-from megatron_packed_sft.storage.memmap_v1.bin_checksums import FILES, INDEX, checksums_of_block
-from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.manifest import (
+    ARRAY_FILES,
+    BIN_CHECKSUMS,
+    FILES,
+    INDEX_COLUMN,
+    INPUT_IDS,
+    LOSS_MASK,
+    LOSS_WEIGHTS,
+    OPTIONAL_FILES,
+    PACKED_LEN,
+    SEQ_OFFSETS,
+    SEQ_STARTS,
+    ShardManifest,
+    checksums_of_block,
+)
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
-from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
+from megatron_packed_sft.storage.validate import Finding, ValidationReport
 from megatron_packed_sft.support.checked_files import CheckedFile, HashingReader
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import MANIFEST
@@ -26,15 +38,15 @@ from megatron_packed_sft.support.progress import Progress
 
 # Bins are read, hashed and checked in blocks that stay in the processor's cache.
 _BLOCK_BYTES = 1 << 20
-_INDEX_FILES = (layout.PACKED_LEN, layout.SEQ_OFFSETS, layout.SEQ_STARTS)
+_INDEX_FILES = (PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
 
 
 def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check one shard; return its figures unless it cannot be opened."""
-    report.add_strangers(path, {MANIFEST, *layout.ARRAY_FILES, *layout.OPTIONAL_FILES})
+    report.add_strangers(path, {MANIFEST, *ARRAY_FILES, *OPTIONAL_FILES})
     try:
         with checked_shard(path) as shard:
-            for name in layout.OPTIONAL_FILES:
+            for name in OPTIONAL_FILES:
                 if name not in shard.files and (path / name).exists():
                     message = "is not part of the shard, says its manifest; move it somewhere else"
                     report.add(Finding(str(path / name), message))
@@ -79,7 +91,7 @@ class _ContentCheck:
     def run(self) -> None:
         """Read, hash and check everything."""
         files = self._shard.files
-        large = (layout.INPUT_IDS, layout.LOSS_MASK, layout.LOSS_WEIGHTS)
+        large = (INPUT_IDS, LOSS_MASK, LOSS_WEIGHTS)
         large_files = [files[name] for name in large if name in files]
         packed_len, seq_offsets, seq_starts = (self._read_index(files[name]) for name in _INDEX_FILES)
         self._checksums = self._read_checksums()
@@ -123,7 +135,7 @@ class _ContentCheck:
 
     def _read_checksums(self) -> npt.NDArray[np.uint64] | None:
         """Return the checksums of bins; None if there are none, or none that can be believed."""
-        file = self._shard.files.get(layout.BIN_CHECKSUMS)
+        file = self._shard.files.get(BIN_CHECKSUMS)
         if file is None:
             return None
         num_findings = self._report.num_findings
@@ -140,8 +152,8 @@ class _ContentCheck:
             if index in listed:
                 continue
             columns = np.flatnonzero(differs[index]).tolist()
-            if INDEX in columns:  # a wrong index leads to wrong tokens, too
-                name = next((name for name in _INDEX_FILES if name in self._damaged), layout.PACKED_LEN)
+            if INDEX_COLUMN in columns:  # a wrong index leads to wrong tokens, too
+                name = next((name for name in _INDEX_FILES if name in self._damaged), PACKED_LEN)
             else:
                 name = FILES[columns[0]]
             self._add(name, "its content does not match the checksum of this bin", bin=start + index)
@@ -149,12 +161,12 @@ class _ContentCheck:
     def _csr_is_sound(self, seq_offsets: npt.NDArray[np.uint32], num_sequences: int) -> bool:
         backwards = np.flatnonzero(seq_offsets[1:] < seq_offsets[:-1])
         if seq_offsets[0] != 0:
-            self._add(layout.SEQ_OFFSETS, f"begins with {int(seq_offsets[0])}, not 0", bin=0, field="seq_offsets")
+            self._add(SEQ_OFFSETS, f"begins with {int(seq_offsets[0])}, not 0", bin=0, field="seq_offsets")
         elif backwards.size:
-            self._add(layout.SEQ_OFFSETS, "decreases after this bin", bin=int(backwards[0]), field="seq_offsets")
+            self._add(SEQ_OFFSETS, "decreases after this bin", bin=int(backwards[0]), field="seq_offsets")
         elif seq_offsets[-1] != num_sequences:
             self._add(
-                layout.SEQ_OFFSETS,
+                SEQ_OFFSETS,
                 f"ends with {int(seq_offsets[-1])}, but there are {num_sequences} sequence starts",
                 bin=len(seq_offsets) - 1,
                 field="seq_offsets",

@@ -21,12 +21,36 @@ from megatron_packed_sft.storage.bins import (
 )
 from megatron_packed_sft.storage.interface import PackedShardWriter
 from megatron_packed_sft.storage.loss_weights import find_weight_violations, mask_and_weights
-from megatron_packed_sft.storage.memmap_v1 import bin_checksums, layout
-from megatron_packed_sft.storage.memmap_v1._pending_bins import PendingBins
-from megatron_packed_sft.storage.memmap_v1._unordered_starts import StartsSpool
-from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY, MAX_NUM_BINS, MAX_PACK_SIZE, ShardManifest
-from megatron_packed_sft.support import npy
-from megatron_packed_sft.support.array_files import ArrayFileWriter
+from megatron_packed_sft.storage.memmap_v1.manifest import (
+    BIN_CHECKSUM_ALGORITHM,
+    CREATED_BY,
+    IDS_COLUMN,
+    INDEX_COLUMN,
+    MASK_COLUMN,
+    MAX_NUM_BINS,
+    MAX_PACK_SIZE,
+    VERSION,
+    WEIGHTS_COLUMN,
+    ShardManifest,
+    checksums_array,
+    checksums_of_array,
+    checksums_of_index,
+    shard_arrays,
+    weights_array,
+)
+from megatron_packed_sft.storage.memmap_v1.write_buffers import PendingBins, StartsSpool
+from megatron_packed_sft.support.array_files import (
+    CHECKSUM_DTYPE,
+    ID_DTYPE,
+    ID_LIMITS,
+    INDEX_DTYPE,
+    INDEX_LIMIT,
+    MASK_DTYPE,
+    WEIGHT_DTYPE,
+    ArrayFileWriter,
+    ArraySpec,
+    id_dtype_for,
+)
 from megatron_packed_sft.support.atomic import write_file
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import MANIFEST
@@ -86,11 +110,11 @@ class MemmapShardWriter(PackedShardWriter):
         _check_argument("num_bins", num_bins, 1, MAX_NUM_BINS)
         _check_argument("pack_size", pack_size, 1, MAX_PACK_SIZE)
         if vocab_size is not None:
-            _check_argument("vocab_size", vocab_size, 1, npy.ID_LIMITS[npy.ID_DTYPE])
+            _check_argument("vocab_size", vocab_size, 1, ID_LIMITS[ID_DTYPE])
         self.num_bins = int(num_bins)
         self.pack_size = int(pack_size)
-        self.dtype = npy.id_dtype_for(vocab_size) if dtype is None else _id_dtype(dtype, vocab_size)
-        self.id_limit = int(vocab_size) if vocab_size is not None else npy.ID_LIMITS[self.dtype]
+        self.dtype = id_dtype_for(vocab_size) if dtype is None else _id_dtype(dtype, vocab_size)
+        self.id_limit = int(vocab_size) if vocab_size is not None else ID_LIMITS[self.dtype]
         _check_argument("pad_id", pad_id, 0, self.id_limit - 1)
         _check_argument("pad_seq_to_mult", pad_seq_to_mult, 1, self.pack_size)
         self.pad_id = int(pad_id)
@@ -108,11 +132,11 @@ class MemmapShardWriter(PackedShardWriter):
         self._pending = PendingBins(self.pack_size, self.dtype, self.id_limit, self.pad_id)
         self._files: list[ArrayFileWriter] = []
         self._weights_file: ArrayFileWriter | None = None
-        self._checksums = np.zeros((self.num_bins, 4), npy.CHECKSUM_DTYPE)
+        self._checksums = np.zeros((self.num_bins, 4), CHECKSUM_DTYPE)
         self._weight_sums = np.empty(0)  # with weights, one per bin; NaN: the bin's weights are not in the file
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
-            ids, mask, _, _, _ = layout.shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
+            ids, mask, _, _, _ = shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
             self._ids_file = self._new_file(ids)
             self._mask_file = self._new_file(mask)
             self._starts = StartsSpool(self._staging.path, self.num_bins)
@@ -146,7 +170,7 @@ class MemmapShardWriter(PackedShardWriter):
             self._admit(bin_id, staged)
             self._pending.keep(bin_id, staged)
             return
-        padded = np.zeros(staged.loss_mask.shape, npy.WEIGHT_DTYPE)
+        padded = np.zeros(staged.loss_mask.shape, WEIGHT_DTYPE)
         padded[0, :length] = weights
         staged = replace(staged, loss_weights=padded)
         self._admit(bin_id, staged)
@@ -207,18 +231,18 @@ class MemmapShardWriter(PackedShardWriter):
             self._ids_file.write(first_bin, block.input_ids)
             self._mask_file.write(first_bin, block.loss_mask)
             own = self._checksums[first_bin : first_bin + len(block)]
-            own[:, bin_checksums.INPUT_IDS] = bin_checksums.checksums_of_array(block.input_ids, block.packed_len)
-            own[:, bin_checksums.LOSS_MASK] = bin_checksums.checksums_of_array(block.loss_mask, block.packed_len)
+            own[:, IDS_COLUMN] = checksums_of_array(block.input_ids, block.packed_len)
+            own[:, MASK_COLUMN] = checksums_of_array(block.loss_mask, block.packed_len)
             self._starts.append(first_bin, block.seq_offsets, block.seq_starts)
             if block.loss_weights is not None:
                 self._store_weights(first_bin, block.loss_weights)
 
     def _store_weights(self, first_bin: int, weights: npt.NDArray[np.float32]) -> None:
         if self._weights_file is None:
-            self._weights_file = self._new_file(layout.weights_array(self.num_bins, self.pack_size))
+            self._weights_file = self._new_file(weights_array(self.num_bins, self.pack_size))
         self._weights_file.write(first_bin, weights)
         last_bin = first_bin + len(weights)
-        self._checksums[first_bin:last_bin, bin_checksums.LOSS_WEIGHTS] = bin_checksums.checksums_of_array(
+        self._checksums[first_bin:last_bin, WEIGHTS_COLUMN] = checksums_of_array(
             weights, self._packed_len[first_bin:last_bin]
         )
 
@@ -230,7 +254,7 @@ class MemmapShardWriter(PackedShardWriter):
             for start in range(0, len(run), at_once):
                 first, count = int(run[start]), min(at_once, len(run) - start)
                 mask = self._mask_file.read(first, count)
-                self._store_weights(first, mask.astype(npy.WEIGHT_DTYPE))
+                self._store_weights(first, mask.astype(WEIGHT_DTYPE))
                 self._weight_sums[first : first + count] = mask.sum(axis=1, dtype=np.float64)
 
     def _flush(self) -> None:
@@ -253,28 +277,28 @@ class MemmapShardWriter(PackedShardWriter):
             raise WriterStateError(
                 f"total_seq_starts is {self._total_seq_starts}, but {num_sequences} sequences were written; raise it"
             )
-        if num_sequences >= npy.INDEX_LIMIT:
+        if num_sequences >= INDEX_LIMIT:
             raise InvalidInputError(f"{num_sequences} sequences do not fit one shard; split it into smaller shards")
-        _, _, lengths_spec, offsets_spec, starts_spec = layout.shard_arrays(
+        _, _, lengths_spec, offsets_spec, starts_spec = shard_arrays(
             self.num_bins, self.pack_size, num_sequences, self.dtype
         )
         lengths_file = self._new_file(lengths_spec)
         lengths_file.write(0, self._packed_len)
         offsets_file = self._new_file(offsets_spec)
-        offsets_file.write(0, offsets.astype(npy.INDEX_DTYPE))
+        offsets_file.write(0, offsets.astype(INDEX_DTYPE))
         starts_file = self._new_file(starts_spec)
         for position, starts in self._starts.in_bin_order():
             starts_file.write(position, starts)
             first, last = np.searchsorted(offsets, (position, position + len(starts)))
-            self._checksums[first:last, bin_checksums.INDEX] = bin_checksums.checksums_of_index(
+            self._checksums[first:last, INDEX_COLUMN] = checksums_of_index(
                 self._packed_len[first:last], offsets[first : last + 1], starts
             )
         self._starts.remove()
-        checksums_spec = layout.checksums_array(self.num_bins, has_weights=self._weights_file is not None)
+        checksums_spec = checksums_array(self.num_bins, has_weights=self._weights_file is not None)
         checksums_file = self._new_file(checksums_spec)
         checksums_file.write(0, np.ascontiguousarray(self._checksums[:, : checksums_spec.shape[1]]))
         manifest = ShardManifest(
-            version=layout.VERSION,
+            version=VERSION,
             num_bins=self.num_bins,
             pack_size=self.pack_size,
             dtype=self.dtype,
@@ -283,7 +307,7 @@ class MemmapShardWriter(PackedShardWriter):
             num_sequences=num_sequences,
             **self._totals._asdict(),
             **self._weight_fields(),
-            bin_checksum_algorithm=layout.BIN_CHECKSUM_ALGORITHM,
+            bin_checksum_algorithm=BIN_CHECKSUM_ALGORITHM,
             pad_id=self.pad_id,
             created_by=CREATED_BY,
             **self._provenance,
@@ -295,11 +319,11 @@ class MemmapShardWriter(PackedShardWriter):
         if self._weights_file is None:
             return {}
         return {
-            "loss_weights_dtype": npy.WEIGHT_DTYPE,
+            "loss_weights_dtype": WEIGHT_DTYPE,
             "sum_loss_weights": math.fsum(self._weight_sums.tolist()),
         }
 
-    def _new_file(self, spec: npy.ArraySpec) -> ArrayFileWriter:
+    def _new_file(self, spec: ArraySpec) -> ArrayFileWriter:
         file = ArrayFileWriter(self._staging.path / spec.name, spec, self._algorithm)
         self._cleanup.callback(file.close)
         self._files.append(file)
@@ -327,13 +351,13 @@ class MemmapShardWriter(PackedShardWriter):
 
         block = BinBlock(
             cast(block.input_ids, self.dtype, self.id_limit, "input_ids"),
-            cast(block.loss_mask, npy.MASK_DTYPE, 2, "loss_mask"),
-            cast(block.packed_len, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "packed_len"),
-            cast(block.seq_offsets, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_offsets"),
-            cast(block.seq_starts, npy.INDEX_DTYPE, npy.INDEX_LIMIT, "seq_starts"),
+            cast(block.loss_mask, MASK_DTYPE, 2, "loss_mask"),
+            cast(block.packed_len, INDEX_DTYPE, INDEX_LIMIT, "packed_len"),
+            cast(block.seq_offsets, INDEX_DTYPE, INDEX_LIMIT, "seq_offsets"),
+            cast(block.seq_starts, INDEX_DTYPE, INDEX_LIMIT, "seq_starts"),
         )
         if weights is not None and not np.array_equal(weights, block.loss_mask):
-            block = replace(block, loss_weights=np.ascontiguousarray(weights, npy.WEIGHT_DTYPE))
+            block = replace(block, loss_weights=np.ascontiguousarray(weights, WEIGHT_DTYPE))
         if int(block.seq_offsets[-1]) - int(block.seq_offsets[0]) != len(block.seq_starts):
             raise InvalidInputError(
                 f"{name}seq_offsets span {int(block.seq_offsets[-1]) - int(block.seq_offsets[0])} sequences, "
@@ -349,8 +373,8 @@ def _check_argument(name: str, value: Any, low: int, high: int) -> None:
 
 def _id_dtype(dtype: npt.DTypeLike, vocab_size: int | None) -> str:
     name = np.dtype(dtype).str
-    if name not in npy.ID_LIMITS:
+    if name not in ID_LIMITS:
         raise InvalidInputError(f"dtype is {np.dtype(dtype)}; ids are stored as int32 or uint16")
-    if vocab_size is not None and vocab_size > npy.ID_LIMITS[name]:
+    if vocab_size is not None and vocab_size > ID_LIMITS[name]:
         raise InvalidInputError(f"dtype {np.dtype(dtype)} does not hold a vocabulary of {vocab_size}; use int32")
     return name

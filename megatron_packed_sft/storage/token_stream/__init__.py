@@ -7,6 +7,6 @@
 Tokens that users already have come like this, from tatm, nanoGPT-like scripts or a token cache. Nothing is packed or
 copied to train on them: a window of seq_length + 1 tokens is a bin, and windows are cut when they are asked for.
 
-Where to look: `options` (what a user can say), `files` (which files, of which dtype), `metadata` (what is recorded
-beside them), `flat_file` (one file, mapped), `reader` (windows), `validate` (every token looked at).
+Where to look: `files` (which files, of which dtype), `options` (what is said about them), `reader` (windows),
+`validate` (checks every token), `writer` (for token caches).
 """

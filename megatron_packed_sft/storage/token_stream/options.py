@@ -1,13 +1,21 @@
-"""What a user can say about a token stream: how long its windows are, where documents end, which files and dtype."""
+"""What is said about a token stream: by its user (`StreamOptions`), and by a file beside it (`StreamMetadata`).
+
+That file is tatm's metadata.yaml, or the meta.json of a token cache.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.token_stream.metadata import parse_dtype
+from megatron_packed_sft.errors import InvalidInputError, ManifestError
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.paths import refuse_special_file
 
 DEFAULT_SEQ_LENGTH = 2048  # that of `create_sft_dataset`
 _ID_LIMIT = 1 << 31
@@ -92,3 +100,113 @@ class StreamOptions:
     def stride(self) -> int:
         """Tokens from the start of one window to that of the next."""
         return self.seq_length if self.overlap else self.window_length
+
+
+# In a directory of tokens, in this order. A token cache keeps its meta.json above the directories of its splits.
+_NAMES = ("metadata.yaml", "metadata.yml", "metadata.json", "meta.json")
+_PARENT_NAME = "meta.json"
+_SECTIONS = ("tokenized_info",)  # where tatm keeps what concerns the tokens
+_DTYPE_KEYS = ("token_dtype", "dtype")
+_EOS_KEYS = ("eos_id", "eos_token_id", "eod_id", "eod")
+_SPECIAL_EOS_KEYS = ("eos", "eot", "eod")
+_MAX_BYTES = 16 << 20  # that of a token cache lists its shards
+
+_SPELLED = re.compile(r"(?:np\.|numpy\.)?(u?)int(8|16|32|64)(?:[-_ ]?(le|be|little|big))?")
+_CODE = re.compile(r"([<>|=]?)([ui])([1248])")
+
+
+class StreamMetadata(NamedTuple):
+    """What is recorded, as far as it is."""
+
+    path: Path | None = None  # the file that says so
+    dtype: str | None = None
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    tokenizer: Mapping[str, Any] | None = None  # with a fingerprint; a mere name cannot be compared
+
+
+def parse_dtype(text: str, where: str) -> str:
+    """Return the NumPy code of an integer dtype, however it is spelled; `where` names it in the message.
+
+    Example:
+        >>> parse_dtype("uint16-le", "token_dtype"), parse_dtype("np.int32", "dtype"), parse_dtype(">u4", "dtype")
+        ('<u2', '<i4', '>u4')
+    """
+    lowered = text.strip().lower()
+    if spelled := _SPELLED.fullmatch(lowered):
+        order = ">" if (spelled[3] or "").startswith("b") else "<"
+        return f"{order}{'u' if spelled[1] else 'i'}{int(spelled[2]) // 8}"
+    if code := _CODE.fullmatch(lowered):
+        order = ">" if code[1] == ">" else "<"
+        return f"{order}{code[2]}{code[3]}"
+    raise InvalidInputError(f"{where} is {text!r}, which is no integer dtype; write uint16 or uint32")
+
+
+def read_metadata(directory: Path) -> StreamMetadata:
+    """Return what the first of the known files beside the tokens says."""
+    candidates = [directory / name for name in _NAMES]
+    candidates.append(directory.parent / _PARENT_NAME)
+    for path in candidates:
+        if path.is_file():
+            found = _parse(path, in_parent=path.parent != directory)
+            if found is not None:
+                return found
+    return StreamMetadata()
+
+
+def _parse(path: Path, *, in_parent: bool) -> StreamMetadata | None:
+    document = _load(path)
+    if not isinstance(document, dict):
+        return None  # such as the list that Megatron-Bridge keeps in metadata.json
+    sections = [section for name in _SECTIONS if isinstance(section := document.get(name), dict)]
+    if in_parent and _DTYPE_KEYS[0] not in document:
+        return None
+    values = {**document, **{key: value for section in sections for key, value in section.items()}}
+    dtype = next((values[key] for key in _DTYPE_KEYS if values.get(key) is not None), None)
+    if dtype is not None and not isinstance(dtype, str):
+        raise ManifestError(f"{path}: the dtype is {dtype!r}; write uint16 or uint32")
+    special = values.get("special_token_ids")
+    eos_id = _integer(path, values, _EOS_KEYS)
+    if eos_id is None and isinstance(special, dict):
+        eos_id = _integer(path, special, _SPECIAL_EOS_KEYS)
+    tokenizer = values.get("tokenizer")
+    return StreamMetadata(
+        path,
+        None if dtype is None else parse_dtype(dtype, f"{path}: the dtype"),
+        _integer(path, values, ("vocab_size",)),
+        eos_id,
+        tokenizer if isinstance(tokenizer, dict) and tokenizer.get("fingerprint") else None,
+    )
+
+
+def _load(path: Path) -> Any:
+    refuse_special_file(path)
+    with os_errors("read", path), open(path, "rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ManifestError(
+            f"{path} has more than {_MAX_BYTES:,} bytes; a description of tokens is short: move it away"
+        )
+    if path.suffix == ".json":
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"{path} is not valid JSON ({error}); repair it or move it away") from None
+    import yaml
+
+    try:
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ManifestError(f"{path} is not valid YAML ({reason}); repair it or move it away") from None
+
+
+def _integer(path: Path, values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        value = values.get(key)
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise ManifestError(f"{path}: {key} is {value!r}, not a whole number; repair it or remove the key")
+        return value
+    return None

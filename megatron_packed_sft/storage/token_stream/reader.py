@@ -1,4 +1,4 @@
-"""Windows of a token stream: cut out of the mapped files when they are asked for, by binary search.
+"""Windows of a token stream: cut out of the mapped files on demand, by binary search.
 
 A window is a bin: seq_length + 1 tokens of one file, whose documents are its sequences. With `pack_sequences` each
 document ends with its EOS; otherwise the window is one sequence, whatever it holds. Every prediction inside a document
@@ -19,12 +19,14 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import InvalidInputError, ShardError, ShardFileError
 from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
 from megatron_packed_sft.storage.read_options import ReadOptions
-from megatron_packed_sft.storage.token_stream.files import GUESSED_ID_LIMIT, find_files
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
-from megatron_packed_sft.storage.token_stream.metadata import StreamMetadata, read_metadata
-from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.storage.token_stream.files import GUESSED_ID_LIMIT, FlatFile, find_files
+from megatron_packed_sft.storage.token_stream.options import (
+    StreamMetadata,
+    StreamOptions,
+    read_metadata,
+)
+from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS, SMALL_ID_DTYPE
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
-from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS, SMALL_ID_DTYPE
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 

@@ -12,7 +12,7 @@ from megatron_packed_sft.storage.token_stream.options import StreamOptions
 
 if TYPE_CHECKING:
     from megatron_packed_sft.storage.token_stream.reader import TokenStream
-    from megatron_packed_sft.storage.validation_report import ValidationReport
+    from megatron_packed_sft.storage.validate import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
 

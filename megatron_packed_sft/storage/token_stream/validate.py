@@ -1,4 +1,4 @@
-"""`validate` for token streams: every id looked at, and the lines that train on the stream."""
+"""`validate` for token streams: check every id and every recorded file, and say how to train on the stream."""
 
 from __future__ import annotations
 
@@ -7,19 +7,64 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.errors import ManifestError, PackedSFTError
 from megatron_packed_sft.storage.bins import BinFigures
-from megatron_packed_sft.storage.token_stream.files import NPY, find_files
-from megatron_packed_sft.storage.token_stream.flat_file import FlatFile
-from megatron_packed_sft.storage.token_stream.metadata import read_metadata
-from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.storage.token_stream.files import NPY, FlatFile, find_files
+from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions, read_metadata
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
-from megatron_packed_sft.storage.token_stream.recorded_files import RecordedFiles
-from megatron_packed_sft.storage.validation_report import Finding, ValidationReport
-from megatron_packed_sft.support.npy import ID_DTYPE, ID_LIMITS
+from megatron_packed_sft.storage.validate import Finding, ValidationReport
+from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
+from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.checksum import file_checksum
+from megatron_packed_sft.support.json_document import Fields, FileRecord, parse, parse_file_records
+
+_MAX_BYTES = 16 << 20
+
+
+class RecordedFiles:
+    """What a meta.json lists; nothing if it lists no files or is not there.
+
+    Args:
+        path: of the meta.json.
+
+    Attributes:
+        algorithm: of the checksums, or None.
+        files: size and checksum by the path of each file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.algorithm: str | None = None
+        self.files: dict[Path, FileRecord] = {}
+        if not path.exists():
+            return
+        with os_errors("read", path), open(path, "rb") as file:
+            document = parse(file.read(_MAX_BYTES), str(path))
+        names = list(Fields(document, str(path)).optional_object("files") or {})
+        for name in names:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ManifestError(f"{path}: files names {name!r}, which lies outside; restore the original")
+        self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
+        self.files = {path.parent / name: record for name, record in (records or {}).items()}
+
+    def inside(self, folder: Path) -> dict[Path, FileRecord]:
+        """Return the files that lie directly in a folder."""
+        return {path: record for path, record in self.files.items() if path.parent == folder}
+
+    def findings(self, folder: Path, report: ValidationReport) -> Iterator[Finding]:
+        """Yield what is wrong with the files of a folder: missing, of another size, or with other content."""
+        for path, record in self.inside(folder).items():
+            if not path.is_file():
+                yield Finding(str(path), "is missing, but its meta.json lists it")
+            elif (size := path.stat().st_size) != record.bytes:
+                yield Finding(str(path), f"has {size:,} bytes, but its meta.json says {record.bytes:,}")
+            elif report.level == "full" and self.algorithm is not None:
+                found = file_checksum(path, self.algorithm)
+                if found != record.checksum:
+                    yield Finding(str(path), "its content does not match its checksum in meta.json; copy it again")
+
 
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress
@@ -158,20 +203,23 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     packs = stream.eos_id is not None and (seen is None or seen.num_eos > 0)
     keys: dict[str, Any] = {"data.path": str(stream.path), "data.sequence_length": options.seq_length}
     arguments = [repr(str(stream.path)), repr(stream.eos_id), f"seq_length={options.seq_length}"]
+    chosen: list[str] = []  # of StreamOptions
     if packs:
         keys |= {"data.pack_sequences": "true"}
-        arguments.append("pack_sequences=True")
+        chosen.append("pack_sequences=True")
     if stream.eos_id is not None:
         keys["data.eos_id"] = stream.eos_id
     if options.file_pattern is not None:
         keys["data.file_pattern"] = options.file_pattern
-        arguments.append(f"file_pattern={options.file_pattern!r}")
+        chosen.append(f"file_pattern={options.file_pattern!r}")
     if stream.files[0].path.suffix != NPY and stream.metadata.dtype != stream.files[0].dtype:
         keys["data.dtype"] = stream.dtype
-        arguments.append(f"dtype={stream.dtype!r}")
+        chosen.append(f"dtype={stream.dtype!r}")
     if vocab_size is not None and stream.metadata.vocab_size != vocab_size:
         keys["model.vocab_size"] = vocab_size
     yield f"train: packed-sft train {' '.join(_override(key, value) for key, value in keys.items())}"
+    if chosen:
+        arguments.append(f"stream=StreamOptions({', '.join(chosen)})")
     yield f"python: create_sft_dataset({', '.join(arguments)})"
 
 

@@ -1,0 +1,475 @@
+"""The turns of a rendered chat in tokens: which tokens each message became, and which of them are trained."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
+from megatron_packed_sft.encode.masks.marker import ChatMarker
+from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
+from megatron_packed_sft.encode.record_marker import MarkedRecord, shorter_by_turns
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.inspect.chosen_records import ChosenRecord
+from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder
+from megatron_packed_sft.packing.items import make_items
+from megatron_packed_sft.packing.options import PackOptions
+from megatron_packed_sft.prepare.config import PrepareConfig
+from megatron_packed_sft.prepare.encode_worker import ReadRecord, read_record
+from megatron_packed_sft.prepare.plan_stage import check_packing
+from megatron_packed_sft.prepare.sources import TRAIN
+from megatron_packed_sft.records.record import Conversation, NotTakenError, Record, RecordError, TokenizedRecord
+from megatron_packed_sft.records.schemas.registry import adapter
+from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.support.wording import without_url_secrets
+
+KIND_NAMES = {
+    TurnKind.ANSWER: "answer",
+    TurnKind.REASONING: "reasoning",
+    TurnKind.TOOL_CALL: "tool call",
+    TurnKind.END_OF_TURN: "end of turn",
+    TurnKind.OTHER: "text",
+}
+
+
+class TurnTokens(NamedTuple):
+    """One message of a sequence.
+
+    Args:
+        message: its number in the conversation.
+        role: who speaks.
+        start, end: its tokens; None if tokens and characters do not match one to one.
+        before, after: what the template writes around its own text.
+        num_trained: its trained tokens.
+        kinds: what they are part of, and how many of each.
+        weights: the loss weights that they have.
+        is_inside: it stands inside the turn of another message.
+        characters: where it is in the rendered text.
+        is_cut: a limit left some of its tokens out.
+    """
+
+    message: int
+    role: str
+    start: int | None
+    end: int | None
+    before: str
+    after: str
+    num_trained: int = 0
+    kinds: Mapping[str, int] = {}
+    weights: Sequence[float] = ()
+    is_inside: bool = False
+    characters: tuple[int, int] = (0, 0)
+    is_cut: bool = False
+
+
+def turn_tokens(
+    marker: ChatMarker,
+    made_of: MarkedRecord,
+    tokens: Sequence[Token],
+    kinds: Sequence[int] = (),
+    kept: tuple[int, int] | None = None,
+) -> list[TurnTokens]:
+    """Return the messages of a sequence.
+
+    Args:
+        marker: what rendered it.
+        made_of: its text and its conversation.
+        tokens: of the whole text, before any cut.
+        kinds: of the tokens that are left; may be empty.
+        kept: which tokens are left after a cut, all by default; turns count from the first of them.
+    """
+    if made_of.conversation is None:
+        return []
+    try:
+        outline = marker.outline(made_of.conversation)
+    except RecordRefusedError:
+        return []
+    if outline.chat.text != made_of.marked.text:
+        return []
+    starts = _character_starts(tokens, made_of.marked.text)
+    low, high = kept or (0, len(tokens))
+    found = []
+    for turn in outline.turns:
+        before, after = _edges(turn, made_of.marked, marker.ends)
+        one = TurnTokens(turn.message, turn.role, None, None, before, after)
+        one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
+        if starts is not None:
+            # A token that spans two turns belongs to the first.
+            begin, end = (bisect_left(starts, at) for at in (turn.start, turn.end))
+            first, last = (min(max(at, low), high) for at in (begin, end))
+            trained = [number for number in range(max(first, low + 1), last) if tokens[number].is_trained]
+            known = [kinds[number - low] for number in trained if number - low < len(kinds)]
+            counts = Counter(KIND_NAMES[TurnKind(kind)] for kind in known)
+            one = one._replace(
+                start=first - low,
+                end=last - low,
+                num_trained=len(trained),
+                is_cut=(begin, end) != (first, last),
+                kinds=dict(counts),
+                weights=sorted({round(tokens[number].weight, 4) for number in trained}),
+            )
+        found.append(one)
+    return found
+
+
+def _edges(turn: TurnOutline, marked: MarkedText, ends: Sequence[str]) -> tuple[str, str]:
+    """Return what a turn begins with before anything is trained or said, and its end from the end of turn on."""
+    text = marked.text
+    before, after = turn.before(text), turn.after(text)
+    trained = [start for start, end in marked.trained if turn.start <= start < turn.end]
+    if trained and trained[0] - turn.start < len(before):
+        before = text[turn.start : trained[0]]
+    at = max((after.rfind(end) for end in ends if end), default=-1)
+    return before, after[max(at, 0) :]
+
+
+def escaped_texts(marked: MarkedText, turns: Sequence[TurnTokens]) -> list[tuple[str, int | None]]:
+    """Return the texts that look like control tokens and are none, each with its message if there is one."""
+    found = []
+    for start, end in marked.literal:
+        own = [turn.message for turn in turns if turn.characters[0] <= start < turn.characters[1]]
+        found.append((marked.text[start:end], own[0] if own else None))
+    return found
+
+
+def _character_starts(tokens: Sequence[Token], text: str) -> list[int] | None:
+    """Return where each token begins in a text; None if the tokens do not spell it.
+
+    A control token may stand before or behind the text, and some tokenizers write a blank of their own before words.
+    """
+    starts, position = [], 0
+    for token in tokens:
+        starts.append(position)
+        if text.startswith(token.text, position):
+            position += len(token.text)
+        elif token.text.startswith(" ") and text.startswith(token.text[1:], position):
+            position += len(token.text) - 1
+        elif not (token.is_control and position in (0, len(text))):
+            return None
+    return starts if position == len(text) else None
+
+
+class Drop(NamedTuple):
+    """Why a record, or one of its sequences, is not trained on; reason and detail are those of the rejects file."""
+
+    reason: DropReason
+    detail: str
+    consequence: str
+
+
+class Cut(NamedTuple):
+    """Tokens that a limit cut off."""
+
+    limit: str  # the key and its value
+    tokens: Sequence[Token]
+    at_start: bool
+
+
+@dataclass(frozen=True)
+class SequencePreview:
+    """One sequence of a record.
+
+    Args:
+        tokens: as prepare stores them.
+        kinds: what each trained token is part of; empty if that cannot be said.
+        turns: the messages as the template writes them, with their tokens; empty for text and tokenized records.
+        cuts: what is not in `tokens` although the template wrote it.
+        left_out: numbers of the messages that encode.truncation=turns left out.
+        chunks: where packing splits it: (first token, one past the last, tokens trained in the chunk before).
+        drop: why it is not packed.
+        escaped: texts of control tokens that are plain text here, with their messages.
+        is_turn: it is one turn of a longer chat, with what came before.
+        is_stored: prepare keeps it; False for what a limit leaves nothing of.
+    """
+
+    tokens: Sequence[Token]
+    kinds: Sequence[int] = ()
+    turns: Sequence[TurnTokens] = ()
+    cuts: Sequence[Cut] = ()
+    left_out: Sequence[int] = ()
+    chunks: Sequence[tuple[int, int, int]] = ()
+    drop: Drop | None = None
+    escaped: Sequence[tuple[str, int | None]] = ()
+    is_turn: bool = False
+    is_stored: bool = True
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens; the first token of a sequence is never predicted."""
+        return sum(token.is_trained for token in self.tokens[1:])
+
+
+@dataclass(frozen=True)
+class RecordPreview:
+    """What became of a record.
+
+    Args:
+        path, number, noun: where it is.
+        source: the name of its source.
+        kind: conversation, text or tokenized; empty if it could not be read.
+        split: where it goes.
+        num_copies: how often it is packed.
+        sequences: what it gives.
+        drops: why it gives none, or fewer.
+        lost: sentences about what the template left out.
+        shown_text: the beginning of the record as it is in the file, if it could not be encoded.
+    """
+
+    path: str
+    number: int
+    noun: str
+    source: str
+    kind: str = ""
+    split: str = TRAIN
+    num_copies: int = 1
+    sequences: Sequence[SequencePreview] = ()
+    drops: Sequence[Drop] = ()
+    lost: Sequence[str] = ()
+    shown_text: str = ""
+
+    @property
+    def where(self) -> str:
+        """File and line, as errors write it."""
+        return f"{self.path}, {self.noun} {self.number}"
+
+
+@dataclass
+class RecordPreviewer:
+    """Shows records as a preparation with some settings would encode them.
+
+    Args:
+        config: the settings of `packed-sft prepare`.
+    """
+
+    config: PrepareConfig
+    tokenizer: Tokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = self.config.tokenizer
+        self._packing = self.config.packing.options()
+        check_packing(self._packing)
+        # The fast path gives the same ids, or is not taken; for a few records it is not worth loading.
+        self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=False)
+        # As in prepare's workers: what leaves nothing to train is reported with its place, not raised.
+        options = replace(self.config.encode, on_empty="drop")
+        template = self.config.template
+        self._encoder = RecordEncoder(self.tokenizer, template, options)
+        self._by_kind = RecordEncoder(self.tokenizer, template, options, with_kinds=True)
+        self._uncut = RecordEncoder(self.tokenizer, template, replace(options, max_len=None))
+        self.decoder = TokenDecoder(self.tokenizer)
+
+    @property
+    def template_name(self) -> str:
+        """What turns chats into text."""
+        return self.config.template.name or "the tokenizer's template"
+
+    def preview(self, chosen: ChosenRecord) -> RecordPreview:
+        """Return what becomes of a record."""
+        source, raw = chosen
+        where = raw.where
+        found = RecordPreview(without_url_secrets(where.path), where.number, where.noun, source.name)
+        read = read_record(raw, adapter(source.schema, source.mapping or None, source.take))
+        if isinstance(read, RecordError):
+            reason = DropReason.NOT_TAKEN if isinstance(read, NotTakenError) else DropReason.BAD_RECORD
+            text = "" if isinstance(raw.value, RecordError) else repr(raw.value)
+            detail = f"{read.field or 'the record'} {read.problem}"
+            return replace(found, drops=[self._drop(reason, detail)], shown_text=text)
+        rule = self.config.split
+        split = source.split or rule.split_of(read.content)
+        copies = rule.num_copies(read.content, source.weight) if split == TRAIN else 1
+        found = replace(found, kind=_kind(read.record), split=split, num_copies=copies)
+        if copies == 0:
+            detail = f"sources.{source.name}.weight is {source.weight:g}, and its content is not in that share"
+            found = replace(found, drops=[self._drop(DropReason.SAMPLED_OUT, detail)])
+        return self._encoded(found, read)
+
+    def _encoded(self, found: RecordPreview, read: ReadRecord) -> RecordPreview:
+        encoded = self._encoder.encode_records([read.record])
+        drops = [*found.drops, *(self._drop(one.reason, one.detail) for one in encoded.dropped)]
+        sequences = self._sequences(read.record, encoded)
+        drops += [one.drop for one in sequences if one.drop is not None]
+        return replace(
+            found,
+            sequences=sequences,
+            drops=drops,
+            lost=[one.detail for one in encoded.lost],
+            shown_text="" if sequences else repr(read.raw.value),
+        )
+
+    def _sequences(self, record: Record, encoded: EncodedRecords) -> list[SequencePreview]:
+        """Return the sequences that a record gives; if a limit leaves none, what there was before it."""
+        uncut = self._uncut.encode_records([record])
+        marked = self._marked(record)
+        by_kind = self._by_kind.encode_records([record]) if not isinstance(record, TokenizedRecord) else encoded
+        found: list[SequencePreview] = []
+        place = 0
+        for number in range(len(encoded.sequences.lengths)):
+            tokens = _tokens(encoded, number, self.decoder)
+            kinds = _kinds(by_kind, encoded, number)
+            whole = tokens
+            while place < len(uncut.sequences.lengths):
+                whole = _tokens(uncut, place, self.decoder)
+                place += 1
+                if self._is_cut_from(tokens, whole):
+                    break
+            made_of = marked[place - 1] if 0 < place <= len(marked) else None
+            found.append(self._one(tokens, kinds, whole, made_of))
+        if not found:
+            found = [
+                self._one(tokens, (), tokens, marked[number] if number < len(marked) else None)
+                for number in range(len(uncut.sequences.lengths))
+                for tokens in [_tokens(uncut, number, self.decoder)]
+            ]
+            return [replace(one, drop=None, chunks=(), is_stored=False) for one in found]
+        return found
+
+    def _is_cut_from(self, tokens: Sequence[Token], whole: Sequence[Token]) -> bool:
+        if len(tokens) == len(whole):
+            return _ids(tokens) == _ids(whole)
+        options = self.config.encode
+        if options.max_len is None or len(whole) <= options.max_len:
+            return False
+        if options.truncation == "left":
+            return _ids(whole[-len(tokens) :]) == _ids(tokens)
+        return options.truncation == "turns" or _ids(whole[: len(tokens)]) == _ids(tokens)
+
+    def _one(
+        self, tokens: Sequence[Token], kinds: Sequence[int], whole: Sequence[Token], made_of: MarkedRecord | None
+    ) -> SequencePreview:
+        encode = self.config.encode
+        is_turn = made_of is not None and made_of.is_turn
+        cuts: list[Cut] = []
+        kept_messages: Sequence[int] | None = None
+        num_before = 0
+        limit = f"encode.max_len={encode.max_len}"
+        conversation = None if made_of is None else made_of.conversation
+        is_cut = len(tokens) < len(whole)
+        if is_cut and encode.truncation == "turns" and made_of is not None and conversation is not None:
+            made_of, kept_messages = self._shorter(conversation, tokens)
+            whole = tokens
+        elif is_cut and encode.truncation == "left":
+            num_before = len(whole) - len(tokens)
+            cuts.append(Cut(limit, whole[:num_before], at_start=True))
+        elif is_cut:
+            cuts.append(Cut(limit, whole[len(tokens) :], at_start=False))
+        packed, drop, chunks, packing_cut = self._packed(tokens)
+        cuts += packing_cut
+        turns: list[TurnTokens] = []
+        if made_of is not None and made_of.conversation is not None:
+            kept = num_before, num_before + len(packed)
+            turns = turn_tokens(self._encoder.marker(made_of.conversation), made_of, whole, kinds, kept)
+        left_out: list[int] = []
+        if kept_messages is not None and conversation is not None:
+            turns = [one._replace(message=kept_messages[one.message]) for one in turns]
+            left_out = [number for number in range(len(conversation.messages)) if number not in kept_messages]
+        escaped = escaped_texts(made_of.marked, turns) if made_of is not None else []
+        return SequencePreview(packed, kinds[: len(packed)], turns, cuts, left_out, chunks, drop, escaped, is_turn)
+
+    def _shorter(
+        self, conversation: Conversation, tokens: Sequence[Token]
+    ) -> tuple[MarkedRecord | None, list[int] | None]:
+        """Find the shorter conversation that a sequence was made of, and which messages are in it."""
+        for shorter in shorter_by_turns(conversation, self.config.encode.turns_to_keep):
+            encoded = self._uncut.encode_records([shorter])
+            if len(encoded.sequences.lengths) == 1 and encoded.sequences.input_ids.tolist() == _ids(tokens):
+                kept = {id(message) for message in shorter.messages}
+                numbers = [number for number, one in enumerate(conversation.messages) if id(one) in kept]
+                return self._uncut.marked(shorter)[-1], numbers
+        return None, None
+
+    def _marked(self, record: Record) -> list[MarkedRecord]:
+        if isinstance(record, TokenizedRecord):
+            return []
+        try:
+            return self._uncut.marked(record)
+        except RecordRefusedError:
+            return []
+
+    def _packed(
+        self, tokens: Sequence[Token]
+    ) -> tuple[Sequence[Token], Drop | None, list[tuple[int, int, int]], list[Cut]]:
+        """Return what packing makes of a sequence: what is left, why it is dropped, its chunks, what is cut."""
+        options, length = self._packing, len(tokens)
+        reason = _packing_reason(length, options)
+        if reason is not None:
+            detail = f"{length} tokens, but at most {options.longest_item} fit into a bin"
+            if reason is not DropReason.LONGER_THAN_PACK:
+                detail = f"{length} tokens, but packing.min_len is {options.min_len} and packing.max_len " + (
+                    "null" if options.max_len is None else str(options.max_len)
+                )
+            return tokens, self._drop(reason, detail), [], []
+        if length <= options.longest_item:
+            return tokens, None, [], []
+        overflow, stride = options.overflow, options.stride
+        items = make_items(
+            [length], limit=options.longest_item, overflow=overflow, stride=stride, min_len=options.min_len
+        )
+        assert items.chunks is not None  # truncated or split
+        if options.overflow == "truncate":
+            kept = tokens[: options.longest_item]
+            return kept, None, [], [Cut(f"packing.pack_size={options.pack_size}", tokens[len(kept) :], at_start=False)]
+        starts, masked = items.chunks.start.tolist(), items.chunks.masked_prefix.tolist()
+        ends = [start + size for start, size in zip(starts, items.lengths.tolist(), strict=True)]
+        return tokens, None, list(zip(starts, ends, masked, strict=True)), []
+
+    def _drop(self, reason: DropReason, detail: str) -> Drop:
+        config = self.config
+        consequence = "it is dropped and counted"
+        if reason.severity is Severity.ERROR and config.on_error != "skip":
+            consequence = "prepare stops here; on_error=skip drops such records and counts them"
+        elif reason in NOTHING_LEFT and config.encode.on_empty == "error":
+            consequence = "prepare stops here; encode.on_empty=drop drops such records and counts them"
+        elif reason is DropReason.LONGER_THAN_PACK and config.packing.overflow == "error":
+            consequence = "prepare stops here; choose another packing.overflow, or a larger packing.pack_size"
+        elif reason.severity is Severity.HARMLESS:
+            consequence = "left out, as the settings ask"
+        return Drop(reason, detail, consequence)
+
+
+def _packing_reason(length: int, options: PackOptions) -> DropReason | None:
+    if length < options.min_len:
+        return DropReason.BELOW_MIN_LEN
+    if options.max_len is not None and length > options.max_len:
+        return DropReason.ABOVE_MAX_LEN
+    is_long = length > options.longest_item
+    return DropReason.LONGER_THAN_PACK if is_long and options.overflow in ("drop", "error") else None
+
+
+def _kind(record: Record) -> str:
+    if isinstance(record, Conversation):
+        return "conversation"
+    return "tokenized" if isinstance(record, TokenizedRecord) else "text"
+
+
+def _tokens(encoded: EncodedRecords, number: int, decoder: TokenDecoder) -> list[Token]:
+    sequences = encoded.sequences
+    own = slice(int(sequences.ends[number] - sequences.lengths[number]), int(sequences.ends[number]))
+    ids = sequences.input_ids[own].tolist()
+    weights = np.where(sequences.train[own] > 0, sequences.all_weights()[own], 0).tolist()
+    return [
+        Token(text, one, position, number, weight, one in decoder.control_ids)
+        for position, (text, one, weight) in enumerate(zip(decoder.texts(ids), ids, weights, strict=True))
+    ]
+
+
+def _kinds(by_kind: EncodedRecords, encoded: EncodedRecords, number: int) -> list[int]:
+    """Return what each token is part of, if the render that tells it gave the same sequences."""
+    one, other = by_kind.sequences, encoded.sequences
+    is_same = np.array_equal(one.input_ids, other.input_ids) and np.array_equal(one.train, other.train)
+    if not is_same or one.kinds is None:
+        return []
+    own = slice(int(one.ends[number] - one.lengths[number]), int(one.ends[number]))
+    kinds: list[Any] = one.kinds[own].tolist()
+    return kinds
+
+
+def _ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.id for token in tokens]

@@ -1,0 +1,204 @@
+"""The length of every sequence of every bin, read without touching a token."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.errors import ShardError
+from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
+from megatron_packed_sft.storage.flat_files import FlatShard
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+
+Int64 = npt.NDArray[np.int64]
+
+
+class BinLengths:
+    """The lengths of all sequences, bin after bin.
+
+    Args:
+        lengths: tokens of each sequence.
+        offsets: the sequences of bin b are lengths[offsets[b] : offsets[b + 1]].
+
+    Example:
+        >>> lengths = BinLengths(np.array([3, 1, 2]), np.array([0, 2, 3]))
+        >>> lengths.bin_tokens.tolist(), lengths.attention_costs.tolist()
+        ([4, 2], [10, 4])
+    """
+
+    def __init__(self, lengths: Int64, offsets: Int64) -> None:
+        self.lengths = lengths
+        self.offsets = offsets
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def bin_tokens(self) -> Int64:
+        """Tokens of each bin."""
+        return np.add.reduceat(self.lengths, self.offsets[:-1])
+
+    @cached_property
+    def attention_costs(self) -> Int64:
+        """Sum of squared sequence lengths of each bin: what attention costs there."""
+        return np.add.reduceat(self.lengths**2, self.offsets[:-1])
+
+    @property
+    def sequences_per_bin(self) -> Int64:
+        """Number of sequences in each bin."""
+        return np.diff(self.offsets)
+
+
+def bin_lengths(reader: BinReader) -> BinLengths:
+    """Return the lengths of all sequences of some bins; for memory-mapped shards that reads their indices only."""
+    parts = _lengths_of(reader)
+    counts = np.concatenate([counts for _, counts in parts])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return BinLengths(np.concatenate([lengths for lengths, _ in parts]), offsets)
+
+
+def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
+    """Return (length of each sequence, sequences of each bin) of each part."""
+    if isinstance(reader, JoinedBinReader):
+        return [one for source in reader.sources for one in _lengths_of(source)]
+    if isinstance(reader, ShardBinReader):
+        return [_lengths_in_shard(reader.shard(number), str(path)) for number, path in enumerate(reader.paths)]
+    return [_lengths_one_by_one([reader.bin(number) for number in range(len(reader))])]
+
+
+def _lengths_in_shard(shard: Any, where: str) -> tuple[Int64, Int64]:
+    if isinstance(shard, MemmapShard):
+        arrays = shard.arrays
+        packed, offsets, starts = arrays.packed_len, arrays.seq_offsets.astype(np.int64), arrays.seq_starts
+    elif isinstance(shard, FlatShard):
+        packed, offsets, starts = shard.packed_len, shard.flat.seq_offsets, shard.flat.seq_starts
+    else:
+        return _lengths_one_by_one(shard)
+    counts = np.diff(offsets)
+    if (counts < 1).any() or offsets[0] != 0 or offsets[-1] != len(starts):
+        raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")
+    ends = np.append(np.asarray(starts[1:], np.int64), 0)
+    ends[offsets[1:] - 1] = packed  # a bin's last sequence ends with the bin
+    lengths = ends - np.asarray(starts, np.int64)
+    if (lengths < 1).any():
+        raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")
+    return lengths, counts
+
+
+def _lengths_one_by_one(bins: Any) -> tuple[Int64, Int64]:
+    found = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in bins]
+    return np.concatenate(found).astype(np.int64), np.array([len(one) for one in found], np.int64)
+
+
+_MOST_TOKENS = 12_000_000
+_MOST_BINS = 20_000
+
+
+class TokensRead:
+    """Tokens of bins, end to end.
+
+    Args:
+        bins: the bins' numbers, ascending.
+        ids: of all tokens.
+        is_trained: of all tokens, at the token's own position.
+        starts: where each sequence begins among the tokens.
+        bin_of: the bin of each sequence.
+        sequence_of: the number of each sequence in its bin.
+    """
+
+    def __init__(
+        self,
+        bins: Int64,
+        ids: npt.NDArray[np.int32],
+        is_trained: npt.NDArray[np.bool_],
+        starts: Int64,
+        bin_of: Int64,
+        sequence_of: Int64,
+    ) -> None:
+        self.bins = bins
+        self.ids = ids
+        self.is_trained = is_trained
+        self.starts = starts
+        self.bin_of = bin_of
+        self.sequence_of = sequence_of
+
+    @cached_property
+    def ends(self) -> Int64:
+        """Where each sequence ends among the tokens."""
+        return np.append(self.starts[1:], len(self.ids))
+
+    @cached_property
+    def lengths(self) -> Int64:
+        """Tokens of each sequence."""
+        return self.ends - self.starts
+
+    @cached_property
+    def num_trained(self) -> Int64:
+        """Trained tokens of each sequence."""
+        return np.add.reduceat(self.is_trained, self.starts, dtype=np.int64)
+
+    @cached_property
+    def first_trained(self) -> Int64:
+        """Position of the first trained token of each sequence; its length if there is none."""
+        places = np.flatnonzero(self.is_trained)
+        next_one = np.searchsorted(places, self.starts)
+        found = np.append(places, len(self.ids))[next_one]
+        first: Int64 = np.minimum(found, self.ends) - self.starts
+        return first
+
+    @cached_property
+    def is_last(self) -> npt.NDArray[np.bool_]:
+        """Whether each token is the last of its sequence."""
+        last = np.zeros(len(self.ids), np.bool_)
+        last[self.ends - 1] = True
+        return last
+
+    def sequence_at(self, tokens: Int64) -> Int64:
+        """Return the sequences that some tokens are in."""
+        return np.searchsorted(self.starts, tokens, side="right") - 1
+
+
+def spread(num_bins: int, count: int) -> Int64:
+    """Return about `count` bins, evenly spread, the first and the last among them.
+
+    Example:
+        >>> spread(100, 5).tolist(), spread(3, 5).tolist()
+        ([0, 24, 49, 74, 99], [0, 1, 2])
+    """
+    return np.unique(np.linspace(0, num_bins - 1, max(1, min(num_bins, count))).astype(np.int64))
+
+
+def bins_to_read(lengths: BinLengths, also: Int64) -> Int64:
+    """Return the bins whose tokens are read: all, or as many as are read in seconds, and those that are asked for."""
+    mean = max(1, int(lengths.bin_tokens.mean()))
+    chosen = spread(lengths.num_bins, min(_MOST_BINS, max(1, _MOST_TOKENS // mean)))
+    return np.union1d(chosen, also)
+
+
+def read_tokens(reader: BinReader, bins: Int64) -> TokensRead:
+    """Read bins end to end."""
+    ids, trained, starts, counts = [], [], [], []
+    num_tokens = 0
+    for number in bins.tolist():
+        one = reader.bin(number)
+        ids.append(np.asarray(one.input_ids, np.int32))
+        trained.append(trained_weights(one) > 0)
+        starts.append(np.asarray(one.seq_start_id, np.int64) + num_tokens)
+        counts.append(one.num_sequences)
+        num_tokens += len(one.input_ids)
+    return TokensRead(
+        bins,
+        np.concatenate(ids),
+        np.concatenate(trained),
+        np.concatenate(starts),
+        np.repeat(bins, counts),
+        np.concatenate([np.arange(count) for count in counts]),
+    )
