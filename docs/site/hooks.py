@@ -38,9 +38,8 @@ def api_pages() -> dict[str, str]:
         if task == "Errors":
             blocks = ["::: megatron_packed_sft.errors"]
         page = task.lower().replace(" ", "_")
-        pages[f"api/{page}.md"] = (
-            "\n\n".join([f"# API: {task.lower()}", introduction[0].upper() + introduction[1:], *blocks]) + "\n"
-        )
+        opening = introduction[0].upper() + introduction[1:]
+        pages[f"api/{page}.md"] = "\n\n".join([f"# API: {task.lower()}", opening, *blocks]) + "\n"
     return pages
 
 

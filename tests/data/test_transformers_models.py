@@ -16,6 +16,7 @@ from megatron_packed_sft import PackedBin, PackedLoader, create_sft_dataset, req
 from megatron_packed_sft.data.batch import model_helpers
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from tests.dataset_options import grouped
 from tests.packed_bins import write_shard
 
 with warnings.catch_warnings():
@@ -94,7 +95,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(shard: Path, **arguments: Any) -> PackedDataset:
-    return create_sft_dataset(shard, EOS, PACK_SIZE, contract="hf", **arguments)
+    return create_sft_dataset(shard, EOS, PACK_SIZE, **grouped(contract="hf", **arguments))
 
 
 def one_by_one(model: Any, batch: dict[str, Any]) -> torch.Tensor:

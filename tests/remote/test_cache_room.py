@@ -107,8 +107,8 @@ def test_what_finds_no_room_is_asked_for_once(
 
 MAP_ALL = """
 import sys
-from megatron_packed_sft import create_sft_dataset
-dataset = create_sft_dataset(sys.argv[1], 0, cache_size=int(sys.argv[2]))
+from megatron_packed_sft import OpenOptions, create_sft_dataset
+dataset = create_sft_dataset(sys.argv[1], 0, opening=OpenOptions(cache_size=int(sys.argv[2])))
 for index in (0, 6): dataset[index]
 print("mapped", flush=True)
 sys.stdin.readline()
