@@ -31,6 +31,7 @@ from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
+from megatron_packed_sft.support.imports import require_torch
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def create_sft_dataset(
         packing_mode: `prepared` opens bins that were packed before; `static`, or `StaticPacking` with details, packs
             raw samples now, into packs of `seq_length`.
     """
+    require_torch("create_sft_dataset")
     opening = opening or OpenOptions()
     if packing_mode != PREPARED or not _is_path(path):
         given = {"plan": plan, "weights": weights, "stream": stream, "split": None if split == "train" else split}
