@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.measure import print_table, timed
 from megatron_packed_sft import load_tokenizer, train_sentencepiece
 from megatron_packed_sft.caches import SPECIAL_TOKENS, Message, build_pretrain_cache, build_sft_cache
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 
 ROUNDS = 3
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.datasets.utils import Split
 
-_PARTS = "packed_sft_parts"  # of the configuration: what the paths opened so far were made with
+_PARTS = "packed_sft_parts"  # attribute of the configuration: tokenizers and templates of the paths opened so far
 _LOCK = threading.Lock()
 
 
@@ -95,7 +95,7 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
                 allow_tokenizer_mismatch=tolerance.tokenizer, allow_template_mismatch=tolerance.template
             ),
         )
-        # The paths of a blend are opened one by one, or by threads; only the configuration knows of all of them.
+        # The paths of a blend are opened one by one, or by threads; only the configuration is shared by all of them.
         with _LOCK:
             before = getattr(config, _PARTS, [])
             known = {part.where for part in before}
@@ -128,7 +128,7 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} ({self.dataset_path})")
         batch: dict[str, Any] = self.dataset.fetch_batch([self._first_bin + self._order[index]])
-        # Where sequences were padded for context parallelism, Megatron-LM wants boundaries that include it.
+        # Megatron-LM expects boundaries that include the padding for context parallelism.
         boundaries = batch["cu_seqlens_q_padded"] if "cu_seqlens_q_padded" in batch else batch["cu_seqlens_q"]
         return {
             "tokens": batch["tokens"][0],

@@ -1,4 +1,4 @@
-"""Values that have the right type but cannot work: refused before anything slow is imported."""
+"""Refuse values that have the right type but cannot work, before anything slow is imported."""
 
 from __future__ import annotations
 

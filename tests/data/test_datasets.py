@@ -35,7 +35,7 @@ from megatron_packed_sft.data.options import BatchOptions, OpenOptions, options_
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.records.samples.sample_chats import write_sample_data
+from megatron_packed_sft.records.samples import write_sample_data
 from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
@@ -46,7 +46,7 @@ from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.dataset_options import grouped
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 ROWS = make_bins(10, 24, seed=3)
 EOS = 2

@@ -18,7 +18,7 @@ from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepi
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.inspect import compare_bins
 from megatron_packed_sft.inspect.compare import compare
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 from megatron_packed_sft.storage.registry import create_shard_writer

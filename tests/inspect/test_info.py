@@ -19,7 +19,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect import info_of_training
 from megatron_packed_sft.inspect.info import KINDS, describe
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.tokens.store import open_token_store
 from tests.packed_bins import make_bins, write_shard

@@ -220,7 +220,7 @@ def test_masks_are_refused_with_a_count_unless_they_may_go(tmp_path: Path, capsy
     assert "add --drop-masks" in message
     assert not list(tmp_path.glob("out*"))
     assert main([*command, "--drop-masks"]) == 0
-    assert f"note: {num_untrained:,} predictions that were not trained" in capsys.readouterr().out
+    assert f"readers will train on {num_untrained:,} predictions" in capsys.readouterr().out
     assert read_with_megatron_core(tmp_path / "out") == sequences_of(bins)
     with pytest.raises(InvalidInputError, match="memmap_v1 keeps loss masks, so there are none to drop"):
         convert(tmp_path / "out", tmp_path / "back", drop_masks=True)

@@ -14,7 +14,7 @@ import torch
 from megatron_packed_sft import convert, create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 from tests.dataset_options import grouped
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, own_random_state
 from tests.packed_bins import make_bins, write_shard
