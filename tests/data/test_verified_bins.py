@@ -15,8 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
+from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.storage.interface import VERIFY, ReadOptions
@@ -32,6 +33,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import (
     SEQ_STARTS,
     checksums_of_bin,
 )
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.support import checksum
 from tests.packed_bins import make_bins, write_shard
 
@@ -75,9 +77,16 @@ def flip(path: Path, name: str, number: int = BIN, bit: int = 0) -> None:
     array.flush()
 
 
+def dataset_of(path: Path, how: dict[str, str], **arguments: Any) -> Any:
+    """A dataset that is read as these options say."""
+    dataset = create_sft_dataset(path, 2, **arguments)
+    dataset.source.read_with(ReadOptions(**how))
+    return dataset
+
+
 READS: dict[str, Callable[[Path, dict[str, str]], Any]] = {
-    "one bin": lambda path, how: create_sft_dataset(path, 2, **how)[BIN],
-    "a batch": lambda path, how: create_sft_dataset(path, 2, **how).fetch_batch([0, BIN, 1]),
+    "one bin": lambda path, how: dataset_of(path, how)[BIN],
+    "a batch": lambda path, how: dataset_of(path, how).fetch_batch([0, BIN, 1]),
     "a block": lambda path, how: opened(path, **how).block(0, 12),
 }
 
@@ -155,8 +164,8 @@ def test_a_batch_verifies_its_bins_once(shard: Path) -> None:
     flip(shard, LOSS_MASK)
     dataset.fetch_batch([BIN])
     with pytest.raises(ShardFileError, match=r"loss_mask\.npy"):
-        create_sft_dataset(shard, 2, verify="always").fetch_batch([BIN])
-    create_sft_dataset(shard, 2, verify="never").fetch_batch([BIN])
+        create_sft_dataset(shard, 2, opening=OpenOptions(verify="always")).fetch_batch([BIN])
+    create_sft_dataset(shard, 2, opening=OpenOptions(verify="never")).fetch_batch([BIN])
 
 
 def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
@@ -169,7 +178,7 @@ def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
 
 def test_unknown_options_are_refused(shard: Path) -> None:
     with pytest.raises(InvalidInputError, match="verify is 'sometimes'; choose from first_read, always, never"):
-        create_sft_dataset(shard, 2, verify="sometimes")
+        create_sft_dataset(shard, 2, opening=OpenOptions(verify="sometimes"))
 
 
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -203,7 +212,7 @@ def test_batches_are_the_same_however_they_are_read(many: Path, contract: str, m
     plain = create_sft_dataset(many, 2, contract=contract)
     expected = plain.collate_fn([plain[index] for index in picked])  # samples one by one, laid end to end
     for verify in VERIFY:
-        assert_equal(create_sft_dataset(many, 2, contract=contract, verify=verify).fetch_batch(picked), expected)
+        assert_equal(dataset_of(many, {"verify": verify}, contract=contract).fetch_batch(picked), expected)
     monkeypatch.setattr(located_bins, "hash_function", lambda: 0)  # an xxhash that exports nothing
     assert_equal(create_sft_dataset(many, 2, contract=contract).fetch_batch(picked), expected)
 

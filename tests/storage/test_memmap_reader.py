@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
+from megatron_packed_sft import create_sft_dataset, open_shard
 from megatron_packed_sft.errors import ShardError, ShardFileError
 from megatron_packed_sft.storage.interface import ReadOptions
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.support import file_maps as mapping
 from tests.open_files import mapped_files, open_files
 from tests.packed_bins import assert_same_bins, make_bins, write_shard

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_packed_sft import BinBlock, OrderedShardWriter, PackedBin, PackedSFTError, PackedShard, Storage
-from megatron_packed_sft.storage.interface import WriterOptions
+from megatron_packed_sft import PackedBin, PackedSFTError, Storage
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
+from megatron_packed_sft.storage.interface import PackedShard, WriterOptions
 
 
 class JsonShard(PackedShard):
