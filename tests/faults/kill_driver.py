@@ -77,7 +77,7 @@ def write_pretrain_cache(target: Path) -> None:
         shard_bytes=80,
         seed=42,
         shuffle_buffer=3,
-        dataset_name="documents",
+        meta={"dataset_name": "documents"},
     )
 
 
