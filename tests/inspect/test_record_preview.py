@@ -118,7 +118,7 @@ def test_a_row_that_stops_prepare_says_so_and_is_no_error(keys: list[str], tmp_p
     done = packed_sft("preview", path, *keys)
     assert done.code == 0
     assert "dropped, bad_row: the record is not valid JSON" in done.out
-    assert "prepare stops here; on_error=skip drops such records" in done.out
+    assert "prepare stops here; set on_error=skip to drop and count such records" in done.out
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet"])
