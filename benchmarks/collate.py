@@ -21,10 +21,13 @@ import torch
 from benchmarks.materialize import make_store
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
-from megatron_packed_sft import BinBlock, MemmapShard, create_sft_dataset, open_shard, open_token_store, pack
+from megatron_packed_sft import create_sft_dataset, open_shard, open_token_store, pack
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 
@@ -177,7 +180,12 @@ def print_store_ratios(directory: Path, pack_size: int, batch_size: int) -> None
     cases: dict[str, Case] = {}
     for verify, name in names.items():
         dataset = create_sft_dataset(
-            directory / "store", EOS, pack_size, plan=plan, contract="bridge_0_6", pad_to_max_length=True, verify=verify
+            directory / "store",
+            EOS,
+            pack_size,
+            plan=plan,
+            contract=BatchOptions("bridge_0_6", pad_to_max_length=True),
+            opening=OpenOptions(verify=verify),
         )
         cases[f"store and plan, {name}"] = lambda picked, dataset=dataset: dataset.fetch_batch(picked.tolist())
     order = np.random.default_rng(0).permutation(plan.num_bins)

@@ -28,7 +28,9 @@ import numpy as np
 
 from benchmarks.measure import print_table
 from benchmarks.storage import part, rows
-from megatron_packed_sft import BinBlock, MemmapShardWriter, create_sft_dataset
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 NUM_BINS = 256
 PACK_SIZE = 1024

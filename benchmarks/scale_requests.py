@@ -149,7 +149,8 @@ def _units(home: str, report: PrepareReport) -> dict[str, float]:
 
 def _open_all(home: str, url: str) -> None:
     from megatron_packed_sft import create_sft_dataset
+    from megatron_packed_sft.data.options import OpenOptions
 
-    data = create_sft_dataset(url, 0, cache_dir=f"{home}/other_node")
+    data = create_sft_dataset(url, 0, opening=OpenOptions(cache_dir=f"{home}/other_node"))
     for number in range(0, len(data), 10):
         data[number]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer

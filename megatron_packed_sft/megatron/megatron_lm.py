@@ -18,7 +18,8 @@ import torch
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
-from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
+from megatron_packed_sft.data.made_with import refuse_mixed
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions, Tolerance
 from megatron_packed_sft.data.order.sample_order import Int64Array, SampleOrder
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
@@ -88,11 +89,11 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
             dataset_path,
             config.tokenizer,
             config.sequence_length,
-            contract="mcore",
             # Ranks without a data loader receive a bin into a buffer of this size.
-            pad_to_max_length=True,
-            allow_tokenizer_mismatch=tolerance.tokenizer,
-            allow_template_mismatch=tolerance.template,
+            contract=BatchOptions("mcore", pad_to_max_length=True),
+            opening=OpenOptions(
+                allow_tokenizer_mismatch=tolerance.tokenizer, allow_template_mismatch=tolerance.template
+            ),
         )
         # The paths of a blend are opened one by one, or by threads; only the configuration is shared by all of them.
         with _LOCK:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
+from megatron_packed_sft.data.options import STATIC
 from megatron_packed_sft.data.order.state import LoaderState
-from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
 from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.remote.objects import try_writing
