@@ -30,7 +30,7 @@ BLOCK = 128
 
 
 def rows(pack_size: int) -> BinBlock:
-    """A pool of sound rows: 98.6 % full, 12 sequences each."""
+    """Return a pool of valid rows: 98.6 % full, 12 sequences each."""
     rng = np.random.default_rng(0)
     length = int(pack_size * FULL)
     starts = np.linspace(0, length, SEQUENCES_PER_BIN, endpoint=False).astype(np.uint32)
@@ -155,7 +155,7 @@ def write_case(name: str, target: str, pack_size: int, num_bins: int, repeats: i
     pool = rows(pack_size)
     write = WRITERS[name]
     path = Path(target)
-    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not what is measured
+    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not measured
     before = peak_megabytes()
     best = float("inf")
     for _ in range(repeats):
