@@ -1,4 +1,4 @@
-"""Bins of single ids, which predict nothing, in a real run: they add nothing to the loss, and all ranks stay in step."""
+"""A real run over bins of single ids, which predict nothing: they add nothing to the loss, and ranks stay in step."""
 
 from __future__ import annotations
 
