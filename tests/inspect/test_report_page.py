@@ -200,7 +200,8 @@ def test_the_verb_says_what_it_wrote(
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(prepared.path)]) == 0
     assert re.fullmatch(
-        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 worth a look\n", capsys.readouterr().out
+        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 suspicious sequences\n",
+        capsys.readouterr().out,
     )
     assert (
         main(["report", str(prepared.path), "-o", "page.html", "--json", "--ranks", "2", "--global-batch-size", "4"])
@@ -225,7 +226,7 @@ def test_prepare_writes_the_page_beside_the_dataset(prepared: Prepared, tmp_path
     ]
     assert application(settings[1:]) == 2, "the application alone cannot make pages, and says so"
     page = tmp_path / "out.report.html"
-    page.write_text("somebody's notes")
+    page.write_text("my notes")
     assert main(settings) == 2, "before the work begins"
     assert not (tmp_path / "out").exists()
     page.unlink()
