@@ -257,7 +257,7 @@ class RecordPreviewer:
         self._packing = self.config.packing.options()
         check_packing(self._packing)
         # The fast path gives the same ids, or is not taken; for a few records it is not worth loading.
-        self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=False)
+        self.tokenizer = load_tokenizer(given.path, fast=False)
         # As in prepare's workers: what leaves nothing to train is reported with its place, not raised.
         options = replace(self.config.encode, on_empty="drop")
         template = self.config.template
@@ -423,8 +423,8 @@ class RecordPreviewer:
     def _drop(self, reason: DropReason, detail: str) -> Drop:
         config = self.config
         consequence = "it is dropped and counted"
-        if reason.severity is Severity.ERROR and config.on_error != "skip":
-            consequence = "prepare stops here; on_error=skip drops such records and counts them"
+        if reason.severity is Severity.ERROR and not config.max_errors:
+            consequence = "prepare stops here; max_errors=100 drops up to 100 such records and counts them"
         elif reason in NOTHING_LEFT and config.encode.on_empty == "error":
             consequence = "prepare stops here; encode.on_empty=drop drops such records and counts them"
         elif reason is DropReason.LONGER_THAN_PACK and config.packing.overflow == "error":

@@ -136,8 +136,6 @@ class Pipeline:
             sources = scanned
             made_from = self._made_from(sources, settings)
             refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite)
-            if self.config.force:
-                work.forget()
             encoded = self._encode(sources, settings, work, share)
             try:
                 planned, report = self._planned(encoded, work, tokenizer)
@@ -149,8 +147,6 @@ class Pipeline:
             plans = {split: one.plan for split, one in planned.items()}
             if self.rejects is not None:
                 write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
-            if self.config.report:
-                work.fetch_record_numbers()
             report.refuse_large_loss(self.config.max_drop_share)
             publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
@@ -202,7 +198,7 @@ class Pipeline:
 
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.config.tokenizer
-        return load_tokenizer(tokenizer.path, kind=tokenizer.kind, fast=tokenizer.fast)
+        return load_tokenizer(tokenizer.path, fast=tokenizer.fast)
 
     @property
     def _tokenizer_path(self) -> str:
@@ -222,15 +218,13 @@ class Pipeline:
 
     def _encode_settings(self, tokenizer: Tokenizer, tokens: Path | None) -> EncodeSettings:
         config = self.config
-        skips = config.on_error == "skip"
         return EncodeSettings(
             tokenizer=tokenizer,
             template=config.template,
             options=config.encode,
             split_rule=config.split,
             tokens=tokens,
-            skip_errors=skips,
-            max_errors=config.max_errors if skips else 0,
+            max_errors=config.max_errors,
             deduplicate=config.deduplicate,
             limit=config.limit,
             audit=config.audit and tokens is None,
@@ -259,7 +253,7 @@ class Pipeline:
         return not self.config.quiet and is_terminal(sys.stderr)
 
     def _progress(self, stage: str, total: int | None, unit: str) -> Progress:
-        return Progress(stage, total, unit, quiet=self.config.quiet, interval=self.config.log_interval)
+        return Progress(stage, total, unit, quiet=self.config.quiet)
 
     def _packed(self, encoded: EncodedSources, plans: Mapping[str, PackPlan]) -> dict[str, dict[str, PackedSequences]]:
         """Return split -> source -> what is in the bins; the tokens are read only where a plan left some out."""
@@ -319,7 +313,6 @@ class Pipeline:
                 "packing": asdict(self._packing),
                 "deduplicate": self.config.deduplicate,
                 "limit": self.config.limit,
-                "on_error": self.config.on_error,
                 "packed_storage": self.packed_storage,
                 "shard_megabytes": self.config.shard_megabytes,
             },
@@ -355,8 +348,8 @@ class Pipeline:
 
 
 def _check(config: PrepareConfig) -> None:
-    if config.on_error not in ("raise", "skip"):
-        raise InvalidInputError(f"on_error is {config.on_error!r}; choose raise or skip")
+    if config.max_errors < 0:
+        raise InvalidInputError(f"max_errors is {config.max_errors}; it must be 0 or more")
     for name in ("shard_megabytes", "limit"):
         value = getattr(config, name)
         if value is not None and value < 1:

@@ -83,7 +83,7 @@ def test_rejects_name_the_line_of_every_lost_record(given: list[str], tmp_path: 
     silent = {"messages": [{"role": "user", "content": "Hello?"}]}
     write_records(tmp_path / "zebra.jsonl", [SHORT, "{", silent, SHORT])
     rejects = tmp_path / "lost.jsonl"
-    more = (f"rejects={rejects}", "on_error=skip", "deduplicate=false")
+    more = (f"rejects={rejects}", "max_errors=100", "deduplicate=false")
     failed = prepare(*given, *more)
     assert failed.code == 2  # the file helps to find out why
     lost = [json.loads(line) for line in rejects.read_text().splitlines()]

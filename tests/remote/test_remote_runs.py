@@ -45,7 +45,7 @@ def test_prepare_to_a_store_gives_the_bytes_of_a_local_run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with open(chats, "a") as file:
         file.write('{"messages": []}\n')
-    settings = (f"input={chats}", f"tokenizer.path={tokenizer_path}", "on_error=skip", *ENCODING)
+    settings = (f"input={chats}", f"tokenizer.path={tokenizer_path}", "max_errors=100", *ENCODING)
     local = tmp_path / "my_dataset"
     noted = {"here": (f"rejects={tmp_path / 'rejects.jsonl'}",), "there": ("rejects=s3://bucket/rejects.jsonl",)}
     assert main(["prepare", f"output={local}", *settings, *noted["here"], "report=true"]) == 0

@@ -124,16 +124,6 @@ def _write(page: dict[str, Any], html: bytes, target: Path | str) -> WrittenRepo
     )
 
 
-def page_beside(path: Path | str) -> Path | str:
-    """Return where `prepare report=true` writes the page of a dataset: a path, or a URL.
-
-    Example:
-        >>> page_beside("s3://bucket/my_dataset")
-        's3://bucket/my_dataset.report.html'
-    """
-    return f"{path}{SUFFIX}" if isinstance(path, str) else path.with_name(f"{path.name}{SUFFIX}")
-
-
 def refuse_other_file(path: Path | str) -> None:
     """Refuse to replace anything but an earlier page."""
     mark = f'content="{GENERATOR}"'.encode()
