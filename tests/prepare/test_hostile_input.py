@@ -179,9 +179,9 @@ def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: 
 def test_a_template_without_end_is_an_error_before_anything_is_encoded(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "evil.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{{ 'a'.center(3000000000) }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for n in range(99999) %}{{ 'a'.center(999) }}{% endfor %}{% endfor %}"
     )
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), f"template.name={tmp_path}/evil.jinja")
     assert failed.code == 2
-    assert "evil.jinja makes a text of more than 64,000,000 characters" in failed.err
+    assert "evil.jinja writes more than 64,000,000 characters" in failed.err
     assert failed.err.count("\n") == 1
