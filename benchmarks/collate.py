@@ -263,7 +263,6 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
         cases: dict[str, Case] = {
             "np.take copies": bare_copies(whole.arrays, batch_size),
             "Bridge 0.6.2, Parquet": bridge("0.6.2", directory, pool, pack_size, parquet=True),
-            "Bridge 0.3.1, .npy": bridge("0.3.1", directory, pool, pack_size),
             "Bridge 0.6.2, .npy": bridge("0.6.2", directory, pool, pack_size),
             "NumPy, slices": numpy_slices(whole.arrays, pack_size),
             "NumPy, whole batch": numpy_whole_batch(whole.arrays, pack_size),
@@ -271,20 +270,16 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
             "ours, bridge_0_6, compact": ours([whole], pack_size, compact=True),
             f"ours, bridge_0_6, bins of {NUM_SHARDS} shards": ours(parts, pack_size),
             "ours, bridge_0_6, from samples": ours_from_samples(whole, pack_size),
-            "ours, bridge_0_3": ours([whole], pack_size, contract="bridge_0_3"),
             "ours, mcore": ours([whole], pack_size, contract="mcore"),
             "ours, mcore, per conversation": ours([whole], pack_size, contract="mcore", loss="per_conversation"),
             "ours, hf": ours([whole], pack_size, contract="hf", pad_to_max_length=False),
         }
         slow = {name for name in cases if name.startswith("Bridge")}
-        expected = {
-            "0_3": cases["Bridge 0.3.1, .npy"](batches[0]),
-            "0_6": cases["Bridge 0.6.2, .npy"](batches[0]),
-        }
+        expected = cases["Bridge 0.6.2, .npy"](batches[0])
         for name, case in cases.items():
             made = case(batches[0])
             if "mcore" not in name and "hf" not in name and "compact" not in name:
-                check(name, made, expected["0_3" if "0_3" in name or "0.3.1" in name else "0_6"])
+                check(name, made, expected)
         seconds = measure(cases, slow, batches)
         print_ratios(directory, pack_size, batches)
         print_store_ratios(directory, pack_size, batch_size)

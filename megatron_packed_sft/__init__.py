@@ -264,7 +264,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from megatron_packed_sft.support.imports import torch_is_missing
+
+        raise torch_is_missing(name) from error
     globals()[name] = value
     return value
 

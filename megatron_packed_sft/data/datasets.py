@@ -57,7 +57,7 @@ class PackedDataset:
             gives every bin once, in stored order.
         seed: of that shuffle.
         order: an order to use instead of that shuffle, such as that of a blend.
-        contract: whose keys batches have: `mcore`, `bridge_0_3`, `bridge_0_5`, `bridge_0_6`, `bridge_main` or `hf`.
+        contract: whose keys batches have: `mcore`, `bridge_0_6`, `bridge_main` or `hf`.
         pad_to_max_length, pad_seq_length_to_mult, ceil_to_power_2, return_cu_seqlen, pad_cu_seqlens: as in
             `CollateOptions`.
         answer_only_loss, compact, return_doc_ids: as in `CollateOptions`.

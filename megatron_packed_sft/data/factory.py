@@ -33,6 +33,7 @@ from megatron_packed_sft.storage.legacy.reader import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.support.imports import require_torch
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def create_sft_dataset(
         arguments: further ones of `PackedDataset`, such as `contract`, `loss`, `verify` and `access`; for static packs
             also those of `create_static_dataset`, such as `dataloader_drop_last` and `length_of`.
     """
+    require_torch("create_sft_dataset")
     if packing_mode != PREPARED or not _is_path(path):
         given = {"plan": plan, "weights": weights, "blend": blend, "eos_id": eos_id, "file_pattern": file_pattern}
         given |= {"dtype": dtype, "pack_sequences": pack_sequences or None, "documents": documents or None}

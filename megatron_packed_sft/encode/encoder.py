@@ -138,7 +138,7 @@ class RecordEncoder:
                 restart_timer()
                 try:
                     if isinstance(record, TokenizedRecord):
-                        items.append(_Item(number, self._checked(record)))
+                        items.append(_Item(number, self._check_ids(record)))
                         continue
                     marked = self._records.mark(record)
                     items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
@@ -159,16 +159,16 @@ class RecordEncoder:
         tokenized = [(n, item.source) for n, item in enumerate(items) if isinstance(item.source, TokenizedRecord)]
         encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(numbers, np.int64))
         is_text = np.array([items[number].is_text for number in numbers], bool)
-        batches = [self._with_ends(encoded, is_text), _flat(tokenized)]
+        batches = [self._with_ends(encoded, is_text), _flatten(tokenized)]
         sequences = in_record_order(batches)._replace(num_straddling=encoded.num_straddling)
         if sequences.weights is not None and np.array_equal(sequences.weights, sequences.train):
             return sequences._replace(weights=None)  # kinds were asked for, not weights
         return sequences
 
-    def _checked(self, record: TokenizedRecord) -> TokenizedRecord:
+    def _check_ids(self, record: TokenizedRecord) -> TokenizedRecord:
         if len(record.input_ids) != len(record.train):
             raise RecordRefusedError(
-                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids but {len(record.train)} train values"
+                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids, but {len(record.train)} train values"
             )
         if len(record.input_ids) == 0:
             raise RecordRefusedError(DropReason.EMPTY, "the record has no tokens")
@@ -259,7 +259,7 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
     if too_long:
         return DropReason.TOO_LONG, f"{length} tokens, but encode.max_len is {max_len}"
     if num_trained > 0:
-        detail = f"encode.max_len {max_len} of {length} tokens leaves none of the {num_trained} trained ones"
+        detail = f"cutting its {length} tokens to encode.max_len={max_len} removes all {num_trained} trained ones"
         return DropReason.ANSWER_CUT_AWAY, detail
     if length == 0:
         return DropReason.EMPTY, "the record has no tokens"
@@ -269,10 +269,10 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
 def _refuse_nothing_left(dropped: Sequence[Dropped]) -> None:
     for number, reason, detail in dropped:
         if reason in NOTHING_LEFT:
-            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty to drop")
+            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty=drop")
 
 
-def _flat(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:
+def _flatten(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:
     train = np.concatenate([np.asarray(record.train, np.float32) for _, record in records] or [np.empty(0, np.float32)])
     is_trained = train > 0
     return Sequences(

@@ -42,7 +42,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Refuse to train nothing."""
         if not (self.answers or self.reasoning or self.tool_calls):
-            raise InvalidInputError("encode.train leaves nothing to train; set one of its keys to true")
+            raise InvalidInputError("encode.train is false for everything; set one of its keys to true")
 
 
 @dataclass(kw_only=True)
@@ -130,7 +130,7 @@ class TemplateOptions:
         _refuse_text("template.end_of_turn", self.end_of_turn)
         _refuse_text("template.record_variables", self.record_variables)
         if reserved := RESERVED_VARIABLES.intersection((*self.variables, *self.record_variables)):
-            raise InvalidInputError(f"template variable {min(reserved)} has a fixed meaning; remove it")
+            raise InvalidInputError(f"template variable {min(reserved)} is reserved; remove it")
         for key, is_empty in (("header", self.header == ""), ("end_of_turn", "" in (self.end_of_turn or ()))):
             if is_empty:
                 raise InvalidInputError(f"template.{key} is empty; use null to find it in the template")

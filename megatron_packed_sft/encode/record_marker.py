@@ -11,7 +11,7 @@ import orjson
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
-from megatron_packed_sft.encode.masks.turn_parts import joined
+from megatron_packed_sft.encode.masks.turn_parts import join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.limits import time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
@@ -86,7 +86,7 @@ class RecordMarker:
     def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
         """Return a conversation as one text; with `is_turn`, of which only the last turn counts."""
         marker = self.marker(conversation)
-        return self._finished(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
+        return self._with_segments(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
 
     def marker(self, conversation: Conversation | None = None) -> ChatMarker:
         """Return what marks a conversation: its template and its variables decide."""
@@ -99,7 +99,7 @@ class RecordMarker:
         template, options = self._loaded
         with_tools = conversation is not None and conversation.tools is not None and template.tool_source is not None
         variables = conversation.variables if conversation is not None else None
-        key = with_tools, _allowed(variables, options.record_variables) if variables else b""
+        key = with_tools, _key_of_variables(variables, options.record_variables) if variables else b""
         if key not in self._markers:
             if with_tools:
                 template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
@@ -111,7 +111,7 @@ class RecordMarker:
                 self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
         return self._markers[key]
 
-    def _finished(
+    def _with_segments(
         self, marker: ChatMarker, conversation: Conversation, chat: MarkedChat, *, is_turn: bool
     ) -> MarkedRecord:
         num_turns = len(chat.marked.trained)
@@ -122,7 +122,7 @@ class RecordMarker:
     def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
         """Return a text for each trained turn, or, if `auto` finds no difference, one for the whole conversation."""
         marker = self.marker(conversation)
-        numbers = [number for number, is_wanted in enumerate(marker.wanted(conversation)) if is_wanted]
+        numbers = [number for number, is_wanted in enumerate(marker.trained_messages(conversation)) if is_wanted]
         is_last = numbers == [len(conversation.messages) - 1]
         is_auto = self._options.render == "auto"
         if not numbers or (is_auto and is_last):
@@ -140,11 +140,12 @@ class RecordMarker:
                 raise refusal from None
             if whole is None:
                 raise
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         if whole is not None and _turns_in(marker, conversation, whole, numbers) == [*map(_trained_text, turns)]:
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         return [
-            self._finished(marker, prefix, turn, is_turn=True) for prefix, turn in zip(prefixes, turns, strict=True)
+            self._with_segments(marker, prefix, turn, is_turn=True)
+            for prefix, turn in zip(prefixes, turns, strict=True)
         ]
 
     def _mark_text(self, record: TextRecord) -> MarkedRecord:
@@ -154,8 +155,8 @@ class RecordMarker:
             if weight and part:
                 segments.append(Segment(position, position + len(part), float(weight)))
             position += len(part)
-        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
-        trained = joined((segment.start, segment.end) for segment in segments)
+        literal = join_ranges(match.span() for match in self._escaped_in_text.finditer(text))
+        trained = join_ranges((segment.start, segment.end) for segment in segments)
         has_weights = self._with_kinds or any(segment.weight != 1 for segment in segments)
         return MarkedRecord(MarkedText(text, trained, literal, segments if has_weights else ()))
 
@@ -178,14 +179,14 @@ def _trained_text(chat: MarkedChat) -> tuple[str, ...]:
     return tuple(chat.marked.text[start:end] for start, end in chat.marked.trained)
 
 
-def _allowed(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
+def _key_of_variables(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
     """Return a record's variables as a key; RecordRefusedError if it sets one that it may not."""
     foreign = sorted(set(variables) - set(allowed))
     if foreign:
         raise RecordRefusedError(
             DropReason.BAD_RECORD,
-            f"chat_template_kwargs sets {foreign[0]}, which records may not; add it to template.record_variables, or "
-            "remove it",
+            f"chat_template_kwargs sets {foreign[0]}, which a record may not set; add it to "
+            "template.record_variables, or remove it",
         )
     return orjson.dumps(variables, option=orjson.OPT_SORT_KEYS)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear, rms_norm
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.lora_settings import BY_COLUMNS, PREFIX, LoraSettings, home_of, num_sections
+from megatron_packed_sft.megatron.weights.layout import BY_COLUMNS, PREFIX, LoraSettings, home_of, num_sections
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -126,3 +127,63 @@ def without_weight_decay(model: GPTModel, choices: Sequence[str], key: str = "op
     exempt = {id(parameters[name]) for name in choose_parameters(model, choices, key)}
     predicate = ParamWithNamePredicate(name="no_weight_decay", fn=lambda parameter, _: id(parameter) in exempt)
     return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
+
+
+class FinalizeGradients:
+    """A model's `config.finalize_model_grads_func`: Megatron-Core's own, with denominators that need not be integers.
+
+    Without weights it does what Megatron-Core's does. The micro batches of a step are of one kind: all with weights (or
+    `loss="per_conversation"`), or none.
+
+    Example:
+        >>> finalize = FinalizeGradients()
+        >>> finalize.add(torch.tensor(0.5)); finalize.add(torch.tensor(2))
+        >>> finalize.take().item()
+        2.5
+    """
+
+    def __init__(self) -> None:
+        self._denominator: Tensor | None = None
+
+    def add(self, denominator: Tensor) -> None:
+        """Add what a micro batch's loss is a mean over; in the backward pass, so that an evaluation adds nothing."""
+        amount = denominator.detach().to(torch.float64)
+        self._denominator = amount if self._denominator is None else self._denominator + amount
+
+    def take(self) -> Tensor | None:
+        """Return the sum since the last call; None if no micro batch had a denominator of its own."""
+        denominator, self._denominator = self._denominator, None
+        return denominator
+
+    def __call__(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **arguments: Any) -> None:
+        """Reduce the gradients over the ranks and divide them, as Megatron-Core's schedules ask for."""
+        from megatron.core.distributed import finalize_model_grads
+
+        denominator = self.take()
+        finalize_model_grads(model, num_tokens if denominator is None else denominator, **arguments)
+
+
+def divide_by(denominator: Tensor, output: Tensor, model: torch.nn.Module) -> None:
+    """Have the gradients of `output` divided by `denominator`, summed over the micro batches and ranks of the step.
+
+    Args:
+        denominator: what this rank's part of the micro batch adds; 0 on ranks that share it with one that adds it.
+        output: of the model, on any stage of a pipeline.
+        model: a GPT model of Megatron-Core; its configuration says who divides.
+    """
+    from megatron.core.utils import get_model_config
+
+    if not output.requires_grad:
+        return
+    config = get_model_config(model)
+    finalize = config.finalize_model_grads_func
+    if finalize is None:  # nobody divides
+        return
+    if not isinstance(finalize, FinalizeGradients) or not config.calculate_per_token_loss:
+        raise InvalidInputError(
+            "the loss mask holds weights, and Megatron-Core divides by an integer; build the model with "
+            "calculate_per_token_loss=True and set config.finalize_model_grads_func to "
+            "megatron_packed_sft.megatron.parameters.FinalizeGradients()"
+        )
+    amount = denominator.to(output.device, torch.float64)
+    output.register_hook(lambda gradient: finalize.add(amount))  # type: ignore[no-untyped-call]

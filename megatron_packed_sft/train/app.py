@@ -18,10 +18,11 @@ from megatron_packed_sft.config.application import as_yaml, completions, run_app
 from megatron_packed_sft.data.order.state import LoaderState
 from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.remote.objects import try_writing
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.exits import is_speaker
+from megatron_packed_sft.support.imports import require_torch
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.train.config import TrainConfig
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.megatron.backend import Backend
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
-    from megatron_packed_sft.train.checkpoint_copies import CopiedRun
-    from megatron_packed_sft.train.copy_sender import CopySender
+    from megatron_packed_sft.train.checkpoint_copies import CopiedRun, CopySender
     from megatron_packed_sft.train.data import TrainingData
 
 _DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
@@ -98,12 +98,11 @@ class Copying(NamedTuple):
         say: Callable[[str], object],
     ) -> CopySender | None:
         """Start what copies; first the checkpoint that the run resumes from, if its copy is missing."""
-        from megatron_packed_sft.train.copy_sender import CopySender
+        from megatron_packed_sft.train.checkpoint_copies import CopySender
 
         if self.copies is None:
             return None
-        keep = config.checkpoint.keep if config.checkpoint.keep_copies is None else config.checkpoint.keep_copies
-        sender = CopySender(self.copies, checkpoints, keep=keep, say=say)
+        sender = CopySender(self.copies, checkpoints, keep=config.checkpoint.keep, say=say)
         if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
             sender.add(resumption.checkpoint)
         return sender
@@ -133,6 +132,7 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
 
 def train(config: TrainConfig) -> None:
     """Train as configured; on every rank of the run."""
+    require_torch("training", "megatron")
     leave_with_torchrun()
     with one_rank_reports():
         _train(config)
@@ -209,12 +209,12 @@ def _run(
 
     from megatron_packed_sft.megatron.backend import stop_distributed
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-    from megatron_packed_sft.train.loggers import open_trackers
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
     from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
     from megatron_packed_sft.train.report import NO_COPIES, ConsoleReporter, Reporter
+    from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 
     chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
@@ -243,7 +243,7 @@ def _run(
     if own_rank() == 0:
         output = local_path(config.output)
         removed = checkpoints.remove_leftovers()
-        trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
+        trackers, notes = open_trackers(config.logger.names, TrackedRun(output, trainer.step, asdict(config)))
         metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
         notes += [f"removed {name}, an unfinished checkpoint of a run that was killed" for name in removed]

@@ -20,13 +20,12 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import Staging, os_errors, remove_leftovers, replace_file, write_file
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
-from megatron_packed_sft.train.state_checks import refuse_impossible
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -69,7 +68,7 @@ class TrainingState:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TrainingState:
-        """Read the state of a checkpoint and check that its files are all there."""
+        """Return the state of a checkpoint, after a check that its files are all there."""
         file = checkpoint / STATE
         if not file.is_file():
             raise InvalidInputError(
@@ -78,20 +77,35 @@ class TrainingState:
             )
         with os_errors("read", file), open(file, "rb") as opened:
             data = opened.read(MAX_STATE_BYTES)
-        document = json_document.parse(data, str(file))
-        fields = json_document.Fields(document, str(file))
+        state = cls.parse(data, str(file))
+        _refuse_missing(checkpoint, state.files)
+        return state
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> TrainingState:
+        """Return the state that a training_state.json describes.
+
+        Args:
+            data: the whole file.
+            where: its path or URL, for messages.
+        """
+        document = json_document.parse(data, where)
+        fields = json_document.Fields(document, where)
         if fields.text("format") != FORMAT or fields.integer("version", 1, 1 << 30) != VERSION:
             raise UnsupportedFormatError(
-                f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
+                f"{where}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
         names = ("data", "scheduler", "model", "pretrained", "peft", "files", "checksums")
-        mappings = {name: fields.optional_object(name) or {} for name in names}
-        _refuse_missing(checkpoint, mappings["files"])
-        if unknown := sorted(mappings["checksums"].keys() - mappings["files"].keys()):
-            raise ShardFileError(f"{file} has a checksum of {unknown[0]}, which is not one of its files; restore it")
-        refuse_impossible(mappings, str(file))
-        return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
+        state = cls(
+            step=fields.integer("step", 0, 1 << 62), **{name: fields.optional_object(name) or {} for name in names}
+        )
+        for name, size in state.files.items():
+            if name == STATE or type(size) is not int or size < 0:
+                raise fields.error("files", f"has {name[:80]!r} with {str(size)[:20]}, which cannot be")
+        if unknown := sorted(state.checksums.keys() - state.files.keys()):
+            raise ShardFileError(f"{where} has a checksum of {unknown[0]}, which is not one of its files; restore it")
+        return state
 
 
 class CheckpointDirectory:

@@ -21,7 +21,7 @@ from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
@@ -120,8 +120,7 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
             pad_seq_length_to_mult=multiple,
             loss=config.train.loss,
             verify=data.verify,
-            access=data.access,
-            pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
+            pad_to_max_length=config.parallel.pipeline > 1,
         )
 
     return TrainingData(
@@ -231,7 +230,6 @@ def training_loader(
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
     return PackedLoader(
         dataset,
-        prefetch=config.data.prefetch,
         global_batch_size=global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
@@ -247,7 +245,6 @@ def validation_loader(
     """Return one pass over a dataset in stored order; bins without loss fill up the last batch."""
     return PackedLoader(
         dataset,
-        prefetch=config.data.prefetch,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         drop_last=False,
@@ -380,20 +377,14 @@ def _refuse_larger_vocabulary(
 
 def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
     """Return the name of the validation data that early stopping and samples look at."""
-    if settings.patience is None and not settings.num_samples and settings.watch is None:
+    if settings.patience is None and not settings.num_samples:
         return None
     key = "patience" if settings.patience is not None else "num_samples"
     if not names:
         raise InvalidInputError(
             f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
         )
-    if settings.watch is None:
-        if _OWN_SPLIT in names or len(names) == 1:
-            return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
-        raise InvalidInputError(f"validation.{key} needs validation.watch; choose from {', '.join(names)}")
-    if settings.watch not in names:
-        raise InvalidInputError(f"validation.watch is {settings.watch!r}; choose from {', '.join(names)}")
-    return settings.watch
+    return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
 
 
 def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:

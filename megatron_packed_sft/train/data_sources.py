@@ -106,6 +106,5 @@ def _open_raw_samples(
                 "it one, a string that changes with the samples, their template and their settings: ranks share the "
                 "lengths under it, and a resumed run compares it"
             )
-        given = config.data.length_cache
-        cache = local_path(config.output) / LENGTH_CACHE if given is None else local_path(given)
+        cache = local_path(config.output) / LENGTH_CACHE
     return open_static_packs(samples, packing, pad_id=pad_id, length_cache=cache, progress=sys.stderr.isatty())

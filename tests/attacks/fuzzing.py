@@ -25,7 +25,7 @@ from megatron_packed_sft.tokens.materialize import plan_block
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from tests.packed_bins import block_of, make_bins, write_seed_shard, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 PIECES = [

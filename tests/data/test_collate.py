@@ -245,8 +245,8 @@ def test_static_boundaries_have_the_same_shape_in_every_batch(contract: str) -> 
     shapes = set()
     for packed in make_bins(10, 64, seed=7):
         batch = collate([locate_in_samples([sample(packed)])], 1, chosen)
-        boundaries = batch["cu_seqlens" if contract in ("bridge_0_3", "bridge_0_5") else "cu_seqlens_q"]
-        longest = batch["max_seqlen" if contract in ("bridge_0_3", "bridge_0_5") else "max_seqlen_q"]
+        boundaries = batch["cu_seqlens_q"]
+        longest = batch["max_seqlen_q"]
         shapes.add(boundaries.shape)
         assert longest.tolist() == [40]
     assert len(shapes) == 1

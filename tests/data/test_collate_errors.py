@@ -163,7 +163,7 @@ def test_no_table_of_bins_reads_outside_its_arrays(table: list[int], starts: lis
 
 def test_options_that_make_no_sense_are_refused() -> None:
     for arguments, message in (
-        ({"contract": "bridge_0_4"}, r"contract 'bridge_0_4' is unknown; choose from bridge_0_3, bridge_0_5"),
+        ({"contract": "bridge_0_4"}, r"contract 'bridge_0_4' is unknown; choose from bridge_0_6, bridge_main"),
         ({"eos_id": -1}, r"eos_id is -1; it must be a token id"),
         ({"max_seq_length": 0}, r"max_seq_length is 0; it must be at least 1"),
         ({"pad_seq_length_to_mult": 0}, r"pad_seq_length_to_mult is 0"),

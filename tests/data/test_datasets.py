@@ -44,7 +44,7 @@ from megatron_packed_sft.tokens.materialize import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 ROWS = make_bins(10, 24, seed=3)
 EOS = 2
@@ -216,13 +216,13 @@ def test_a_blend_keeps_its_weights_at_every_prefix_and_shuffles_each_source(tmp_
 def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_file(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", ROWS, 24)
     arguments: dict[str, Any] = {"seq_length": 24, "pad_to_max_length": True, "pad_cu_seqlens": True}
-    own = create_sft_dataset(tmp_path / "shard", EOS, contract="bridge_0_3", **arguments)
+    own = create_sft_dataset(tmp_path / "shard", EOS, contract="bridge_0_6", **arguments)
     own.write_pack_metadata(tmp_path / "meta.json")
     written = json.loads((tmp_path / "meta.json").read_text())
     assert written[0]["max_samples_per_bin"] == max(row.num_sequences for row in ROWS)
     assert written[0]["min_packed_seqlen"] == min(len(row.input_ids) for row in ROWS)
     other = create_sft_dataset(
-        tmp_path / "shard", EOS, contract="bridge_0_3", pack_metadata_file_path=tmp_path / "meta.json", **arguments
+        tmp_path / "shard", EOS, contract="bridge_0_6", pack_metadata_file_path=tmp_path / "meta.json", **arguments
     )
     assert_same_batch(own.fetch_batch([0, 1]), other.fetch_batch([0, 1]))
     (tmp_path / "bad.json").write_text("[{}]")

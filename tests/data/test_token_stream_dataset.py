@@ -31,7 +31,7 @@ from tests.storage.test_token_stream import write_stream
 EOS = 2
 VOCAB = 50
 SEQ_LENGTH = 24
-CONTRACTS = ("mcore", "bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "hf")
+CONTRACTS = ("mcore", "bridge_0_6", "bridge_main", "hf")
 
 
 class Tokenizer:
@@ -142,7 +142,7 @@ def test_every_contract_trains_what_the_items_train_at_the_same_positions(
         tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pack_sequences=packs, contract=contract, return_doc_ids=True
     )
     # Megatron-Bridge before its main branch drops the loss where the input is EOS: with documents there is none.
-    drops_eos = contract in ("bridge_0_3", "bridge_0_5", "bridge_0_6")
+    drops_eos = contract == "bridge_0_6"
     items = [plain_item(window, packs=packs) for window in windows]
     batch = dataset.fetch_batch(range(len(windows)))
     assert predictions_of(batch, contract) == predictions_of_items(items, drops_eos=drops_eos)

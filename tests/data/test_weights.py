@@ -136,7 +136,7 @@ def test_every_conversation_counts_1_or_nothing(weights: list[float], cut: int, 
     assert float(batch["loss_mask"].sum()) == pytest.approx(num_trained, rel=1e-5)
 
 
-@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main"])
+@pytest.mark.parametrize("contract", ["bridge_0_6", "bridge_main"])
 def test_contracts_of_megatron_bridge_are_refused_when_the_dataset_is_opened(shards: Path, contract: str) -> None:
     with pytest.raises(InvalidInputError, match=f"'{contract}' contract cannot carry data with weights.*to an integer"):
         create_sft_dataset(shards, seq_length=32, contract=contract)

@@ -188,7 +188,7 @@ def test_training_gives_the_same_file_every_time_and_another_for_other_text(tmp_
 def test_training_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="vocab_size is 100; use more than 262"):
         train_sentencepiece(tiny.corpus(), tmp_path / "small.model", vocab_size=100)
-    with pytest.raises(InvalidInputError, match="there is no text to train on"):
+    with pytest.raises(InvalidInputError, match="the texts are blank"):
         train_sentencepiece(["", " \n"], tmp_path / "empty.model")
     assert list(tmp_path.iterdir()) == []
 

@@ -165,3 +165,19 @@ def test_chats_of_known_messages_are_rendered_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(marker, "_traced", None)
     marked, _ = marker.mark(Conversation(turn * 5))
     assert [marked.text[start:end] for start, end in marked.trained] == ["4<|im_end|>"] * 5
+
+
+def test_texts_that_look_like_the_names_of_programs_change_nothing() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content == 'messages[0]' or 'v0' in m.content %}!"
+        "{% endif %}"
+        "{{ {'tools': 'T', 'message': 'M'}.get(m.content, m.content) }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoder = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("names", source), EncodeOptions())
+    texts = ("v0", "messages[0]", "message", "tools", "v1['content']", "'v0", '"tools\\')
+    for _ in range(20):
+        for question in texts:
+            for reply in texts:
+                chat = Conversation([user(question), assistant(reply), user("?"), assistant(question)])
+                assert outcome(encoder.marker().mark, chat) == outcome(encoder.marker().mark_by_rendering, chat)

@@ -201,7 +201,7 @@ def test_what_is_lost_escaped_and_weighted_is_said_in_words(keys: list[str], tmp
     assert "⟦×0.5 Because of this.<|im_end|>⟧⏎" in shown
     (tmp_path / "plain.jinja").write_text(CHATML)
     plain = packed_sft("preview", path, keys[0], f"template.name={tmp_path}/plain.jinja", "--row", 2).out
-    assert "lost: the template leaves the reasoning of message 1 out" in plain
+    assert "lost: the template omits the reasoning of message 1" in plain
 
 
 def test_rows_are_counted_as_in_the_rejects_file_and_blank_ones_are_none(keys: list[str], tmp_path: Path) -> None:

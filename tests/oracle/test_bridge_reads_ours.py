@@ -22,7 +22,6 @@ EOS = 2
 PACK_SIZE = 96
 PREPARED_PACK_SIZE = 2048
 ROW_GROUP = 500
-PARQUET_VERSIONS = VERSIONS[1:]
 
 
 def open_with_bridge(version: str, path: str | Path, **options: Any) -> Any:
@@ -62,7 +61,7 @@ def assert_equal_batches(
     released.close()
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_one_converted_file_of_several_row_groups_gives_bridges_batches(version: str, tmp_path: Path) -> None:
     bins = make_bins(2 * ROW_GROUP + 3, PACK_SIZE, vocab_size=100_000)
     write_shard(tmp_path / "shard", bins, PACK_SIZE, pad_id=EOS)
@@ -71,7 +70,7 @@ def test_one_converted_file_of_several_row_groups_gives_bridges_batches(version:
     assert_equal_batches(version, tmp_path / "bins.idx.parquet", tmp_path / "shard", answer_only_loss=False)
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("named_by", ["directory", "glob"])
 def test_several_converted_shards_give_bridges_batches(version: str, named_by: str, tmp_path: Path) -> None:
     bins = make_bins(40, PACK_SIZE, seed=1)
@@ -102,7 +101,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "data"
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_what_prepare_writes_gives_bridges_batches_with_the_metadata_beside_it(version: str, prepared: Path) -> None:
     split = prepared / "train"
     assert len(open_dataset(prepared).entries("train")) > 1

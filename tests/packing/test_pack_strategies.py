@@ -175,37 +175,6 @@ class TestOwnStrategies:
         pack([6, 99, 2], pack_size=18, strategy="alone", overflow="drop", pad_seq_to_mult=4)
         assert seen == [([9, 5], 18)]
 
-    @pytest.mark.parametrize(
-        ("bins", "message"),
-        [
-            ([[0, 1], [2]], "left out sequence 3"),
-            ([[0, 1], [2, 3], [1]], "packed a sequence of bin 2 more than once"),
-            ([[0, 0], [1, 2, 3]], "packed a sequence of bin 0 more than once"),
-            ([[0, 1, 2, 3]], "filled bin 0 with 10; it holds 8"),
-            ([[0, 4], [1, 2, 3]], "not an index from 0 to 3"),
-            ([[0, -1], [1, 2]], "not an index from 0 to 3"),
-            ([[0, 1], [], [2, 3]], "left bin 1 empty"),
-            ([["a"]], "not an index from 0 to 3"),
-            (7, "must return lists of indices"),
-            ([7], "must return lists of indices"),
-            (np.array([0, 0, 1]), "returned 3 bin numbers for 4 sequences"),
-            (np.array([0, 0, 1, -1]), "one bin number >= 0 per sequence"),
-            (np.array([0.0, 0.0, 1.0, 1.0]), "one bin number >= 0 per sequence"),
-            (np.array([[0, 0], [1, 1]]), "one bin number >= 0 per sequence"),
-            (np.array([0, 0, 0, 0]), "filled bin 0 with 10; it holds 8"),
-        ],
-        ids=str,
-    )
-    def test_what_it_returns_is_checked(self, bins: Any, message: str) -> None:
-        register_strategy("wrong", lambda lengths, capacity: bins)
-        with pytest.raises(InvalidInputError, match=f"strategy 'wrong' .*{message}"):
-            pack([1, 2, 3, 4], pack_size=8, strategy="wrong")
-
-    def test_too_many_sequences_in_a_bin_are_refused(self) -> None:
-        register_strategy("all", lambda lengths, capacity: [list(range(lengths.size))])
-        with pytest.raises(InvalidInputError, match="put 4 sequences into a bin; max_seqs_per_bin is 2"):
-            pack([1, 1, 1, 1], pack_size=8, strategy="all", max_seqs_per_bin=2)
-
     def test_names_are_not_taken_twice_by_accident(self) -> None:
         register_strategy("mine", lambda lengths, capacity: [])
         with pytest.raises(InvalidInputError, match="registered already"):

@@ -153,7 +153,7 @@ def test_two_ranks_train_from_a_store_as_from_a_local_disk_and_go_on_elsewhere_f
     assert losses("elsewhere") == losses("local"), "with the metrics of the first four steps"
     fetched = {name: count for name, count in store.fetched().items() if name.endswith(".distcp")}
     assert set(fetched.values()) == {1}
-    assert [copy.step for copy in CopiedRun("s3://bucket/copies").whole()] == [6, 4]
+    assert CopiedRun("s3://bucket/copies").names() == ["step_000006", "step_000004"]
     newest = "checkpoints/step_000006"
     assert stored(f"s3://bucket/copies/{newest}") == files(tmp_path / "elsewhere" / newest)
     assert describe(f"s3://bucket/copies/{newest}")["is_complete"]

@@ -44,7 +44,7 @@ from megatron_packed_sft.storage.token_stream.options import parse_dtype
 from megatron_packed_sft.support import file_sizes
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 EOS = 2
 

@@ -19,7 +19,7 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from tests.packed_bins import files_of
-from tests.tokens.test_store import Sequences, make_sequences, write_store
+from tests.tokens.stores import Sequences, make_sequences, write_store
 
 
 def expected_rows(plan: PackPlan, sequences: Sequences, pad_id: int) -> list[tuple[list[int], list[int], list[int]]]:

@@ -26,8 +26,7 @@ from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import files_of
-from tests.tokens.test_store import make_sequences, write_store
-from tests.tokens.test_weights import make_weights, write_part
+from tests.tokens.stores import make_sequences, make_weights, write_part, write_store
 
 SEQUENCES = make_sequences(60, longest=30, seed=1)
 SEQUENCE = next(number for number, (ids, _) in enumerate(SEQUENCES) if number > 45 and len(ids) > 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from megatron_packed_sft import create_shard_writer, open_shard, validate
@@ -17,24 +16,7 @@ from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import files_of
-from tests.tokens.test_store import Sequences, make_sequences, write_store
-
-Weights = list[npt.NDArray[np.float32]]
-
-
-def make_weights(sequences: Sequences, seed: int = 0) -> Weights:
-    """Random weights up to 3 where a token is trained; some of them are 1."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.choice(np.array([0.1, 0.5, 1, 3], np.float32), len(train)) for _, train in sequences]
-    return [weights * np.array(train, np.float32) for weights, (_, train) in zip(chosen, sequences, strict=True)]
-
-
-def write_part(path: Path, sequences: Sequences, weights: Weights, plain: int = 0) -> None:
-    """Write a part; the first `plain` sequences come without weights."""
-    with TokenPartWriter(path, vocab_size=1000) as writer:
-        for index, ((ids, train), own) in enumerate(zip(sequences, weights, strict=True)):
-            writer.append(ids, train, None if index < plain else own)
-        writer.finalize()
+from tests.tokens.stores import make_sequences, make_weights, write_part, write_store
 
 
 def stored(path: Path) -> list[list[float]]:

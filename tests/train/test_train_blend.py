@@ -144,14 +144,6 @@ def test_a_blend_can_be_written_on_the_command_line(
     assert (config.data.path, config.data.blend) == (sources, SCHEDULE)
 
 
-@pytest.mark.parametrize(
-    ("given", "key"), [("datasets=x", "data.path={name: PATH"), ("data.annealing=x", "data.blend={")]
-)
-def test_the_words_of_other_trainers_lead_to_the_keys(given: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([given]) == 2
-    assert key in capsys.readouterr().err
-
-
 class Runs(NamedTuple):
     """A run on a stream, an indexed dataset and chats that are annealed, whole and stopped, and what was printed."""
 

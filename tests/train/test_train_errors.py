@@ -74,7 +74,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["output="], "output is empty; give it a value"),
         (["resume="], "resume is empty; give it a value"),
         (["seed=-1"], "seed is -1; it must be at least 0"),
-        (["data.prefetch=-1"], "data.prefetch is -1; it must be at least 0"),
         (["data.eos_id=-1"], "data.eos_id is -1; it must be at least 0"),
         (["data.eos_id=256"], "data.eos_id is 256, but the vocabulary ends at 255"),
         (["data.allow_mismatch=[sed]"], "data.allow_mismatch has sed; choose from fingerprint"),

@@ -2,8 +2,6 @@
 
 | contract      | consumer                             | boundaries                      | loss at EOS tokens |
 |---------------|--------------------------------------|---------------------------------|--------------------|
-| `bridge_0_3`  | Megatron-Bridge 0.3 and 0.4          | cu_seqlens, -1 behind the last  | dropped            |
-| `bridge_0_5`  | Megatron-Bridge 0.5                  | as 0_3; attention_mask is None  | dropped            |
 | `bridge_0_6`  | Megatron-Bridge 0.6                  | cu_seqlens_q/kv, last repeated  | dropped            |
 | `bridge_main` | Megatron-Bridge after 0.6            | as 0_6, and padding_mask        | kept               |
 | `mcore`       | Megatron-Core, through your own step | as 0_6, and padding_mask        | kept               |
@@ -11,7 +9,7 @@
 
 What keeps the sequences apart is part of each batch; docs/datasets.md says what happens to a careless consumer.
 
-The released packages are the oracle for the first three: tests/oracle compares every key with `torch.equal`.
+The released package is the oracle for the first: tests/oracle compares every key with `torch.equal`.
 
 Weights and `loss="per_conversation"` make the loss mask float32 and add `loss_denominator`; only `mcore` and `hf` take
 them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights in silence.
@@ -181,29 +179,6 @@ class Contract:
     takes_weights: bool = False
 
 
-def _bridge_0_3(bins: CollatedBins, options: CollateOptions) -> Batch:
-    batch = _tokens_and_labels(bins)
-    if not options.return_cu_seqlen:
-        return batch | {"attention_mask": _causal_mask(bins)}
-    counts = [max(count, options.min_boundaries) for count in bins.num_boundaries]
-    batch |= {
-        "attention_mask": torch.from_numpy(np.ones(len(counts), np.int64)),
-        "cu_seqlens": _open_ended(bins.boundaries[0], counts),
-        "cu_seqlens_argmin": torch.from_numpy(np.array(counts)[:, None]),
-        "max_seqlen": _max_seqlen(bins, options),
-    }
-    if options.pad_seq_to_mult > 1:  # in Bridge, pad_cu_seqlens does not reach these
-        counts = bins.num_boundaries
-        batch["cu_seqlens_unpadded"] = _open_ended(bins.boundaries[1], counts)
-        batch["cu_seqlens_unpadded_argmin"] = torch.from_numpy(np.array(counts)[:, None])
-    return batch
-
-
-def _bridge_0_5(bins: CollatedBins, options: CollateOptions) -> Batch:
-    batch = _bridge_0_3(bins, options)
-    return batch | {"attention_mask": None} if options.return_cu_seqlen else batch
-
-
 def _bridge_0_6(bins: CollatedBins, options: CollateOptions) -> Batch:
     batch = _tokens_and_labels(bins)
     if options.return_cu_seqlen:
@@ -265,8 +240,6 @@ def _hf_without_weights(bins: CollatedBins) -> Batch:
 
 
 CONTRACTS = {
-    "bridge_0_3": Contract(adapt=_bridge_0_3, keeps_eos_loss=False),
-    "bridge_0_5": Contract(adapt=_bridge_0_5, keeps_eos_loss=False),
     "bridge_0_6": Contract(adapt=_bridge_0_6, keeps_eos_loss=False),
     "bridge_main": Contract(adapt=_bridge_main, keeps_eos_loss=True, has_padding_mask=True),
     "mcore": Contract(
@@ -316,14 +289,6 @@ def _max_seqlen(bins: CollatedBins, options: CollateOptions) -> torch.Tensor:
     num_bins, length = bins.loss_mask.shape
     longest = max(options.dataset_max_seqlen, length - options.min_packed_seqlen)
     return torch.full((num_bins,), longest, dtype=torch.int32)
-
-
-def _open_ended(boundaries: npt.NDArray[np.int32], counts: list[int]) -> torch.Tensor:
-    """Return the first `counts` boundaries of each bin, followed by at least one -1."""
-    result = np.full((len(counts), max(counts) + 1), -1, np.int32)
-    for index, count in enumerate(counts):
-        result[index, :count] = boundaries[index, :count]
-    return torch.from_numpy(result)
 
 
 def _causal_mask(bins: CollatedBins) -> torch.Tensor:

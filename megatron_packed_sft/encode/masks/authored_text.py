@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 TOOLS = -1
-# Names in recorded programs. Constants are written in ASCII, so none of them can be taken for one of these.
-MESSAGES_NAME, TOOLS_NAME, VARIABLE = "ä", "ü", "ö"
-MESSAGE_NAME = "ï"  # in programs about a single message
+# Names in recorded programs: of the record, and of variables (v0, v1, ...).
+MESSAGES_NAME, TOOLS_NAME, VARIABLE = "messages", "tools", "v"
+MESSAGE_NAME = "message"  # in programs about a single message
+# Matches a quoted constant, which may hold anything, or a name (group 1).
+_CONSTANT_OR_NAME = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\b(v\d+\b|messages\[\d+\]|message\b|tools\b)""")
 _SUPPORTED_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]*")
 
 
@@ -47,9 +49,9 @@ class Recorder:
 
     Example:
         >>> recorder = Recorder()
-        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "ä[0]['content']")
+        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "messages[0]['content']")
         >>> bool(content.strip() == "Hi"), recorder.lines
-        (True, [('ö0', "ä[0]['content']"), ('ö1', 'ö0.strip()'), ("ö1=='Hi'", True)])
+        (True, [('v0', "messages[0]['content']"), ('v1', 'v0.strip()'), ("v1=='Hi'", True)])
     """
 
     def __init__(self) -> None:
@@ -81,6 +83,26 @@ class Recorder:
     def give_up(self, obstacle: str) -> None:
         """Something happened that the program cannot repeat."""
         self.obstacle = self.obstacle or obstacle
+
+
+def names_in(source: str) -> list[str]:
+    """Return the names that a line of a program uses, in order.
+
+    Example:
+        >>> names_in("v1=='v2' or tools and v0 in messages[3]['content']")
+        ['v1', 'tools', 'v0', 'messages[3]']
+    """
+    return [name for name in _CONSTANT_OR_NAME.findall(source) if name]
+
+
+def replace_names(source: str, replace: Callable[[str], str]) -> str:
+    """Replace the names that a line of a program uses, and nothing in its constants.
+
+    Example:
+        >>> replace_names("message['content']=='message'", lambda name: "messages[3]")
+        "messages[3]['content']=='message'"
+    """
+    return _CONSTANT_OR_NAME.sub(lambda match: replace(match[1]) if match[1] else match[0], source)
 
 
 def plain_text(text: str) -> str:
@@ -496,7 +518,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
     return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
-def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
+def build_text(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
     """Put a text together from what is known about it."""
     return _make(text, tuple(authors), tuple(parts), recorder)
 
@@ -614,7 +636,7 @@ class AuthoredMarkup(AuthoredText):
         return plain_text(self)
 
     def __str__(self) -> str:
-        return made_of(plain_text(self), self.authors, self.parts, self.recorder)
+        return build_text(plain_text(self), self.authors, self.parts, self.recorder)
 
     def __add__(self, other: Any) -> Any:
         return _added(self, other) if isinstance(other, str) else NotImplemented

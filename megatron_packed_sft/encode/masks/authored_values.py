@@ -17,12 +17,12 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Recorder,
     Run,
     authored,
+    build_text,
     concatenate,
-    made_of,
     plain_text,
     source_of,
 )
-from megatron_packed_sft.encode.templates.json_text import JsonSettings, json_text
+from megatron_packed_sft.encode.templates.renderer import JsonSettings, json_text
 
 
 def signature(value: Any) -> Any:
@@ -322,7 +322,7 @@ def _authored_json(value: Any, settings: JsonSettings) -> str:
     ):  # odd keys: nobody's text, but never a wrong one
         if writer.recorder is not None:
             writer.recorder.give_up("JSON of an unusual value")
-        return made_of(text, [(len(text), writer.first_author)], [(text, None)], None)
+        return build_text(text, [(len(text), writer.first_author)], [(text, None)], None)
     return writer.result(text)
 
 
@@ -433,14 +433,14 @@ class _JsonWriter:
                 runs.append((len(fragment), author))
         if self._whole is not None and self.recorder is not None:
             whole = self.recorder.variable(f"json_text({self._whole[1]},{self._settings!a})")
-            return made_of(text, runs, [(text, whole)], self.recorder)
+            return build_text(text, runs, [(text, whole)], self.recorder)
         parts: list[Part] = []
         for fragment, _, source in self.fragments:
             if source == "" or (source is None and parts and parts[-1][1] is None):
                 parts[-1] = (parts[-1][0] + fragment, parts[-1][1])
             elif source is not None or fragment:
                 parts.append((fragment, source))
-        return made_of(text, runs, parts, self.recorder)
+        return build_text(text, runs, parts, self.recorder)
 
 
 def _of_first(source: str | None, number: int) -> str | None:

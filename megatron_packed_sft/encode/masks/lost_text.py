@@ -11,11 +11,11 @@ from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
 
 TOOL_CALL, REASONING, CONTENT, MESSAGE, ALL_TOOLS = "tool_call", "reasoning", "content", "message", "tools"
 _SENTENCES = {
-    TOOL_CALL: "leaves a tool call of message {message} out",
-    REASONING: "leaves the reasoning of message {message} out",
-    CONTENT: "leaves the content of message {message} out",
-    MESSAGE: "leaves message {message} out",
-    ALL_TOOLS: "leaves the tools out",
+    TOOL_CALL: "omits a tool call of message {message}",
+    REASONING: "omits the reasoning of message {message}",
+    CONTENT: "omits the content of message {message}",
+    MESSAGE: "omits message {message}",
+    ALL_TOOLS: "omits the tools",
 }
 
 Path = tuple[str | int, ...]

@@ -20,7 +20,7 @@ from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat, Messag
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_parts import Range, joined
+from megatron_packed_sft.encode.masks.turn_parts import Range, join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
@@ -97,14 +97,14 @@ class ChatMarker(RenderingMarker):
     def _mark_whole(self, conversation: Conversation) -> MarkedChat:
         tools = None if conversation.tools is None else list(conversation.tools)
         kinds = self._book.kinds_of(conversation.messages)
-        flags = tuple(self.wanted(conversation)) if conversation.train or conversation.parts else None
+        flags = tuple(self.trained_messages(conversation)) if conversation.train or conversation.parts else None
         key = (tools is None, flags, *[number for number, _, _ in kinds])
         known = self._known.get(key)
         if known is not None and known.shapes:
             found = self._mark_by_shape(conversation, tools, known)
             if found is not None:
                 return found
-        known = known or self._remember(key, self._checked_wanted(conversation))
+        known = known or self._remember(key, self._require_trained(conversation))
         known.num_seen += 1
         marked = self._mark_by_recipes(conversation, tools, known, kinds)
         if marked is None:
@@ -174,7 +174,7 @@ class ChatMarker(RenderingMarker):
         literal: Sequence[Range] = ()
         if self._count_marks(plain) != read.num_marks:
             literal = self._literal_between(plain, read.slots(messages, tools))
-        return MarkedChat(MarkedText(plain, tuple(joined(read.turns)), literal), tuple(read.losses()))
+        return MarkedChat(MarkedText(plain, tuple(join_ranges(read.turns)), literal), tuple(read.losses()))
 
     def _learn(
         self, messages: Messages, plain: str, tools: Any, known: _Known, kinds: Sequence[Kind], *, compiles: bool
@@ -237,7 +237,7 @@ class ChatMarker(RenderingMarker):
     ) -> None:
         """Compile the shape of a chat that was read."""
         known.num_compiled += 1
-        turns = tuple(joined(read.turns))
+        turns = tuple(join_ranges(read.turns))
         lines = [(number, recipe.lines) for number, recipe in zip(read.numbers, read.recipes, strict=True)]
         try:
             shape = compile_shape(messages, chat, turns, recorder, lines)

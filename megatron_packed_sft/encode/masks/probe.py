@@ -12,7 +12,7 @@ from megatron_packed_sft.encode.masks.authored_text import Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_parts import Range, block_name, is_own, joined
+from megatron_packed_sft.encode.masks.turn_parts import Range, block_name, is_own, join_ranges
 from megatron_packed_sft.encode.templates.message_forms import with_content_in_parts
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.errors import InvalidInputError
@@ -112,9 +112,9 @@ class _Chats:
                 self.takes_parts = in_parts
                 return messages, tools, render
         if refusal is None:
-            raise InvalidInputError(f"{self._renderer.name} leaves the assistant's answer out; choose another template")
+            raise InvalidInputError(f"{self._renderer.name} omits the assistant's answer; choose another template")
         raise InvalidInputError(
-            f"the template cannot render a chat of a user and an assistant ({refusal.detail}); choose another"
+            f"the template cannot render a chat of a user and an assistant ({refusal.detail}); choose another template"
         )
 
     def end_of(self, messages: Sequence[dict[str, Any]], tools: Any, number: int, tokens: re.Pattern[str]) -> list[str]:
@@ -228,4 +228,4 @@ def literal_ranges(text: str, spans: Sequence[Span], pattern: re.Pattern[str]) -
         number = bisect.bisect_left(starts, match.end()) - 1
         if number >= 0 and spans[number].end > match.start():
             found.append(match.span())
-    return joined(found)
+    return join_ranges(found)

@@ -21,12 +21,21 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from megatron_packed_sft.encode.masks.authored_text import MESSAGE_NAME, MESSAGES_NAME, TOOLS_NAME, VARIABLE, Recorder
+from megatron_packed_sft.encode.masks.authored_text import (
+    MESSAGE_NAME,
+    MESSAGES_NAME,
+    TOOLS_NAME,
+    VARIABLE,
+    Recorder,
+    names_in,
+    replace_names,
+)
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.shapes import (
+    ASSIGNMENT,
     NotCompilable,
     Range,
-    compiled,
+    compile_program,
     guard_line,
     type_guard,
     without_unused,
@@ -121,7 +130,7 @@ class Read(NamedTuple):
     def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
         """Yield where messages and tools wrote."""
         for place, number, recipe in zip(self.places, self.numbers, self.recipes, strict=False):
-            edges = compiled(recipe.slots)(messages[number], tools, messages)
+            edges = compile_program(recipe.slots)(messages[number], tools, messages)
             yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
 
 
@@ -278,15 +287,13 @@ def _keys(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) 
 # Some templates write tools word by word instead of as JSON, and ask so much about them that every set of tools has a
 # program of its own. Then a recipe is for one set of tools, whose text is constant.
 
-_VARIABLE = re.compile(rf"{VARIABLE}\d+")
-_MESSAGE = re.compile(rf"{MESSAGES_NAME}\[(\d+)\]")
 _IS_OTHER = re.compile(rf"{VARIABLE}\d+=={VARIABLE}\d+")
 _ASKS_NAMES = re.compile(r"\['arguments'\](?:,\)|\)\))!=")  # see `guard_line` of a signature
 _MAX_QUESTIONS = 4  # about one tool, above which each set of tools has its own recipes
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
 _Line = tuple[int, bool, str]  # place, whether it is an assignment, text
-_ANYBODY = frozenset[int]()
+_NOTHING = frozenset[int]()
 _TOOLS = frozenset({HEAD})
 
 
@@ -342,14 +349,14 @@ class Lesson:
         starts, slots = _starts(parts, templates)
         edges = [_edge(edge, parts, region, starts) for turn in ranges for edge in turn]
         texts = [ascii(text) if name is None else name for _, text, name in parts]
-        joined = f"''.join(({_listed(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
+        joined = f"''.join(({_tuple_of(texts)}))" if len(texts) > 1 else texts[0] if texts else "''"
         lines = list(self._lines_of(number))
-        program = _renamed(without_unused([*lines, f" return {joined},({_listed(edges)})"]))
+        program = _number_variables(without_unused([*lines, f" return {joined},({_tuple_of(edges)})"]))
         types = self._type_guards(number)
-        assignments = [line for line in lines if line.startswith(f" {VARIABLE}")]
+        assignments = [line for line in lines if ASSIGNMENT.match(line)]
         return Recipe(
-            compiled("\n".join([RUN, *types, *program])),
-            "\n".join([RUN, *without_unused([*assignments, f" return ({_listed(slots)})"])]),
+            compile_program("\n".join([RUN, *types, *program])),
+            "\n".join([RUN, *without_unused([*assignments, f" return ({_tuple_of(slots)})"])]),
             sum(self._count_marks(text) for text in templates if text is not None),
             tuple(losses),
             tuple(program[:-1]),
@@ -380,14 +387,21 @@ class Lesson:
         for about, lines in self._lines.items():
             if not self._is_known_to(about, number):
                 continue
-            is_own = about <= self._head if number == HEAD else number in about or _ANYBODY < about <= self._shared
+            is_own = about <= self._head if number == HEAD else number in about or _NOTHING < about <= self._shared
             if about == _TOOLS and self.is_for_these_tools:
                 is_own = False
             first = self._num_in_chat if number != HEAD and about <= self._head else len(self._recorder.lines)
             found += [line for line in lines if line[1] or is_own or line[0] >= first]
         own = f"{MESSAGES_NAME}[{number}]"
         for _, _, text in sorted(found):
-            yield text if number == HEAD else text.replace(own, MESSAGE_NAME)
+            yield text if number == HEAD else replace_names(text, lambda name: MESSAGE_NAME if name == own else name)
+
+    def _about_name(self, name: str) -> frozenset[int]:
+        if name == TOOLS_NAME:
+            return _TOOLS
+        if name.startswith(MESSAGES_NAME):
+            return frozenset({int(name[len(MESSAGES_NAME) + 1 : -1])})
+        return self._about[name]
 
     def _type_guards(self, number: int) -> list[str]:
         if number != HEAD:
@@ -404,9 +418,7 @@ class Lesson:
             left, right = recorder.lines[place]
             is_assignment = recorder.is_assignment[place]
             source = right if is_assignment else left
-            about = frozenset(map(int, _MESSAGE.findall(source))).union(
-                *(self._about[name] for name in _VARIABLE.findall(source)), _TOOLS if TOOLS_NAME in source else _ANYBODY
-            )
+            about = _NOTHING.union(*map(self._about_name, names_in(source)))
             if is_assignment:
                 self._about[left] = about
             elif len(about - self._head - self._shared) > 1:
@@ -421,16 +433,20 @@ class Lesson:
 def _has_tools(parts: Sequence[_Part], templates: Sequence[str | None], program: Sequence[str]) -> bool:
     """Whether a recipe holds the text of tools, or reads them."""
     is_fixed = any(name is None and text is None for (_, _, name), text in zip(parts, templates, strict=True))
-    return is_fixed or any(TOOLS_NAME in line for line in program)
+    return is_fixed or any(TOOLS_NAME in names_in(line) for line in program)
 
 
-def _renamed(lines: Sequence[str]) -> list[str]:
+def _number_variables(lines: Sequence[str]) -> list[str]:
     """Number variables in the order in which they appear, so that equal recipes have equal code."""
     names: dict[str, str] = {}
-    return [_VARIABLE.sub(lambda match: names.setdefault(match[0], f"{VARIABLE}{len(names)}"), line) for line in lines]
+
+    def number(name: str) -> str:
+        return names.setdefault(name, f"{VARIABLE}{len(names)}") if name.startswith(VARIABLE) else name
+
+    return [replace_names(line, number) for line in lines]
 
 
-def _listed(expressions: Sequence[str]) -> str:
+def _tuple_of(expressions: Sequence[str]) -> str:
     return "".join(f"{expression}," for expression in expressions)
 
 

@@ -26,7 +26,7 @@ from megatron_packed_sft.encode.masks.turn_parts import (
     TurnOutline,
     generation_blocks,
     is_own,
-    joined,
+    join_ranges,
     outline_of,
     scaffold_of,
 )
@@ -139,11 +139,11 @@ class RenderingMarker:
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
         """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""
         tools = None if conversation.tools is None else list(conversation.tools)
-        found = self._mark_slowly(conversation, tools, self._checked_wanted(conversation), None).marked
+        found = self._mark_slowly(conversation, tools, self._require_trained(conversation), None).marked
         self._refuse_losses(found.losses)
         return found
 
-    def wanted(self, conversation: Conversation) -> list[bool]:
+    def trained_messages(self, conversation: Conversation) -> list[bool]:
         """Return which messages are to be trained."""
         roles = self._options.roles_to_train
         flags = conversation.train or [None] * len(conversation.messages)
@@ -178,7 +178,7 @@ class RenderingMarker:
         roles = [str(message.get("role")) for message in messages]
         weights = self._weights_of(conversation)
         segments = segments_of(traced, chat.marked.trained, roles, weights, self._syntax, self._untrained)
-        trained = tuple(joined((segment.start, segment.end) for segment in segments))
+        trained = tuple(join_ranges((segment.start, segment.end) for segment in segments))
         return chat._replace(marked=chat.marked._replace(trained=trained, segments=segments))
 
     @cached_property
@@ -189,7 +189,7 @@ class RenderingMarker:
         """Return the weights of the messages to train."""
         found = {}
         flags = conversation.train or [None] * len(conversation.messages)
-        for number, (is_wanted, flag) in enumerate(zip(self.wanted(conversation), flags, strict=True)):
+        for number, (is_wanted, flag) in enumerate(zip(self.trained_messages(conversation), flags, strict=True)):
             if is_wanted:
                 by_role = conversation.messages[number].get("role") in self._options.roles_to_train
                 weight = float(by_role) if flag is None else float(flag)
@@ -198,11 +198,11 @@ class RenderingMarker:
                 found[number] = MessageWeights(weight * conversation.weight, scaled)
         return found
 
-    def _checked_wanted(self, conversation: Conversation) -> list[bool]:
-        wanted = self.wanted(conversation)
+    def _require_trained(self, conversation: Conversation) -> list[bool]:
+        wanted = self.trained_messages(conversation)
         if not any(wanted):
             raise RecordRefusedError(
-                DropReason.NOTHING_TO_TRAIN, "no message is to be trained, by its role or its flag"
+                DropReason.NOTHING_TO_TRAIN, "encode.roles_to_train and the record's flags leave no message to train"
             )
         return wanted
 
@@ -214,7 +214,7 @@ class RenderingMarker:
         finder = self._finder(messages, plain, tools, recorder)
         turns, own = self._turns(finder, messages, wanted)
         losses = find_losses(messages, tools, finder.chat, own, recorder)
-        marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
+        marked = MarkedText(plain, tuple(join_ranges(turn for _, turn in turns)), self._literal(messages, finder.chat))
         is_direct = messages == list(conversation.messages)
         return Found(MarkedChat(marked, tuple(losses)), finder.chat, messages, is_direct)
 
@@ -286,12 +286,12 @@ class RenderingMarker:
                 turns.append((number, turn))
         ordered = sorted(turn for _, turn in turns)
         if any(second[0] < first[1] for first, second in pairwise(ordered)):
-            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the chat")
+            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the rendered chat")
         for number, (block, owner) in enumerate(blocks or ()):
             if owner is None:
                 raise RecordRefusedError(
                     DropReason.UNTRACEABLE_TEMPLATE,
-                    f"a generation block of {self._renderer.name} belongs to no single message",
+                    f"a generation block of {self._renderer.name} does not belong to a single message",
                 )
             if wanted[owner] and not self._is_over(finder.chat, (blocks or ())[:number], block, owner):
                 turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
@@ -340,8 +340,8 @@ class RenderingMarker:
             if self._escaped.search(str(message.get("role", ""))):
                 raise RecordRefusedError(
                     DropReason.UNESCAPABLE,
-                    f"the role {message['role']!r} holds the text of a control token; rename it, or set "
-                    "encode.special_tokens_in_content to allow",
+                    f"the role {message['role']!r} contains a control token; rename it, or set "
+                    "encode.special_tokens_in_content=allow",
                 )
 
     def _refuse_losses(self, losses: Sequence[Loss]) -> None:
@@ -352,22 +352,23 @@ class RenderingMarker:
             if choice == "error" or (choice is None and loss.is_grave):
                 raise RecordRefusedError(
                     DropReason.LOST_TEXT,
-                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost to drop",
+                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost=drop",
                 )
 
     def _untraceable(self) -> RecordRefusedError:
         return RecordRefusedError(
-            DropReason.UNTRACEABLE_TEMPLATE, f"{self._renderer.name} changes text in ways that cannot be followed"
+            DropReason.UNTRACEABLE_TEMPLATE,
+            f"{self._renderer.name} changes the text of messages in a way that cannot be traced",
         )
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer, found: Sequence[str]) -> None:
         ordinary = [end for end in found if end not in tokenizer.control_tokens]
         if ordinary or not found:
             logger.warning(
-                "%s: a turn ends with %s for tokenizer %s; generation will have to stop at it",
+                "%s: with tokenizer %s, a turn ends with %s; make generation stop there",
                 self._renderer.name,
-                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "nothing",
                 tokenizer.name,
+                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "no token at all",
             )
 
 

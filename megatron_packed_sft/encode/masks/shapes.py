@@ -21,22 +21,23 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     Part,
     Recorder,
+    names_in,
+    replace_names,
 )
 from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
-from megatron_packed_sft.encode.templates.json_text import json_inside, json_text
+from megatron_packed_sft.encode.templates.renderer import json_inside, json_text
 
 Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails
 Program = Callable[[Sequence[dict[str, Any]], Any], "tuple[tuple[str, ...], tuple[Range, ...]] | None"]
 
 _NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature, "NoneType": NoneType}
-_VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MAX_COMPILED = 4096
 _QUESTION = re.compile(r"(bool|signature)\(([^()]*(?:\(\))?)\)")
 _CONTAINED = ("str", "dict", "list")
 _TYPES = frozenset({str, list, dict, int, float, bool, NoneType})
-_ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=")
+ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=(?!=)")
 
 
 class NotCompilable(Exception):  # noqa: N818 (not an error: the record is marked all the same)
@@ -86,7 +87,7 @@ def compile_shape(
     """
     if recorder.obstacle:
         raise NotCompilable(recorder.obstacle)
-    parts = _merged(chat.whole.parts)
+    parts = _merge_parts(chat.whole.parts)
     places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
     lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):"]
     for number, message in enumerate(messages):
@@ -100,14 +101,14 @@ def compile_shape(
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
     return Shape(
-        compiled("\n".join(without_unused(lines))),
+        compile_program("\n".join(without_unused(lines))),
         tuple(number for number, (_, name) in enumerate(parts) if name is not None),
         tuple(text for text, name in parts if name is None),
     )
 
 
 @lru_cache(_MAX_COMPILED)
-def compiled(source: str) -> Any:
+def compile_program(source: str) -> Any:
     """Return the function `run` of a program."""
     namespace: dict[str, Any] = dict(_NAMES)
     exec(source, namespace)
@@ -148,7 +149,7 @@ def _owners(render: TracedText) -> Callable[[int, int], set[int | None]]:
     return owners
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
+def _merge_parts(parts: Iterable[Part]) -> list[Part]:
     merged: list[Part] = []
     for text, name in parts:
         if not text:
@@ -212,12 +213,11 @@ def _linked(recipes: Iterable[tuple[int, Sequence[str]]], recorder: Recorder) ->
     names = dict(recorder.names)
     seen = set(_program(recorder))
     for number, lines in recipes:
-        known: dict[str, str] = {}  # its variables -> the chat's
-        message = f"{MESSAGES_NAME}[{number}]"
+        known = {MESSAGE_NAME: f"{MESSAGES_NAME}[{number}]"}  # its names -> the chat's
         for line in lines:
-            assigned = _ASSIGNMENT.match(line)
+            assigned = ASSIGNMENT.match(line)
             source = line[assigned.end() :] if assigned else line
-            source = _VARIABLE.sub(lambda match: known[match[0]], source.replace(MESSAGE_NAME, message))  # noqa: B023
+            source = replace_names(source, lambda name: known.get(name, name))  # noqa: B023
             if assigned and source in names:
                 known[assigned[1]] = names[source]
             elif assigned:
@@ -273,9 +273,9 @@ def without_unused(lines: Sequence[str]) -> list[str]:
     kept: list[str] = []
     needed: set[str] = set()
     for line in reversed(lines):
-        assigned = _ASSIGNMENT.match(line)
+        assigned = ASSIGNMENT.match(line)
         if assigned and assigned[1] not in needed:
             continue
-        needed.update(_VARIABLE.findall(line[assigned.end() :] if assigned else line))
+        needed.update(names_in(line[assigned.end() :] if assigned else line))
         kept.append(line)
     return kept[::-1]

@@ -16,12 +16,12 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     AuthoredText,
     Event,
+    build_text,
     concatenate,
     constant,
     event,
     first_author,
     is_constant,
-    made_of,
     marked_as_safe,
     percent_format,
     plain_text,
@@ -321,9 +321,9 @@ def _title(value: Any) -> Any:
     text = constant(value)
     expected = filters.do_title(plain_text(text))
     if is_constant(text) or not first_author(text.authors):
-        return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+        return build_text(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
     hash(text)
-    return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+    return build_text(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
 
 
 def _formatting(pattern: str, sandboxed: Callable[..., str]) -> Callable[..., str]:
@@ -360,7 +360,7 @@ def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return result
         texts = (argument for argument in arguments if isinstance(argument, AuthoredText))
         author = next((first_author(text.authors) for text in texts), None)
-        return made_of(result, [(len(result), author)], [(result, None)], None)
+        return build_text(result, [(len(result), author)], [(result, None)], None)
 
     if hasattr(function, "jinja_pass_arg"):
         filtered.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]

@@ -117,7 +117,7 @@ class TurnFinder:
             done = {span.author for span in best}
             elsewhere = {span.author for run in runs if run is not best for span in run} - done
             if elsewhere.intersection(expected):
-                raise untraceable(f"the text of message {i} is mixed with that of others in the chat")
+                raise untraceable(f"the template mixes the text of message {i} with that of other messages")
         return best
 
     def _runs(self, i: int, expected: Sequence[Author] | None) -> list[list[Span]]:
@@ -148,12 +148,12 @@ class TurnFinder:
     ) -> Range:
         """Return the turn of a message that says nothing: what the template writes for it after the prompt."""
         if prefix is None:
-            raise untraceable(f"message {i} has no text, and the chat up to it does not render")
+            raise untraceable(f"message {i} is empty, and the template cannot render the chat up to it")
         if bare is not None and prefix.text == bare.text:
             return 0, 0  # the template skips it
         start = self._starts.find(self.chat, i, None, prompt, bare)
         if not self._is_in_iteration(i, start):
-            raise untraceable(f"message {i} has no text, and the chat is not in the order of its messages")
+            raise untraceable(f"message {i} is empty, and the template does not write messages in their order")
         written = prefix.text[self._starts.find(prefix, i, None, prompt, bare) :].rstrip()
         text = self.chat.text
         limit = next((span.start for span in self.chat.spans if span.start >= start), len(text))
@@ -166,7 +166,7 @@ class TurnFinder:
         elif iteration is not None:
             end = start + len(iteration)
         else:
-            raise untraceable(f"message {i} has no text, and where its turn ends cannot be seen")
+            raise untraceable(f"message {i} is empty, and the renders do not show where its turn ends")
         return start, self._ends.cut_at_stop(start, self._ends.with_stop(end, limit))
 
     def _is_in_iteration(self, i: int, position: int) -> bool:
@@ -245,7 +245,7 @@ class TurnStarts:
         else:
             ends = [span.end for span in chat.spans if span.author == scaffold.after]
             if not ends:
-                raise untraceable(f"message {i} has no text, and the text before it is not in the chat")
+                raise untraceable(f"message {i} is empty, and the text before it is not in the rendered chat")
             anchor = ends[-1]
         limit = next((span.start for span in chat.spans if span.start >= anchor), len(chat.text))
         return anchor, scaffold.after, limit
@@ -317,7 +317,11 @@ class TurnStarts:
                 # The previous answer is not even ended: both are one turn.
                 start = min(self._tokens.outside(between, shared), self._tokens.outside(scaffold.text, shared))
                 return anchor + self._after_header(i, scaffold, between, start)
-        raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
+        raise self._no_prompt(i, added, between)
+
+    def _no_prompt(self, i: int, prompt: str, between: str) -> RecordRefusedError:
+        detail = f"the template does not write its generation prompt {prompt!r} before message {i}: {between[-80:]!r}"
+        return untraceable(detail)
 
     def _find_beginning(self, between: str, added: str) -> tuple[int, bool] | None:
         """Find a prompt, or as much of its beginning as there is, but at least its first control token and its role."""
@@ -332,16 +336,18 @@ class TurnStarts:
         anchor, _ = last_foreign(chat, limit, i)
         at = chat.text.rfind(header, anchor, limit)
         if at < 0:
-            raise untraceable(f"the header {header!r} is not before message {i}: {chat.text[anchor:limit][-80:]!r}")
+            raise untraceable(
+                f"template.header {header!r} is not in the text before message {i}: {chat.text[anchor:limit][-80:]!r}"
+            )
         return at + len(header)
 
     def _start_without_prompt(self, chat: TracedText, i: int, first: int | None) -> int:
         """No prompt before this message renders: that of a user's question stands in."""
         if first is None:
-            raise untraceable(f"message {i} has no text, and no prompt renders before it")
+            raise untraceable(f"message {i} is empty, and the template cannot render a prompt before it")
         prompt = self._parts.render([_QUESTION], add_generation_prompt=True, probe=True)
         if prompt is None:
-            raise untraceable(f"no prompt renders before message {i}")
+            raise untraceable(f"the template cannot render a prompt before message {i}")
         scaffold = scaffold_of(prompt, self._parts.render([_QUESTION], probe=True))
         added = scaffold.text[scaffold.num_bare :]
         anchor, _ = last_foreign(chat, first, i)
@@ -354,7 +360,7 @@ class TurnStarts:
             found = self._find_beginning(between, added[begin:].lstrip())
             if found is not None:
                 return anchor + found[0]
-        raise untraceable(f"the generation prompt {added!r} is not before message {i}: {between[-80:]!r}")
+        raise self._no_prompt(i, added, between)
 
     def _blanks_after(self, scaffold: Scaffold) -> str:
         """Return the blanks that an answer to a question begins with, behind what a prompt gives."""
@@ -474,7 +480,7 @@ class TurnEnds:
         iteration = text[last:left].rstrip() if left is not None and left <= limit else None
         if prefix is None or not prefix_own:
             if iteration is None:
-                raise untraceable(f"where message {i} ends cannot be seen")
+                raise untraceable(f"the renders do not show where message {i} ends")
             return self.with_stop(last + len(iteration), limit)
         if self._recorder is not None and prefix.spans[-1].end > prefix_own[-1].end:
             self._recorder.give_up("text of others after a turn")

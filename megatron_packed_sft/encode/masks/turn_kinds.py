@@ -178,7 +178,8 @@ def _owner_by_iteration(chat: TracedText, found: Range, wanted: Mapping[int, Mes
     if len(wanted) == 1:
         return next(iter(wanted))
     raise RecordRefusedError(
-        DropReason.UNTRACEABLE_TEMPLATE, "an empty turn cannot be told from others, so it has no weight of its own"
+        DropReason.UNTRACEABLE_TEMPLATE,
+        "an empty turn cannot be distinguished from others, so its weight cannot be applied",
     )
 
 

@@ -147,11 +147,11 @@ def is_own(author: Author, i: int) -> bool:
     return author.message == i and not (author.path and author.path[0] in _HEADER_KEYS)
 
 
-def joined(ranges: Iterable[Range]) -> list[Range]:
+def join_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Sort ranges, leave out empty ones, and join those that touch or overlap.
 
     Example:
-        >>> joined([(5, 6), (0, 2), (2, 4), (8, 8)])
+        >>> join_ranges([(5, 6), (0, 2), (2, 4), (8, 8)])
         [(0, 4), (5, 6)]
     """
     result: list[Range] = []

@@ -37,10 +37,10 @@ def with_reasoning_under(key: str | None, messages: Sequence[Message]) -> Sequen
     """Return a chat whose reasoning has the name that a template reads."""
     if key is None or all(map(_OTHER_KEYS[key].isdisjoint, messages)):
         return messages
-    return [_renamed(key, message) for message in messages]
+    return [_rename_reasoning(key, message) for message in messages]
 
 
-def _renamed(key: str, message: Message) -> Message:
+def _rename_reasoning(key: str, message: Message) -> Message:
     other = next((name for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
     if other is None or isinstance(message.get(key), str):
         return message

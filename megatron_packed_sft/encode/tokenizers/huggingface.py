@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
             vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
         else:
             self.fast_path_refusal = found
-            logger.info("%s: no fast path through gigatoken, because %s", self.name, found)
+            logger.info("%s: gigatoken is not used, because %s", self.name, found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
@@ -257,13 +257,13 @@ class HuggingFaceTokenizer:
         widths = self._lengths.num_bytes[ids]
         last = np.cumsum(num_tokens)
         expected = np.cumsum(num_bytes)
-        ends, found = _ends(widths, last)
+        ends, found = _token_ends(widths, last)
         starts = ends - widths
         if self._lengths.takes_prefix and not np.array_equal(found, expected):
             # A text with a space in front has one byte more than is there, in its first token.
             firsts = (last - num_tokens)[np.diff(found, prepend=0) == np.diff(expected, prepend=0) + 1]
             widths[firsts] -= 1
-            ends, found = _ends(widths, last)
+            ends, found = _token_ends(widths, last)
             starts = ends - widths
             ends[firsts] = np.maximum(ends[firsts], starts[firsts] + 1)  # a space alone goes with what follows
         if not np.array_equal(found, expected):
@@ -323,7 +323,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _literal_backend(self) -> Any:
-        return _backend(_renamed(self._document, self._private_names), Path(self._path))
+        return _backend(_with_private_names(self._document, self._private_names), Path(self._path))
 
     def _id_of(self, name: str) -> int | None:
         token = self._template_variables.get(name)
@@ -342,7 +342,7 @@ def _load_again(
     return tokenizer
 
 
-def _ends(
+def _token_ends(
     widths: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return where each token ends, and where each text does."""
@@ -392,7 +392,7 @@ def _private_names(control_tokens: Iterable[str]) -> dict[str, str]:
     return {token: chr(code) + _FILLER * (len(token) - 1) for code, token in zip(codes, control_tokens, strict=False)}
 
 
-def _renamed(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _with_private_names(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a tokenizer.json whose control tokens have other names, in its vocabulary as well.
 
     `tokenizers` recognises added tokens wherever they occur, and some models also know them as words. Under private

@@ -75,8 +75,8 @@ def _read(folder: Path) -> TokenizerFolder:
     config, model_config = (_read_json_if_any(folder / name) for name in (CONFIG_FILE, MODEL_FILE))
     if config.get("split_special_tokens"):
         raise InvalidInputError(
-            f"{folder / CONFIG_FILE} sets split_special_tokens, with which control tokens are ordinary text; set it to "
-            "false"
+            f"{folder / CONFIG_FILE} sets split_special_tokens, which turns control tokens into ordinary text; set it "
+            "to false"
         )
     if reason := _why_transformers_decides(folder, config, model_config):
         return _ask_transformers(folder, reason)

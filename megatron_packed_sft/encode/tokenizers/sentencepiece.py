@@ -469,13 +469,13 @@ def train_sentencepiece(
     smallest = 4 + len(user_defined_symbols) + 256
     if vocab_size <= smallest:
         raise InvalidInputError(
-            f"vocab_size is {vocab_size}; use more than {smallest}, which symbols and bytes alone take"
+            f"vocab_size is {vocab_size}; use more than {smallest}, the number of its symbols and bytes"
         )
     # SentencePiece trains on lines.
     lines = (line for text in texts for line in text.splitlines() if line.strip())
     first = next(lines, None)
     if first is None:
-        raise InvalidInputError("there is no text to train on; give texts that are not blank")
+        raise InvalidInputError("the texts are blank; give some text to train on")
     model = io.BytesIO()
     sentencepiece.set_random_generator_seed(seed)
     try:

@@ -14,12 +14,9 @@ from typing import Any, Final
 import torch
 
 from megatron_packed_sft.errors import ShardFileError
-from megatron_packed_sft.megatron.lora_settings import PREFIX, LoraSettings, home_of, num_sections
-from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
-from megatron_packed_sft.megatron.weights.export import WrittenWeights
-from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
-from megatron_packed_sft.megatron.weights.safetensors_file import SafetensorsWriter, num_bytes
-from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
+from megatron_packed_sft.megatron.weights.layout import PREFIX, LoraSettings, TensorShape, Weight, home_of, num_sections
+from megatron_packed_sft.megatron.weights.safetensors_writer import SafetensorsWriter, WrittenWeights, num_bytes
+from megatron_packed_sft.megatron.weights.torch_dist import CheckpointWeights, TorchDistCheckpoint
 from megatron_packed_sft.support.atomic import write_file
 
 ADAPTER: Final = "adapter_model.safetensors"

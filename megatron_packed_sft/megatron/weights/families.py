@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_packed_sft.errors import InvalidInputError, UnsupportedFormatError
-from megatron_packed_sft.megatron.weights.layout import Weight, dense_weights
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape, Weight, dense_weights
 from megatron_packed_sft.plugins import Registry
 
 # Llama 3.1's scaling as Megatron-Core has it built in; only the factor can be chosen.

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(tmp_path_factory.mktemp("tokenizer"))
 
 
-def byte_level(folder: Path, *, special: bool = True) -> Any:
+def byte_level(folder: Path) -> Any:
     """A tokenizer of the package `tokenizers` with the special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,8 +50,7 @@ def byte_level(folder: Path, *, special: bool = True) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    if special:
-        tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS.values()])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS.values()])
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
@@ -75,43 +74,17 @@ def tokens_of(out_dir: Path, dtype: str = "<u2") -> list[int]:
     return np.fromfile(out_dir / "train" / "shard_00000.bin", dtype).tolist()
 
 
-def test_hugging_face_tokenizers_give_their_own_ids_with_nothing_added(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
+def test_a_hugging_face_tokenizer_gives_its_own_ids_with_nothing_added(tmp_path: Path) -> None:
     plain = byte_level(tmp_path)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
     eot = plain.token_to_id(SPECIAL_TOKENS["eot"])
     expected = [token for text in TEXTS for token in (*plain.encode(text, add_special_tokens=False).ids, eot)]
-    for name, tokenizer in (("plain", plain), ("wrapped", wrapped), ("ours", load_tokenizer(tmp_path))):
-        meta = build(TEXTS, tmp_path / name, tokenizer)
-        assert tokens_of(tmp_path / name) == expected
-        assert meta["special_token_ids"]["eot"] == eot == meta["eos_id"]
-        assert meta["vocab_size"] == plain.get_vocab_size()
-        build_sft_cache(CHATS, tmp_path / f"{name}_sft", tokenizer=tokenizer, val_frac=0.0, seed=1)
-    chats = [(tmp_path / f"{name}_sft" / "train_tokens.bin").read_bytes() for name in ("plain", "wrapped", "ours")]
-    assert chats[0] == chats[1] == chats[2]
-    assert read_meta(tmp_path / "ours" / "meta.json")["tokenizer_sha256"] == sha256_file(tmp_path / "tokenizer.json")
-
-
-def test_tiktoken_reads_the_text_of_special_tokens_as_text(tmp_path: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
-    special = {text: 256 + number for number, text in enumerate(SPECIAL_TOKENS.values())}
-    tokenizer = tiktoken.Encoding(
-        "bytes",
-        pat_str=r"\w+|\W",
-        mergeable_ranks={bytes([number]): number for number in range(256)},
-        special_tokens={**special, "<|endoftext|>": 260},
-    )
-    meta = build(["ab", SPECIAL_TOKENS["eot"]], tmp_path / "cache", tokenizer)
-    assert tokens_of(tmp_path / "cache") == [97, 98, 259, *SPECIAL_TOKENS["eot"].encode(), 259]
-    assert (meta["vocab_size"], meta["special_token_ids"]["asst"], meta["eos_id"]) == (261, 258, 259)
-    bare = tiktoken.Encoding(
-        "bare",
-        pat_str=r"\w+|\W",
-        mergeable_ranks={bytes([number]): number for number in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
-    assert build(["ab"], tmp_path / "bare", bare)["eos_id"] == 256
+    meta = build(TEXTS, tmp_path / "cache", load_tokenizer(tmp_path))
+    assert tokens_of(tmp_path / "cache") == expected
+    assert meta["special_token_ids"]["eot"] == eot == meta["eos_id"]
+    assert meta["vocab_size"] == plain.get_vocab_size()
+    assert meta["tokenizer_sha256"] == sha256_file(tmp_path / "tokenizer.json")
+    with pytest.raises(InvalidInputError, match=r"of the type Tokenizer; give one of load_tokenizer\(FOLDER\)"):
+        build(TEXTS, tmp_path / "other", plain)
 
 
 def test_a_tokenizer_needs_no_more_than_encode_and_its_sizes(tmp_path: Path) -> None:
@@ -207,14 +180,14 @@ def test_tokenizers_that_cannot_be_used_get_a_sentence(tmp_path: Path) -> None:
         def special_token_ids(self) -> dict[str, int]:
             return {}
 
-    with pytest.raises(InvalidInputError, match="the tokenizer gave the id 200, but its vocabulary has 200 ids"):
+    with pytest.raises(InvalidInputError, match="the tokenizer gave the id 200, but vocab_size is 200"):
         build(["a"], tmp_path / "cache", Beyond())
     with pytest.raises(InvalidInputError, match="did not return a list of integers"):
         build(["a b"], tmp_path / "cache", Words())
     with pytest.raises(InvalidInputError, match=r"neither .* nor an end-of-sequence token"):
         build(["a"], tmp_path / "cache", NoEnd())
-    with pytest.raises(InvalidInputError, match="of the type int, which has no `encode`"):
+    with pytest.raises(InvalidInputError, match="of the type int; give one of load_tokenizer"):
         build(["a"], tmp_path / "cache", 5)
-    with pytest.raises(InvalidInputError, match="vocab_size is None"):
+    with pytest.raises(InvalidInputError, match="of the type Letters; give one of"):
         build(["a"], tmp_path / "cache", Letters(None))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import MissingDependencyError
-from megatron_packed_sft.train.config import LoggerConfig
-from megatron_packed_sft.train.loggers import open_trackers
+from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 
 ROOT = Path(__file__).parents[2]
 
 # In a process of its own: the trackers start helpers, and warn about themselves.
 SCRIPT = """
 import pathlib, sys
-from megatron_packed_sft.train.config import LoggerConfig
-from megatron_packed_sft.train.loggers import open_trackers
+from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 for first_step in (0, 2):
-    settings = LoggerConfig(names=sys.argv[2].split(","), run_name="tried")
-    trackers, notes = open_trackers(settings, pathlib.Path(sys.argv[1]), first_step=first_step, config={"a": {"b": 1}})
+    run = TrackedRun(pathlib.Path(sys.argv[1]), first_step, {"a": {"b": 1}})
+    trackers, notes = open_trackers(sys.argv[2].split(","), run)
     for step in (first_step + 1, first_step + 2):
         for tracker in trackers:
             tracker.log({"train/loss": 2.5, "validation/maths:x": 1.25, "train/none": float("nan")}, step)
@@ -79,9 +77,9 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     with pytest.raises(
         MissingDependencyError, match=rf"logger.names=\[{name}\] needs the package {name}.*sft\[{name}\]"
     ):
-        open_trackers(LoggerConfig(names=[name]), tmp_path, first_step=0, config={})
+        open_trackers([name], TrackedRun(tmp_path, 0, {}))
 
 
 def test_no_trackers_leave_no_files(tmp_path: Path) -> None:
-    assert open_trackers(LoggerConfig(names=[]), tmp_path, first_step=0, config={}) == ([], [])
+    assert open_trackers([], TrackedRun(tmp_path, 0, {})) == ([], [])
     assert not list(tmp_path.iterdir())

@@ -77,7 +77,7 @@ def test_budgets_are_exact_and_val_comes_first(model: str, tmp_path: Path, max_t
     assert tokens_of(tmp_path / "cache" / "val") == stream[:max_val]
     assert tokens_of(tmp_path / "cache" / "train") == stream[max_val : max_val + max_train]
     assert (meta["train_tokens"], meta["val_tokens"]) == (max_train, max_val)
-    assert meta["split_rule"].startswith("by token, in stream order: the first to val (up to ")
+    assert meta["split_rule"].startswith("by token, in stream order: the first to val (at most ")
 
 
 def test_a_stream_that_ends_early_fills_what_it_can(
@@ -85,7 +85,7 @@ def test_a_stream_that_ends_early_fills_what_it_can(
 ) -> None:
     meta = build(TEXTS[:2], tmp_path / "cache", model, max_train_tokens=10**9, max_val_tokens=10**6)
     assert meta["train_tokens"] == 0
-    assert "went to val and none to train; lower max_val_tokens, or use val_frac" in caplog.text
+    assert "all tokens went to val; lower max_val_tokens, or use val_frac" in caplog.text
 
 
 def test_reading_stops_when_both_budgets_are_full_and_the_corpus_is_never_held(model: str, tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_share_of_documents_goes_to_val_whole(model: str, tmp_path: Path) -> N
         meta = build(TEXTS, folder, model, max_train_tokens=None, max_val_tokens=None, val_frac=0.1, seed=seed)
         val, train_ = (documents(tokens_of(folder / split), eot) for split in ("val", "train"))
         assert sorted(val + train_) == sorted(tuple(processor(model).encode(text)) for text in TEXTS)
-        assert (len(val), meta["val_documents"], meta["train_documents"]) == (6, 6, 54)
-        assert meta["split_rule"].startswith("by document: one of every 1/0.1 documents")
+        assert (len(val), len(train_)) == (6, 54)
+        assert meta["split_rule"].startswith("by document: one of every 1/0.1, drawn by the seed")
         found.append(val)
     assert found[0] != found[1]
 
@@ -135,7 +135,9 @@ def test_val_may_have_texts_of_its_own(model: str, tmp_path: Path) -> None:
     kept = documents(tokens_of(tmp_path / "cache" / "train"), eot)
     assert sorted(kept) == sorted(tuple(processor(model).encode(text)) for text in TEXTS[:30])
     assert meta["val_tokens"] == 50
-    assert meta["split_rule"] == "val: up to 50 tokens of the documents given for val; train: all tokens of the others"
+    assert (
+        meta["split_rule"] == "val: at most 50 tokens of the documents given for val; train: all tokens of the others"
+    )
 
 
 def test_a_shuffle_as_large_as_the_stream_keeps_every_document(model: str, tmp_path: Path) -> None:
@@ -154,9 +156,9 @@ def test_a_shuffle_as_large_as_the_stream_keeps_every_document(model: str, tmp_p
         ({"max_train_tokens": -1}, "max_train_tokens is -1; give an integer of at least 0"),
         ({"max_val_tokens": 1.5}, "max_val_tokens is 1.5; give an integer"),
         ({"max_train_tokens": 0, "max_val_tokens": 0}, "are both 0"),
-        ({"max_val_tokens": None}, "all tokens would go to val; give a number, val_frac or val_texts"),
+        ({"max_val_tokens": None}, "all tokens would go to val; give a number or val_frac"),
         ({"val_frac": 1.0}, "val_frac is 1.0; give a share of at least 0 and below 1"),
-        ({"val_frac": 0.1, "val_texts": ["a"]}, "val comes from one of them"),
+        ({"val_frac": 0.1, "val_texts": ["a"]}, "val_texts and val_frac are both given"),
         ({"shard_bytes": 1}, "shard_bytes is 1; a shard must hold at least one token"),
         ({"shuffle_buffer": 0}, "shuffle_buffer is 0; give at least 1, or None"),
         ({"seed": -1}, r"seed is -1; give an integer from 0 to 2\*\*63 - 1"),
@@ -177,7 +179,7 @@ def test_wrong_documents_and_examples_are_named(model: str, tmp_path: Path, capl
 
     with pytest.raises(InvalidInputError, match="document 3 is of the type bytes; give strings"):
         build(["a", "", b"c"], tmp_path / "cache", model)
-    with pytest.raises(InvalidInputError, match=r"there is no text for .*cache; give at least one document"):
+    with pytest.raises(InvalidInputError, match=r"no text was given for .*cache; give at least one document"):
         build(["", ""], tmp_path / "cache", model)
     for examples, sentence in [
         ([CHATS[0], "text"], "example 2 is of the type str; give a list of messages"),
@@ -187,19 +189,18 @@ def test_wrong_documents_and_examples_are_named(model: str, tmp_path: Path, capl
         ),
         ([CHATS[0], [{"role": "user", "content": None}]], "example 2, message 0 has content of the type NoneType"),
         ([["x"]], "example 1, message 0 has the role None"),
-        ([], "there are no examples for .*cache"),
-        ([[], []], "there are no examples for .*cache"),
+        ([], "no examples were given for .*cache"),
+        ([[], []], "no examples were given for .*cache"),
     ]:
         with pytest.raises(InvalidInputError, match=sentence):
             chats(examples)
     assert list(tmp_path.iterdir()) == []
     caplog.clear()
     chats([[], CHATS[0], [{"role": "user", "content": "Hello?"}]])
-    assert "left out 1 example without messages" in caplog.text
+    assert "1 example without messages dropped" in caplog.text
     assert "1 example without an assistant message" in caplog.text
     meta = read_meta(tmp_path / "cache" / "meta.json")
     assert (meta["train_examples"], meta["val_examples"]) == (1, 1)
-    assert (meta["num_empty_examples"], meta["num_examples_without_assistant"]) == (1, 1)
 
 
 @pytest.mark.parametrize(("val_frac", "num_val"), [(0.0, 0), (0.01, 1), (0.1, 3), (0.5, 15), (1.0, 30)])
@@ -213,7 +214,7 @@ def test_val_examples_are_counted_exactly(model: str, tmp_path: Path, val_frac: 
 
 def test_examples_are_dealt_block_by_block(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_sft_cache(CHATS, tmp_path / "one", tokenizer=processor(model), val_frac=0.3, seed=7)
-    monkeypatch.setattr("megatron_packed_sft.caches.sft_cache._BLOCK_TOKENS", 40)
+    monkeypatch.setattr("megatron_packed_sft.caches.builders._BLOCK_TOKENS", 40)
     build_sft_cache(CHATS, tmp_path / "two", tokenizer=processor(model), val_frac=0.3, seed=7)
     for name in ("train_tokens.bin", "val_tokens.bin", "train_idx.npy", "val_idx.npy"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
@@ -231,7 +232,7 @@ def test_only_a_cache_of_ours_is_ever_replaced(model: str, tmp_path: Path) -> No
     assert meta["seed"] == 1
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(TargetExistsError, match="holds something else than a cache of ours"):
+    with pytest.raises(TargetExistsError, match="exists and is not a cache"):
         build(TEXTS, tmp_path / "mine", model, overwrite=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
@@ -287,6 +288,6 @@ def test_documents_without_tokens_are_left_out_and_said(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    meta = build(["a", "", "b"], tmp_path / "cache", model, max_val_tokens=0)
-    assert meta["train_documents"] == 2
-    assert "left out 1 document without tokens" in caplog.text
+    build(["a", "", "b"], tmp_path / "cache", model, max_val_tokens=0)
+    assert len(documents(tokens_of(tmp_path / "cache" / "train"), special_ids(model)["eot"])) == 2
+    assert "1 document without text dropped" in caplog.text
