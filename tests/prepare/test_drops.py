@@ -120,7 +120,7 @@ def test_another_dataset_is_replaced_only_when_asked(given: list[str], tmp_path:
     assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 1024
     assert prepare(*given, "packing.pack_size=512", "--overwrite").code == 0
     assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 512
-    assert "left as it is" in prepare(*given, "packing.pack_size=512").out
+    assert "is up to date" in prepare(*given, "packing.pack_size=512").out
 
 
 def test_other_peoples_folders_are_never_touched(given: list[str], tmp_path: Path) -> None:
