@@ -1,4 +1,4 @@
-"""`RecordMarker`: a record to marked texts, one for each sequence that it will give."""
+"""`RecordMarker` turns a record into marked texts, one for each of its sequences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment,
 from megatron_packed_sft.records.record import Conversation, TextRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
 
-_MAX_MARKERS = 64  # of the templates and variables that records ask for
+_MAX_MARKERS = 64  # one for each combination of template and variables that records ask for
 
 
 class MarkedRecord(NamedTuple):
-    """What one sequence is made of.
+    """The source of one sequence.
 
     Args:
-        marked: its text and what of it is trained.
-        losses: what the template left out.
-        num_turns: trained turns.
-        conversation: what was rendered, if it was a chat.
-        is_turn: it is one turn of a longer chat, with what came before.
+        marked: its text, and which characters are trained.
+        losses: what the template omitted.
+        num_turns: its number of trained turns.
+        conversation: what was rendered; None for a text record.
+        is_turn: whether it shows one turn of a longer chat, with what came before it.
     """
 
     marked: MarkedText
@@ -49,7 +49,7 @@ class RecordMarker:
         template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
             is loaded with the first conversation; text records need none.
         options: what is trained.
-        with_kinds: also say what every trained character is part of, at the price of another render.
+        with_kinds: also return what every trained character is part of, which takes another render.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RecordMarker:
         self._escaped_in_text = control_pattern(escaped)
 
     def mark(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
-        """Return a record's texts as they are tokenized; raise RecordRefusedError if there is none."""
+        """Return the marked texts of a record; raise RecordRefusedError if it cannot be encoded."""
         if isinstance(record, TextRecord):
             found = [self._mark_text(record)]
         elif self._options.render == "conversation":
@@ -84,12 +84,12 @@ class RecordMarker:
         return found
 
     def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
-        """Return a conversation as one text; with `is_turn`, of which only the last turn counts."""
+        """Return a conversation as one text; with `is_turn`, only losses in its last turn count."""
         marker = self.marker(conversation)
         return self._with_segments(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
 
     def marker(self, conversation: Conversation | None = None) -> ChatMarker:
-        """Return what marks a conversation: its template and its variables decide."""
+        """Return the marker for a conversation, which depends on its template and its variables."""
         if self._loaded is None:
             given = self._template
             options = given if isinstance(given, TemplateOptions) else TemplateOptions()
@@ -120,7 +120,7 @@ class RecordMarker:
         return MarkedRecord(chat.marked, chat.losses, num_turns, conversation, is_turn)
 
     def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
-        """Return a text for each trained turn, or, if `auto` finds no difference, one for the whole conversation."""
+        """Return one text for each trained turn, or one for the whole conversation if `auto` finds no difference."""
         marker = self.marker(conversation)
         numbers = [number for number, is_wanted in enumerate(marker.trained_messages(conversation)) if is_wanted]
         is_last = numbers == [len(conversation.messages) - 1]
@@ -131,7 +131,7 @@ class RecordMarker:
         try:
             whole = marker.mark(conversation) if is_auto else None
         except RecordRefusedError as error:
-            refusal = error  # turn by turn it may be sound
+            refusal = error  # rendered turn by turn, it may work
         try:
             prefixes = [up_to_turn(conversation, number) for number in numbers]
             turns = [marker.mark(prefix, is_turn=True) for prefix in prefixes]
@@ -168,7 +168,7 @@ def _turns_in(
     if len(whole.marked.trained) == len(numbers):
         return [(whole.marked.text[start:end],) for start, end in whole.marked.trained]
     found = []
-    for number in numbers:  # turns that touch, or that say nothing
+    for number in numbers:  # some turns touch, or are empty
         own = conversation.train[number] if conversation.train else None
         train = [own if other == number else 0.0 for other in range(len(conversation.messages))]
         found.append(_trained_text(marker.mark(replace(conversation, train=train))))
@@ -180,7 +180,7 @@ def _trained_text(chat: MarkedChat) -> tuple[str, ...]:
 
 
 def _key_of_variables(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
-    """Return a record's variables as a key; RecordRefusedError if it sets one that it may not."""
+    """Return a record's variables as a dictionary key; raise RecordRefusedError if one is not allowed."""
     foreign = sorted(set(variables) - set(allowed))
     if foreign:
         raise RecordRefusedError(
@@ -209,7 +209,7 @@ _PROMPTS = ("system", "developer")
 
 
 def up_to_turn(conversation: Conversation, number: int) -> Conversation:
-    """Return a conversation up to a message, with only that message trained.
+    """Return the conversation up to a message, with only that message trained.
 
     Example:
         >>> chat = Conversation([{"role": role, "content": role[0]} for role in ("user", "assistant") * 2])
@@ -228,10 +228,10 @@ train=[0.0, None], weight=1.0, parts=None, variables=None)
 
 
 def shorter_by_turns(conversation: Conversation, turns_to_keep: str) -> Iterator[Conversation]:
-    """Yield a conversation with fewer and fewer turns, the longest first; the system prompt always stays.
+    """Yield the conversation with fewer and fewer turns, the longest first; the system prompt always stays.
 
-    The newest turns that are kept begin with what a user says; the oldest end with what the assistant says. So a call
-    and its result stay together, and every trained turn keeps its end.
+    The newest turns begin with a user message, the oldest end with an assistant message. So a call stays with its
+    result, and every trained turn keeps its end.
 
     Example:
         >>> chat = Conversation([{"role": role} for role in ("system", "user", "assistant", "user", "assistant")])

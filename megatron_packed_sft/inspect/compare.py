@@ -25,7 +25,7 @@ from megatron_packed_sft.inspect.compare_bins import (
     open_side,
 )
 from megatron_packed_sft.inspect.opened_data import FoundTokenizer
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, sequence_ends
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import table
@@ -269,4 +269,4 @@ def _example_line(name: str, one: Facts) -> Iterator[RenderableType]:
 
 
 def _shown(text: str) -> str:
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_invisible(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -1,7 +1,7 @@
 """The outline of a directory in a store: a local directory with all files in their sizes, but few of their bytes.
 
-Documents are whole. Array files are sparse: their header was read with a range request, the rest is a hole. So code that
-looks at names, sizes, manifests and headers works on data of any size, for one request per file.
+Documents are whole. Array files are sparse: their header was read with a range request, the rest is a hole. So code
+that looks at names, sizes, manifests and headers works on data of any size, for one request per file.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_a_row_that_stops_prepare_says_so_and_is_no_error(keys: list[str], tmp_p
     done = packed_sft("preview", path, *keys)
     assert done.code == 0
     assert "dropped, bad_row: the record is not valid JSON" in done.out
-    assert "prepare stops here; max_errors=100 drops up to 100 such records" in done.out
+    assert "prepare stops here; set max_errors=100 to drop and count up to 100 such records" in done.out
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet"])
@@ -231,15 +231,15 @@ def test_a_draw_of_a_large_compressed_file_finds_every_line_it_drew(keys: list[s
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["chats.jsonl"], "no tokenizer was given; add tokenizer.path=FOLDER"),
+        (["chats.jsonl"], "no tokenizer was given; add tokenizer.path=PATH"),
         (["chats.jsonl", "tokenizer.path=nowhere"], "nowhere does not exist"),
         (["chats.jsonl", "other.jsonl"], "are two paths"),
         (["nothing.jsonl", "tokenizer.path=nowhere"], "does not exist and matches no file"),
-        (["chats.jsonl", "max_len=3"], "use encode.max_len"),
-        (["chats.jsonl", "TOKENIZER", "--bin", "2"], "--bin does not go with it"),
+        (["chats.jsonl", "max_len=3"], "did you mean encode.max_len?"),
+        (["chats.jsonl", "TOKENIZER", "--bin", "2"], "--bin is for packed data, but "),
         (["chats.jsonl", "TOKENIZER", "--row", "1", "--random", "2"], "exclude each other"),
-        (["chats.jsonl", "TOKENIZER", "--seed", "1"], "--seed goes with --random"),
-        (["chats.jsonl", "TOKENIZER", "--random", "0"], "draw at least 1"),
+        (["chats.jsonl", "TOKENIZER", "--seed", "1"], "--seed needs --random"),
+        (["chats.jsonl", "TOKENIZER", "--random", "0"], "it must be at least 1"),
         (["chats.jsonl", "TOKENIZER"], "has no chat template; set template.name"),
         ([], "name a file of chats or packed data"),
     ],

@@ -68,7 +68,7 @@ CALLS = {
 }
 # What needs no store to answer.
 LOCAL_ONLY = (
-    r"is a URL, but only local paths work here|is not a directory|goes with a token store|"
+    r"is a URL, but only local paths work here|is not a directory|needs a token store|"
     r"is neither a run|does not exist and matches nothing"
 )
 

@@ -1,12 +1,12 @@
-"""Strings that remember who wrote each of their characters, and what a template asked about them.
+"""Strings that remember who wrote each of their characters, and that record what a template asks about them.
 
-An `AuthoredText` is the string itself, so a template's comparisons and lookups answer as before. Beside its characters
+An `AuthoredText` is a string, so a template's comparisons and lookups give the usual answers. Besides its characters,
 it carries two things through every operation that templates use:
 
 - `authors`: runs of characters with the message (or tool) that wrote them; None for the template's own text. Runs of
   length zero are events, such as the beginning of a loop's iteration.
-- `parts`: how to build the text again for another record of the same shape: constants, and variables of a straight-line
-  program that the `Recorder` writes down. Every answer that a template gets becomes a guard of that program.
+- `parts`: how to build the same text for another record of the same shape: constants, and variables of a straight-line
+  program that the `Recorder` keeps. Every answer that a template gets becomes a guard of that program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Author(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened between two characters: `enter`, `leave`, `after` (a loop), `begin`, `end` (a block)."""
+    """An event between two characters: `enter`, `leave`, `after` (of a loop), `begin`, `end` (of a block)."""
 
     kind: str
     message: int = TOOLS
@@ -45,7 +45,7 @@ Part = tuple[str, "str | None"]
 
 
 class Recorder:
-    """The straight-line program of one chat: assignments and guards, in the order in which they happened.
+    """The straight-line program of one chat: assignments and guards, in the order of the render.
 
     Example:
         >>> recorder = Recorder()
@@ -58,9 +58,9 @@ class Recorder:
         self.lines: list[tuple[str, Any]] = []  # (name, source) assigns, (source, answer) guards
         self.is_assignment: list[bool] = []
         self.obstacle: str | None = None
-        self.sought: set[str] = set()  # constants that the template looked for in strings
-        self.edges_in_slots: set[int] = set()  # edges of turns that stand at a known place inside a string
-        self.names: dict[str, str] = {}  # of variables, by what they hold
+        self.sought: set[str] = set()  # constants that the template searches strings for
+        self.edges_in_slots: set[int] = set()  # edges of turns at known places inside strings
+        self.names: dict[str, str] = {}  # expression -> variable
         self._guarded: set[tuple[str, str]] = set()
 
     def variable(self, source: str) -> str:
@@ -73,7 +73,7 @@ class Recorder:
         return name
 
     def guard(self, source: str, answer: Any) -> None:
-        """Demand that an expression gives the same answer as now."""
+        """Require that an expression gives the same answer again."""
         key = (source, repr(answer))
         if key not in self._guarded:
             self._guarded.add(key)
@@ -81,7 +81,7 @@ class Recorder:
             self.is_assignment.append(False)
 
     def give_up(self, obstacle: str) -> None:
-        """Something happened that the program cannot repeat."""
+        """Note that the template did something that a program cannot repeat."""
         self.obstacle = self.obstacle or obstacle
 
 
@@ -111,14 +111,14 @@ def plain_text(text: str) -> str:
 
 
 class AuthoredText(str):
-    """See the module; made by `authored` and `constant`."""
+    """A string with authors and parts; see the module. Create it with `authored` or `constant`."""
 
     __slots__ = ("authors", "parts", "recorder")
     authors: tuple[Run, ...]
     parts: tuple[Part, ...]
     recorder: Recorder | None
 
-    # Asking.
+    # Questions about the text.
 
     def __str__(self) -> str:
         return self
@@ -175,7 +175,7 @@ class AuthoredText(str):
     def __ge__(self, other: str) -> Any:
         return _compare(self, other, ">=")
 
-    # Building.
+    # Operations that make new texts.
 
     def __add__(self, other: str) -> Any:
         return _concatenated(self, other)
@@ -259,7 +259,7 @@ class AuthoredText(str):
         return self[: -str.__len__(suffix)] if suffix and self.endswith(suffix) else self
 
     def replace(self, old: str, new: str, count: Any = -1) -> str:
-        """Replace texts; a replacement is its own author's, or the author's whose text it replaces."""
+        """Replace texts; a constant replacement belongs to the author whose text it replaces."""
         text, sought = plain_text(self), plain_text(old)
         limit = -1 if count is None else int(count)
         self._seek(old)
@@ -320,7 +320,7 @@ class AuthoredText(str):
             fragments.append(value if isinstance(value, str) else str(value))
         return concatenate(fragments)
 
-    # Inside.
+    # Helpers.
 
     def _guard(self, source: str, answer: Any) -> None:
         if self.recorder is not None:
@@ -339,7 +339,7 @@ class AuthoredText(str):
             self.recorder.sought.add(plain_text(text))
 
     def _opaque(self, text: str, operation: str = "") -> str:
-        """A text whose characters cannot be told apart any more: all of them are the first author's."""
+        """Return a text whose authors are unknown by character; all of it belongs to the first author."""
         runs: tuple[Run, ...] = ((len(text), first_author(self.authors)),) if text else ()
         if self.recorder is None or not operation:
             return _make(text, runs, _constant_parts(text), None)
@@ -350,7 +350,7 @@ class AuthoredText(str):
         return _make(text, _runs_between(self.authors, start, end), _constant_parts(text), None)
 
     def _derived(self, start: int, end: int, operation: str) -> AuthoredText:
-        """A slice of this text, which `operation` behind its source computes."""
+        """Return a slice of this text, which the source followed by `operation` computes."""
         if self.recorder is None:
             return self._constant_slice(start, end)
         text = plain_text(self)[start:end]
@@ -370,7 +370,7 @@ class AuthoredText(str):
         return self._derived(start, end, f".{method}({argument})")
 
     def _stripped_parts(self, method: str, chars: str | None, argument: str) -> tuple[Part, ...] | None:
-        """Strip only the outer parts; None where one of them has nothing left."""
+        """Strip only the outer parts; return None if one of them becomes empty."""
         assert self.recorder is not None
         parts = list(self.parts)
         for side, index in (("lstrip", 0), ("rstrip", -1)):
@@ -464,7 +464,7 @@ for _method in (
 
 
 def authored(text: str, author: Author, recorder: Recorder | None = None, source: str | None = None) -> AuthoredText:
-    """Return a text that one author wrote; with a `source`, another record may say something else there."""
+    """Return a text by one author; with a `source`, another record may have another text in its place."""
     runs: tuple[Run, ...] = ((len(text), author),) if text else ()
     if recorder is None or source is None:
         return _make(text, runs, _constant_parts(text), None)
@@ -472,7 +472,7 @@ def authored(text: str, author: Author, recorder: Recorder | None = None, source
 
 
 def constant(text: Any) -> AuthoredText:
-    """Return a value as a text; what has no author is the template's own."""
+    """Return a value as an authored text; without an author, it is the template's own."""
     if type(text) is AuthoredText:
         return text
     text = str(text)
@@ -493,7 +493,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
         return constant(found[0])
     runs: list[Run] = []
     parts: list[Part] = []
-    constants: list[str] = []  # since the last variable; joined at once, since there may be very many
+    constants: list[str] = []  # since the last variable; there may be very many, so they are joined at once
     recorder = None
     for fragment in found:
         if type(fragment) is AuthoredText:
@@ -519,12 +519,12 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
 
 
 def build_text(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
-    """Put a text together from what is known about it."""
+    """Return an authored text with these authors and parts."""
     return _make(text, tuple(authors), tuple(parts), recorder)
 
 
 def percent_format(pattern: Any, values: Sequence[Any]) -> str:
-    """`pattern % values`, with the authors of values; only `%s` and `%%` can be followed."""
+    """Return `pattern % values` with the authors of values; only `%s` and `%%` are traced."""
     fragments = re.split(r"(%s|%%)", plain_text(pattern))
     if not is_constant(pattern) or any("%" in fragment for fragment in fragments[::2]):
         result = plain_text(pattern) % tuple(map(_plain_argument, values))
@@ -542,12 +542,12 @@ def percent_format(pattern: Any, values: Sequence[Any]) -> str:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a text is the same for every record of the shape."""
+    """Return whether a text is the same for every record of the shape."""
     return not isinstance(value, AuthoredText) or value.recorder is None
 
 
 def source_of(value: Any) -> str:
-    """Return an expression that gives a value again."""
+    """Return an expression that evaluates to a value."""
     if not isinstance(value, AuthoredText):
         return ascii(value)
     if value.recorder is None:
@@ -609,7 +609,7 @@ def _runs_between(runs: Sequence[Run], start: int, end: int) -> tuple[Run, ...]:
 
 
 def _authors_of(text: str, default: Author | None) -> tuple[Run, ...]:
-    """A replacement belongs to whoever wrote it, or to whom it replaces."""
+    """Return the authors of a replacement; a constant belongs to the author whose text it replaces."""
     if isinstance(text, AuthoredText) and first_author(text.authors):
         return text.authors
     return ((str.__len__(text), default),) if str.__len__(text) else ()
@@ -623,14 +623,14 @@ def _plain_argument(value: Any) -> Any:
     return value
 
 
-# Texts that a template marked as safe: what is added to them is escaped, as Markup does it, and authors are kept.
+# Texts marked as safe: like Markup, they escape what is added to them, but keep authors.
 
 # What markupsafe.escape replaces, in an order in which nothing is replaced twice.
 _ESCAPES = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ('"', "&#34;"))
 
 
 class AuthoredMarkup(AuthoredText):
-    """An authored text that `safe` marked."""
+    """An authored text that the filter `safe` has marked."""
 
     def __html__(self) -> str:
         return plain_text(self)

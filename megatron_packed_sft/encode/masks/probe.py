@@ -1,4 +1,4 @@
-"""What a template writes around turns, found by rendering a few small chats."""
+"""What a template writes around turns, found by rendering small chats; and control tokens to escape in messages."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _PLAIN = ([_USER, _ANSWER, _USER, _ANSWER], [_USER, _ANSWER])
 
 
 class Probe(NamedTuple):
-    """What was found.
+    """What small renders show about a template.
 
     Args:
         ends: end-of-turn texts, such as `<|im_end|>`.
-        answer_ends: those of them that end answers, not only tool calls.
+        answer_ends: those that end answers, not only tool calls.
         structure: the template's own text between an answer and the next question, and after a question.
-        sought: constants that the template looks for in strings, such as `</think>`.
-        takes_parts: the template reads a message's content only as a list of parts.
+        sought: constants that the template searches strings for, such as `</think>`.
+        takes_parts: whether the template reads a message's content only as a list of parts.
     """
 
     ends: tuple[str, ...]
@@ -58,7 +58,7 @@ class Probe(NamedTuple):
 def probe_template(
     renderer: TracedRenderer, control: re.Pattern[str], *, header: str | None, stops: Sequence[str]
 ) -> Probe:
-    """Find what a template ends turns with and holds them apart with; raise InvalidInputError if it has no use."""
+    """Find what a template writes around turns; raise InvalidInputError if it cannot render a chat."""
     recorder = Recorder()
     chat = _Chats(renderer, recorder, control, header, stops)
     messages, tools, render = chat.plain()
@@ -96,7 +96,7 @@ class _Chats:
         return self._renderer.render(messages, chat, add_generation_prompt=prompt)
 
     def plain(self) -> tuple[Sequence[dict[str, Any]], Any, TracedText]:
-        """Render a chat of a user and an assistant, with tools or content in parts if the template needs them."""
+        """Render a chat of a user and an assistant, with tools or with content in parts if the template needs them."""
         refusal = None
         for in_parts, messages, tools in product((False, True), _PLAIN, (None, _TOOLS)):
             if in_parts:
@@ -107,7 +107,7 @@ class _Chats:
                 refusal = refusal or error
                 continue
             own = [span for span in render.spans if is_own(span.author, len(messages) - 1)]
-            # A list that is written as it is, brackets and all, is not read as parts.
+            # A list that is written with its brackets is not read as parts.
             if own and (not in_parts or any(len(span.author.path) > 1 for span in own)):
                 self.takes_parts = in_parts
                 return messages, tools, render
@@ -118,7 +118,7 @@ class _Chats:
         )
 
     def end_of(self, messages: Sequence[dict[str, Any]], tools: Any, number: int, tokens: re.Pattern[str]) -> list[str]:
-        """Return what an assistant's turn ends with: its last control token, or all that follows its words."""
+        """Return what ends an assistant's turn: its last control token, or all text after the message's."""
         try:
             finder = TurnFinder(
                 messages,
@@ -138,7 +138,7 @@ class _Chats:
             return [tail] if tail else []
         name = block_name(last[-1])
         others = tokens.findall(turn.removesuffix(last[-1]))
-        # What closes a block that the turn opens, as </tool_call> does, ends no turn.
+        # A token that closes a block of the turn, such as </tool_call>, does not end the turn.
         is_closing = name and last[-1] not in self._settings["stops"] and name in map(block_name, others)
         return [] if is_closing else [last[-1]]
 
@@ -158,24 +158,23 @@ def _structure(render: TracedText, chat: _Chats, question: Sequence[dict[str, An
 
 # Control tokens in what people wrote: texts that must not become one.
 
-# <think>, </tool_call>, <h1>: people write these on purpose, and mean the token.
+# <think>, </tool_call>, <h1>: messages contain these on purpose, and mean the token.
 _MARKUP = re.compile(r"</?[a-z][a-z0-9_]*>")
 
 
 def tokens_to_escape(
     control_tokens: Collection[str], variables: Mapping[str, Any], structure: str, sought: Collection[str]
 ) -> list[str]:
-    """Return the control tokens that the text of a message must not turn into.
+    """Return the control tokens that the text of a message must not become.
 
-    These are all but markup tags such as `<think>`, `<tool_call>` and `<h1>` and what the template itself looks for in
-    messages; of these, too, the tokens that the tokenizer names (`<s>`) and by which the template holds turns apart
-    (`<end_of_turn>`).
+    These are all except markup tags (`<think>`, `<tool_call>`, `<h1>`) and tokens that the template itself searches
+    messages for. Tokens that the tokenizer names (`<s>`) or that separate turns (`<end_of_turn>`) are always included.
 
     Args:
         control_tokens: of the tokenizer.
-        variables: what the tokenizer hands to templates: its special tokens as text, or lists of them.
+        variables: the tokenizer's variables for templates: its special tokens as text, or lists of them.
         structure: what the template writes between turns.
-        sought: what it looks for in messages.
+        sought: what it searches messages for.
 
     Example:
         >>> tokens_to_escape(["<|im_end|>", "<think>", "</s>"], {"eos_token": "</s>"}, "", [])
@@ -191,13 +190,13 @@ def tokens_to_escape(
 
 
 class ControlMarks:
-    """Counts the places of a text where a control token may begin, to see without a search that strings hold none.
+    """Counts the places in a text where a control token may begin, to show without a search that strings contain none.
 
-    A rendered text has at least as many of these places as its constants; if it has no more, no string holds the
-    beginning of a control token, and none begins in a string and ends behind it.
+    A rendered text has at least as many of these places as its constants. If it has no more, no string contains the
+    beginning of a control token, and none begins in a string and ends after it.
 
     Args:
-        tokens: that are escaped.
+        tokens: the tokens to escape.
 
     Example:
         >>> marks = ControlMarks(["<|im_start|>", "<|im_end|>"])
@@ -206,7 +205,7 @@ class ControlMarks:
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        # Two characters, or one where two could overlap with themselves.
+        # The first two characters, or one if the two could overlap.
         self._beginnings = sorted({token[: 2 if token[:1] != token[1:2] else 1] for token in tokens})
 
     def count(self, text: str) -> int:
@@ -215,7 +214,7 @@ class ControlMarks:
 
 
 def literal_ranges(text: str, spans: Sequence[Span], pattern: re.Pattern[str]) -> list[Range]:
-    """Return where control tokens of a text lie, wholly or in part, in what messages say.
+    """Return the control tokens of a text that lie at least partly in the text of messages.
 
     Example:
         >>> from megatron_packed_sft.encode.masks.authored_text import Author

@@ -1,15 +1,15 @@
-r"""Chats of unknown shape made of known messages: one plain render, read with what was learnt of single messages.
+r"""Reading chats of unknown shape made of known messages: one plain render, read with what was learnt of messages.
 
-A recipe says what a template writes while it iterates over one message: constants and that message's strings, where its
-trained ranges begin and end, and every answer that the template got about the message in the renders by which its turn
-was found. For Qwen3 and an answer between two questions it is, in short:
+A recipe says what a template writes while it iterates over one message: constants and the message's strings, where its
+trained ranges begin and end, and every answer that the template got about the message in the renders that located its
+turn. For Qwen3 and an answer between two questions, it is in short:
 
     def run(message, tools, messages):
         if '</think>' in message['content']: return None
         return '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n', (22, 32 + len(message['content']))
 
-A chat whose text its messages' recipes give whole, character by character, needs no tracing. The render proves the
-text; the answers about each message and its neighbours' kinds stand for the rest.
+If the recipes of a chat's messages give its whole text, character by character, the chat needs no tracing. The render
+proves the text; the guards about each message and the kinds of its neighbours prove the ranges.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 _MAX_RECIPES = 12  # of one kind of message among the same neighbours
 _MAX_KINDS = 4096
 
-HEAD = -1  # the number of what is written before the loop over messages
-# A program about a message, tools, and all messages, of which it may read those that are in the head.
+HEAD = -1  # stands for what is written before the loop over messages, as its number
+# A program about a message, the tools, and all messages, of which it may read those in the head.
 RUN = f"def run({MESSAGE_NAME}, {TOOLS_NAME}, {MESSAGES_NAME}):"
 
 Messages = Sequence[dict[str, Any]]
@@ -55,12 +55,12 @@ Written = tuple[str, tuple[int, ...]]
 
 
 class Kind(NamedTuple):
-    """What can be told of a message without looking at what it says.
+    """What is known of a message without reading its texts.
 
     Args:
         number: of its role and keys.
-        role: as it is.
-        seen: what its neighbours see of it.
+        role: its role.
+        seen: what the recipes of its neighbours depend on.
     """
 
     number: int
@@ -72,12 +72,12 @@ class Recipe(NamedTuple):
     """What a template writes for a message.
 
     Args:
-        run: `RUN` -> `Written`, or None if the template would have got other answers.
-        slots: a program `RUN` -> where in the text its strings begin and end: (start, end, start, end, ...).
+        run: the function `RUN` -> `Written`, or None if the template would get other answers.
+        slots: the source of a function `RUN` -> where its strings begin and end: (start, end, start, end, ...).
         num_marks: how often control tokens may begin in its constants, see `ControlMarks`.
-        losses: what the template leaves out of the message, or of the head.
+        losses: what the template omits from the message, or from the head.
         lines: the assignments and guards of `run`, for shapes.
-        code: to tell recipes apart.
+        code: identifies the recipe.
         is_for_tools: whether it holds for the same tools only.
         is_for_arguments: whether it holds for calls whose arguments have the same names only.
     """
@@ -93,7 +93,7 @@ class Recipe(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A text that was read, whole or up to a message that is not known.
+    """A text that was read, completely or up to an unknown message.
 
     Args:
         turns: trained ranges.
@@ -109,26 +109,26 @@ class Read(NamedTuple):
 
     @property
     def num_messages(self) -> int:
-        """How many messages are known, -1 if not even the head is."""
+        """The number of known messages, -1 if not even the head is known."""
         return self.numbers[-1] + 1 if self.numbers else HEAD
 
     def is_whole(self, text: str, messages: Messages) -> bool:
-        """Whether nothing of the text is left over, and no message."""
+        """Return whether the whole text and all messages were read."""
         return self.places[-1] == len(text) and self.num_messages == len(messages)
 
     @property
     def num_marks(self) -> int:
-        """How often control tokens may begin in constants."""
+        """The number of places in constants where control tokens may begin."""
         return sum([recipe.num_marks for recipe in self.recipes])
 
     def losses(self) -> Iterator[Loss]:
-        """Yield what is lost."""
+        """Yield what the template omits."""
         for number, recipe in zip(self.numbers, self.recipes, strict=True):
             if recipe.losses:
                 yield from (loss if number == HEAD else loss._replace(message=number) for loss in recipe.losses)
 
     def slots(self, messages: Messages, tools: Any) -> Iterator[Range]:
-        """Yield where messages and tools wrote."""
+        """Yield the ranges that messages and tools wrote."""
         for place, number, recipe in zip(self.places, self.numbers, self.recipes, strict=False):
             edges = compile_program(recipe.slots)(messages[number], tools, messages)
             yield from ((place + edges[n], place + edges[n + 1]) for n in range(0, len(edges), 2))
@@ -142,12 +142,12 @@ class RecipeBook:
         self._kinds: dict[Any, Kind] = {}
         self._numbers = count()
         self._head_sizes: list[int] = []
-        self._in_order: dict[Any, list[Recipe]] = {}  # in which they were learnt
+        self._in_order: dict[Any, list[Recipe]] = {}  # the same, in the order in which they were learnt
         # What recipes are for: any tools and arguments, certain tools, certain arguments, or both.
         self._specials: list[tuple[bool, bool]] = [(False, False)]
 
     def kinds_of(self, messages: Messages) -> list[Kind]:
-        """Return what can be told of messages without looking at what they say."""
+        """Return the kinds of messages."""
         known = self._kinds
         try:
             return [known[(message.get("role"), *message)] for message in messages]
@@ -169,8 +169,8 @@ class RecipeBook:
         head_size: int,
         learnt: dict[int, Recipe],
     ) -> None:
-        """Keep recipes of a chat's messages, by their numbers, and of its head, which has some messages."""
-        if len(self._recipes) > _MAX_KINDS:  # there may be as many as there are tools
+        """Keep the recipes of a chat's messages, by number, and of its head, which contains `head_size` messages."""
+        if len(self._recipes) > _MAX_KINDS:  # each set of tools may have its own
             self._recipes.clear()
             self._in_order.clear()
         keys = dict(enumerate(_keys(head_size, kinds, tools, wanted)))
@@ -186,10 +186,12 @@ class RecipeBook:
             if all(recipe.code != other.code or recipe.losses != other.losses for other in known):
                 del known[: len(known) + 1 - _MAX_RECIPES]
                 known.append(recipe)
-                self._recipes[key] = sorted(known, key=lambda one: -len(one.code))  # one that says more is tried first
+                self._recipes[key] = sorted(
+                    known, key=lambda one: -len(one.code)
+                )  # the most specific one is tried first
 
     def read(self, text: str, messages: Messages, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Read:
-        """Read a rendered chat as far as it is known."""
+        """Read a rendered chat as far as its messages are known."""
         for size in self._head_sizes:
             if size < len(kinds):
                 steps = [(HEAD, _head_key(size, kinds, tools, wanted))]
@@ -200,7 +202,7 @@ class RecipeBook:
         return Read([], [0], [], [])
 
     def _read(self, text: str, messages: Messages, tools: Any, steps: Iterable[tuple[int, Any]]) -> Read:
-        """Read what is written for messages, given by number and key, one after the other."""
+        """Read what is written for one message after the other, given by number and key."""
         turns: list[Range] = []
         places, numbers, used = [0], [], []
         position = 0
@@ -232,7 +234,7 @@ class RecipeBook:
 
 
 def _special_key(key: Any, special: tuple[bool, bool], tools: Any, message: dict[str, Any]) -> Any:
-    """Return the key of recipes that hold only for some tools, or only for some arguments of calls."""
+    """Return the key of recipes that hold only for certain tools, or only for certain arguments of calls."""
     if not any(special):
         return key
     return key, _content_of(tools) if special[0] else None, _arguments_of(message) if special[1] else None
@@ -249,20 +251,20 @@ def _arguments_of(message: dict[str, Any]) -> Any:
     """Return the names of the arguments of a message's calls."""
     try:
         return tuple([tuple(call["function"]["arguments"]) for call in message.get("tool_calls") or ()])
-    except (KeyError, TypeError):  # another form of calls
+    except (KeyError, TypeError):  # calls in another form
         return None
 
 
 def _head_key(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> Any:
-    """Return what decides on recipes of a head of some messages: their kinds and the next one's."""
+    """Return the key of recipes of a head: the kinds of its messages and of the next one."""
     return (size, bool(tools), *wanted[:size], *[kind.number for kind in kinds[: size + 1]])
 
 
 def _keys(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) -> list[Any]:
-    """Return what decides on recipes beside answers, of each message: kind, neighbours' kinds, place, the head's kinds.
+    """Return the keys of recipes of each message: its kind, its neighbours, and the kinds in the head.
 
-    A head counts because templates write it again elsewhere: Mistral's write the system prompt before the question that
-    comes last, and in every prompt another question is the last one.
+    The head matters because templates may repeat it elsewhere: Mistral's write the system prompt before the last
+    question, and every prompt has another last question.
     """
     head = (bool(tools), *[kind.number for kind in kinds[:size]])
     keys: list[Any] = []
@@ -279,9 +281,9 @@ def _keys(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) 
 # iterates over.
 #
 # A traced render is a straight-line program about the whole chat (see `Recorder`). Its lines are sorted by the messages
-# that they are about, and the text is cut where the template begins to write for each message. What comes before the
+# that they concern, and the text is cut where the template begins to write for each message. Whatever comes before the
 # loop is the head: tools, and messages that the template takes out of the list (a system prompt, with Llama the first
-# question). A message may repeat what is in the head, but where a question is about two messages of the loop, or one of
+# question). A message may repeat what is in the head. But if a question concerns two messages of the loop, or one of
 # them is written in another's place, the chat cannot be taken apart.
 #
 # Some templates write tools word by word instead of as JSON, and ask so much about them that every set of tools has a
@@ -289,7 +291,7 @@ def _keys(size: int, kinds: Sequence[Kind], tools: Any, wanted: Sequence[bool]) 
 
 _IS_OTHER = re.compile(rf"{VARIABLE}\d+=={VARIABLE}\d+")
 _ASKS_NAMES = re.compile(r"\['arguments'\](?:,\)|\)\))!=")  # see `guard_line` of a signature
-_MAX_QUESTIONS = 4  # about one tool, above which each set of tools has its own recipes
+_MAX_QUESTIONS = 4  # per tool; with more, each set of tools gets its own recipes
 
 _Part = tuple[int, str, "str | None"]  # position, text, variable
 _Line = tuple[int, bool, str]  # place, whether it is an assignment, text
@@ -298,13 +300,13 @@ _TOOLS = frozenset({HEAD})
 
 
 class Lesson:
-    """What can be learnt of one chat.
+    """What can be learnt from one chat.
 
     Args:
         messages: of the chat.
         tools: of the chat.
-        chat: its render; NotCompilable if that is not message by message.
-        recorder: what templates asked about it. It may go on asking: a recipe holds what was asked so far.
+        chat: its render; NotCompilable is raised if it is not written message by message.
+        recorder: what the template has asked. It may record more later: a recipe contains what was asked so far.
         count_marks: see `ControlMarks`.
     """
 
@@ -322,21 +324,21 @@ class Lesson:
         beginnings = _beginnings(chat, len(messages))
         self.head_size = len(messages) - len(beginnings)  # messages that have no iteration of their own
         self._head = frozenset(range(HEAD, self.head_size))
-        # What all messages depend on: prompts write the head again, and a system prompt may say how to think.
+        # All messages depend on these: prompts repeat the head, and a system prompt may say how to think.
         is_system = messages[0].get("role") in ("system", "developer")
         self._shared = frozenset(range(max(self.head_size, is_system)))
         self._edges = [0, *beginnings, len(chat.text)]
         self._regions = _regions(chat, self._edges)
         self._num_sorted = 0
         self._about: dict[str, frozenset[int]] = {}  # variables
-        self._lines: dict[frozenset[int], list[_Line]] = {}  # by what they are about
+        self._lines: dict[frozenset[int], list[_Line]] = {}  # by the messages that they concern
         self._sort_lines()
-        self._num_in_chat = self._num_sorted  # what comes later is asked by prompts only
+        self._num_in_chat = self._num_sorted  # later lines come from prompts only
         self.is_for_these_tools = self.num_about_tools > _MAX_QUESTIONS * (1 + len(tools or ()))
 
     @property
     def num_about_tools(self) -> int:
-        """How many questions about tools were asked."""
+        """The number of questions about tools that were asked."""
         self._sort_lines()
         return sum(not line[1] for about, lines in self._lines.items() if HEAD in about for line in lines)
 
@@ -366,7 +368,7 @@ class Lesson:
         )
 
     def _parts(self, number: int, place: int) -> tuple[list[_Part], list[str | None]]:
-        """Return the parts of a region, and which of them are the template's own text, the same for all records."""
+        """Return the parts of a region, and the text of those that the template writes for every record."""
         parts: list[_Part] = []
         templates: list[str | None] = []
         for position, text, name in self._regions[place]:
@@ -378,11 +380,11 @@ class Lesson:
         return parts, templates
 
     def _is_known_to(self, about: frozenset[int], number: int) -> bool:
-        """Whether a recipe may use a value; the head also writes strings of the loop's first message."""
+        """Return whether a recipe may use a value; the head may also write strings of the loop's first message."""
         return about <= self._head | self._shared | {self.head_size if number == HEAD else number}
 
     def _lines_of(self, number: int) -> Iterator[str]:
-        """Yield assignments that a recipe may need, and the guards that are its own."""
+        """Yield assignments that a recipe may need, and its guards."""
         found: list[_Line] = []
         for about, lines in self._lines.items():
             if not self._is_known_to(about, number):
@@ -410,7 +412,7 @@ class Lesson:
         return [line for lines in guards for line in lines]
 
     def _sort_lines(self) -> None:
-        """Sort what the recorder has written since the last time; NotCompilable if a question is about several."""
+        """Sort the recorder's new lines; raise NotCompilable if a question concerns several messages."""
         recorder = self._recorder
         if recorder.obstacle:
             raise NotCompilable(recorder.obstacle)
@@ -423,7 +425,7 @@ class Lesson:
                 self._about[left] = about
             elif len(about - self._head - self._shared) > 1:
                 if right is False and _IS_OTHER.fullmatch(left):
-                    continue  # whether a message is, say, the last question: seen in what is written
+                    continue  # such as whether a message is the last question; the text shows it
                 raise NotCompilable("a question about several messages")
             line = f" {left}={right}" if is_assignment else guard_line(left, right)
             self._lines.setdefault(about, []).append((place, is_assignment, line))
@@ -431,13 +433,13 @@ class Lesson:
 
 
 def _has_tools(parts: Sequence[_Part], templates: Sequence[str | None], program: Sequence[str]) -> bool:
-    """Whether a recipe holds the text of tools, or reads them."""
+    """Return whether a recipe contains the text of tools, or reads them."""
     is_fixed = any(name is None and text is None for (_, _, name), text in zip(parts, templates, strict=True))
     return is_fixed or any(TOOLS_NAME in names_in(line) for line in program)
 
 
 def _number_variables(lines: Sequence[str]) -> list[str]:
-    """Number variables in the order in which they appear, so that equal recipes have equal code."""
+    """Number variables in the order in which they occur, so that equal recipes have equal code."""
     names: dict[str, str] = {}
 
     def number(name: str) -> str:
@@ -451,7 +453,7 @@ def _tuple_of(expressions: Sequence[str]) -> str:
 
 
 def _starts(parts: Sequence[_Part], templates: Sequence[str | None]) -> tuple[list[str], list[str]]:
-    """Return expressions for where each part begins and the last one ends, and for the edges of others' strings."""
+    """Return expressions for the start of each part and the end of the last, and for the edges of records' strings."""
     starts, slots = ["0"], []
     num_constant, lengths = 0, ""
     for (_, text, name), template in zip(parts, templates, strict=True):
@@ -466,7 +468,7 @@ def _starts(parts: Sequence[_Part], templates: Sequence[str | None]) -> tuple[li
 
 
 def _beginnings(chat: TracedText, num_messages: int) -> list[int]:
-    """Return where the template begins to write for each message of its loop; NotCompilable if not in their order."""
+    """Return where the template begins to write for each message of its loop; NotCompilable if out of order."""
     found: dict[int, int] = {}
     for position, mark in chat.marks:
         if mark.kind == "enter":

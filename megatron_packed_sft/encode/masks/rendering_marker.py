@@ -1,6 +1,6 @@
-"""Marks conversations by rendering alone: where every turn begins and ends, what of it is trained, and how much.
+"""Marking conversations by rendering alone: where each turn begins and ends, and which parts of it are trained.
 
-Nothing is learnt from one chat for the next. `ChatMarker` does that, and must give the same.
+Nothing is learnt from one chat for the next; `ChatMarker` does that, and must give the same result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ANYBODY = Author(0, ())
 
 
 class MarkedChat(NamedTuple):
-    """A conversation as it is tokenized, and what the template left out of it."""
+    """A conversation as it is tokenized, and what the template omitted."""
 
     marked: MarkedText
     losses: tuple[Loss, ...] = ()
@@ -63,7 +63,7 @@ class Found(NamedTuple):
     marked: MarkedChat
     chat: TracedText
     messages: Messages
-    is_direct: bool  # rendered in the form in which it came
+    is_direct: bool  # whether it was rendered in its original form
 
 
 class ChatOutline(NamedTuple):
@@ -79,8 +79,8 @@ class RenderingMarker:
     Args:
         tokenizer: gives the template's variables, control tokens and stop tokens.
         template: the chat template.
-        options: of the encoding.
-        template_options: what the user says about the template.
+        options: which messages and parts are trained.
+        template_options: the user's settings of the template.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RenderingMarker:
         )
         self._traced = TracedRenderer(self._renderer)
         self._reasoning_key = reasoning_key(self._renderer.tree)
-        # Some tokenizers have thousands of control tokens; those that the template can write are few.
+        # Some tokenizers have thousands of control tokens, but a template can write only a few of them.
         self._own_text = "".join((template.source, *map(str, self._renderer.variables.values())))
         self._control = control_pattern(
             token for token in tokenizer.control_tokens if token.strip() and token in self._own_text
@@ -117,18 +117,18 @@ class RenderingMarker:
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
     def render(self, conversation: Conversation) -> str:
-        """Render a conversation once, in the first form that the template takes."""
+        """Render a conversation in the first form that the template accepts."""
         return self._first_form(conversation, None if conversation.tools is None else list(conversation.tools))[1]
 
     def outline(self, conversation: Conversation) -> ChatOutline:
-        """Return the turns of a conversation as the template writes them, for people to look at."""
+        """Return what the template writes for each message, to show it to people."""
         tools = None if conversation.tools is None else list(conversation.tools)
         messages, _ = self._first_form(conversation, tools)
         chat = self._traced.render(messages, AuthoredChat(tools))
         return ChatOutline(chat, outline_of(messages, chat, self.ends))
 
     def generation_prompt(self, conversation: Conversation) -> str:
-        """Return what the template adds behind a conversation when the assistant is to speak next."""
+        """Return what the template adds after a conversation when the assistant speaks next."""
         tools = None if conversation.tools is None else list(conversation.tools)
         messages, _ = self._first_form(conversation, tools)
         chat = AuthoredChat(tools)
@@ -137,14 +137,14 @@ class RenderingMarker:
         return scaffold.text[scaffold.num_bare :]
 
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
-        """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""
+        """Mark a conversation without using what was learnt from others: slow; `mark` must give the same."""
         tools = None if conversation.tools is None else list(conversation.tools)
         found = self._mark_slowly(conversation, tools, self._require_trained(conversation), None).marked
         self._refuse_losses(found.losses)
         return found
 
     def trained_messages(self, conversation: Conversation) -> list[bool]:
-        """Return which messages are to be trained."""
+        """Return for each message whether it is trained."""
         roles = self._options.roles_to_train
         flags = conversation.train or [None] * len(conversation.messages)
         wanted = [
@@ -159,7 +159,7 @@ class RenderingMarker:
         return wanted
 
     def needs_segments(self, conversation: Conversation) -> bool:
-        """Whether a conversation has weights besides 0 and 1, or options leave a part of its turns untrained."""
+        """Return whether a conversation has weights besides 0 and 1, or options exclude a part of its turns."""
         return bool(
             self._untrained
             or conversation.parts
@@ -186,7 +186,7 @@ class RenderingMarker:
         return probe_syntax(self._traced, self._reasoning_key, Tokens(self._control).pattern, self.ends)
 
     def _weights_of(self, conversation: Conversation) -> dict[int, MessageWeights]:
-        """Return the weights of the messages to train."""
+        """Return the weights of the trained messages."""
         found = {}
         flags = conversation.train or [None] * len(conversation.messages)
         for number, (is_wanted, flag) in enumerate(zip(self.trained_messages(conversation), flags, strict=True)):
@@ -220,7 +220,7 @@ class RenderingMarker:
 
     def _finder(self, messages: Messages, plain: str, tools: Any, recorder: Recorder | None) -> TurnFinder:
         authored = AuthoredChat(tools, recorder)
-        renders: dict[tuple[int, bool], TracedText] = {}  # the chat up to a message is that before the next one
+        renders: dict[tuple[int, bool], TracedText] = {}  # the chat up to one message is the chat before the next
 
         def render(
             messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False, probe: bool = False
@@ -265,7 +265,7 @@ class RenderingMarker:
     def _turns(
         self, finder: TurnFinder, messages: Messages, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Range]], dict[int, Sequence[Span]]]:
-        """Return the trained ranges with their messages, and what each trained message says in them."""
+        """Return the trained ranges with their messages, and each trained message's own spans."""
         blocks = None
         if self._renderer.has_generation_marks:
             blocks = generation_blocks(finder.chat, [message.get("role", "") for message in messages])
@@ -298,7 +298,7 @@ class RenderingMarker:
         return turns, own
 
     def _without_end(self, chat: TracedText, turn: Range) -> Range:
-        """Leave a turn's end-of-turn token out; what a message says itself is never one."""
+        """Remove the end-of-turn token from a turn; a message's own text is never one."""
         start, end = turn
         said = max((span.end for span in chat.spans if span.start < end), default=0)
         for token in self.ends:
@@ -307,7 +307,7 @@ class RenderingMarker:
         return turn
 
     def _with_end(self, finder: TurnFinder, block: Range) -> Range:
-        """Make a block end with its end-of-turn token, or before it; the blanks behind it are not trained."""
+        """Make a block end with its end-of-turn token, or before it; blanks after it are not trained."""
         start, end = block
         text = finder.chat.text
         said = max((span.end for span in finder.chat.spans if start <= span.start < end), default=start)
@@ -321,7 +321,7 @@ class RenderingMarker:
         return start, end + (length if self._options.train_on_eot else 0)
 
     def _is_over(self, chat: TracedText, earlier: Sequence[Block], block: Range, owner: int) -> bool:
-        """Whether a block without words follows the stop token of its turn."""
+        """Return whether a block without texts of messages follows the stop token of its turn."""
         ends = [other.range[1] for other in earlier if other.owner == owner]
         if not ends or any(block[0] <= span.start < block[1] for span in chat.spans):
             return False
@@ -373,7 +373,7 @@ class RenderingMarker:
 
 
 def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:
-    """Leave out of a generation block what the generation prompt gives."""
+    """Remove from a generation block what the generation prompt already gives."""
     try:
         start, _ = finder.turn(owner)
     except RecordRefusedError:

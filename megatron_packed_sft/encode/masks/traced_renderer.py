@@ -1,4 +1,4 @@
-"""A chat template rendered with authored texts: one render gives the text, every character's author and loop events."""
+"""Rendering with authored texts: one render gives the text, the author of every character, and loop events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
 _LIST_METHODS = frozenset({"index", "count", "copy"})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format_map", "encode", "translate"}
-# Filters that only call methods of what they get, so that authored texts come through whole.
+# Filters that only call methods of their values, so that authored texts keep their authors.
 _TRANSPARENT = frozenset(
     {
         *("trim", "string", "replace", "upper", "lower", "default", "d", "first", "last", "list", "map", "select"),
@@ -99,7 +99,7 @@ class TracedRenderer:
     """The template of a `Renderer`, instrumented.
 
     Args:
-        renderer: the plain one; its text is what counts.
+        renderer: the plain renderer, whose text a traced render must equal.
 
     Example:
         >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
@@ -122,13 +122,13 @@ class TracedRenderer:
         add_generation_prompt: bool = False,
         is_probe: bool = False,
     ) -> TracedText:
-        """Render a chat; RecordRefusedError, as the plain renderer raises it, if the template cannot.
+        """Render a chat; raise RecordRefusedError, as the plain renderer does, if the template cannot.
 
         Args:
             messages: the first messages of the chat.
-            chat: what renders of the same chat share: its tools, what is recorded.
-            add_generation_prompt: as templates know it.
-            is_probe: some messages are not the record's.
+            chat: what renders of the same chat share: its tools and its recorder.
+            add_generation_prompt: the variable of that name.
+            is_probe: whether some messages are not the record's.
         """
         chat = chat or AuthoredChat()
         variables = {
@@ -155,7 +155,7 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
             environment.filters[filter_name] = _opaque(filter_name, function)
     environment.filters.update(_FILTERS)
     environment.tests.update(_tests())
-    with compiling(name, source):  # instrumented, it is nested more deeply
+    with compiling(name, source):  # instrumentation nests it more deeply
         tree = _Instrument().visit(environment.parse(source))
         code = environment.compile(tree)
         template = environment.template_class.from_code(environment, code, environment.make_globals(None))
@@ -187,12 +187,12 @@ class _Environment(LimitedEnvironment):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
         if (type(obj) is LoopContext or type(obj) is Namespace) and not attribute.startswith("_"):
             try:
-                return getattr(obj, attribute)  # what Jinja returns after many more questions
+                return getattr(obj, attribute)  # what Jinja returns after many more checks
             except AttributeError:
                 return self.undefined(obj=obj, name=attribute)
         found = super().getattr(obj, attribute)
         if type(obj) is str and attribute == "format":
-            return _formatting(obj, found)  # the sandbox hides whose method it is
+            return _formatting(obj, found)  # the sandbox hides the owner of the method
         return found
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -204,7 +204,7 @@ class _Environment(LimitedEnvironment):
 
 
 class _Instrument(NodeTransformer):
-    """Turns what a `str` subclass cannot see into filters, and marks iterations."""
+    """Turns operations that a `str` subclass cannot intercept into filters, and marks iterations."""
 
     def __init__(self) -> None:
         self._num_loops = 0
@@ -226,7 +226,7 @@ class _Instrument(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
-        # Written at once, a text marked as safe is the text itself.
+        # Where a text marked as safe is written at once, `safe` changes nothing.
         node.nodes = [
             child.node if isinstance(child, nodes.Filter) and child.name == "safe" and child.node is not None else child
             for child in node.nodes
@@ -244,7 +244,7 @@ class _Instrument(NodeTransformer):
         )
         enter, leave = (nodes.Output([name], lineno=node.lineno) for name in names)
         node.body = [enter, *node.body, leave]
-        # `continue` jumps over the last mark of an iteration.
+        # `continue` skips the mark at the end of an iteration.
         after = nodes.Output([_filter(loop, "_after", node.lineno)], lineno=node.lineno)
         return [node, after]
 
@@ -254,7 +254,7 @@ def _concatenated(texts: Iterable[Any]) -> AuthoredText:
 
 
 def _all_joined(texts: Iterable[Any]) -> AuthoredText:
-    """Join what the whole template wrote."""
+    """Join the texts that the whole template writes."""
     return concatenate(["", *limited_parts(_as_texts(texts))])
 
 
@@ -348,7 +348,7 @@ def _give_up(value: Any, obstacle: str) -> None:
 
 
 def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is not known to keep authors: its text is right, its first author gets all of it."""
+    """Wrap a filter that may lose authors: all of its text then belongs to the first author."""
 
     def filtered(*arguments: Any, **named: Any) -> Any:
         if not has_authors(arguments) and not has_authors(named):

@@ -1,13 +1,13 @@
-r"""Where the assistant's turns of a chat begin and end.
+r"""Finding where the assistant's turns of a chat begin and end.
 
     <|im_start|>assistant\n<think>\nHm.\n</think>\n\nFour.<|im_end|>\n
     ├─────── given ───────┤├──────────────── turn ─────────────────┤
 
-For message i, four renders answer all questions: the whole chat (`chat`), the chat before the message with and without
-a generation prompt (`prompt`, `bare`), and the chat up to the message (`prefix`). The turn starts where the chat stops
-following the prompt, counted from the last text that somebody else wrote; it ends at the last character that the
-template writes after the message's last string. Both are looked for in the template's own text only, never in what a
-message says. Where the renders give no consistent answer, the record is refused.
+Four renders decide about message i: the whole chat (`chat`), the chat before the message with and without a generation
+prompt (`prompt`, `bare`), and the chat up to the message (`prefix`). The turn starts where the chat stops following the
+prompt, counted from the last text of another message; it ends at the last character that the template writes after the
+message's last string. Both edges are in the template's own text, never in the text of a message. If the renders give no
+consistent answer, the record is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class TurnFinder:
         render: renders parts of it.
         control: the tokenizer's control tokens.
         stops: texts at which generation stops.
-        recorder: gets a guard for every decision that a message's own text had a part in.
+        header: the text that turns follow, if the user gives it.
+        recorder: gets a guard for every decision that depends on a message's own text.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class TurnFinder:
         self._ends = TurnEnds(self._parts, tokens, stops, recorder)
 
     def turn(self, i: int, *, is_loss_refused: bool = False) -> Range:
-        """Return the turn of assistant message i, empty if the template writes nothing for it.
+        """Return the turn of assistant message i; it is empty if the template writes nothing for it.
 
         Args:
             i: the message's number.
-            is_loss_refused: if the template leaves the message out, the record is refused for that.
+            is_loss_refused: whether the caller refuses a record of which the template omits a message.
         """
         prefix = self._parts.prefix(i)
         prefix_own = [span for span in prefix.spans if is_own(span.author, i)] if prefix else None
@@ -90,7 +91,7 @@ class TurnFinder:
         return start, max(start, end)
 
     def words(self, i: int, ends: Sequence[str]) -> Range | None:
-        """Return what message i says itself, with an end of turn that follows at once; None if it says nothing."""
+        """Return the text of message i, with an end of turn right after it; None if the message is empty."""
         own = self.own_spans(i, None)
         if not own:
             return None
@@ -98,15 +99,15 @@ class TurnFinder:
         return own[0].start, end + self.length_of_end(end, ends)
 
     def length_of_end(self, position: int, ends: Sequence[str]) -> int:
-        """Return how long the end of turn at a position is, if the template wrote one there."""
+        """Return the length of the end of turn that the template writes at a position, or 0."""
         text = self.chat.text
         limit = next((span.start for span in self.chat.spans if span.start >= position), len(text))
         return max((len(end) for end in ends if text.startswith(end, position, limit)), default=0)
 
     def own_spans(self, i: int, in_prefix: Sequence[Span] | None) -> list[Span]:
-        """Return the run of message i's text that is its turn; what is written again elsewhere is an echo.
+        """Return the run of message i's text that is its turn; what is repeated elsewhere is an echo.
 
-        In the run nobody else's text stands between, and texts follow each other as in the prefix.
+        A run contains no text of other messages, and its texts have the same order as in the prefix.
         """
         expected = None if in_prefix is None else [span.author for span in in_prefix]
         runs = self._runs(i, expected)
@@ -134,7 +135,7 @@ class TurnFinder:
                     try:
                         position = expected.index(author, position) + 1
                     except ValueError:
-                        break  # the prefix has no more of it
+                        break  # the prefix does not contain it again
                 run.append(spans[number])
                 number += 1
             if run:
@@ -146,11 +147,11 @@ class TurnFinder:
     def _silent_turn(
         self, i: int, prefix: TracedText | None, prompt: TracedText | None, bare: TracedText | None
     ) -> Range:
-        """Return the turn of a message that says nothing: what the template writes for it after the prompt."""
+        """Return the turn of an empty message: what the template writes for it after the prompt."""
         if prefix is None:
             raise untraceable(f"message {i} is empty, and the template cannot render the chat up to it")
         if bare is not None and prefix.text == bare.text:
-            return 0, 0  # the template skips it
+            return 0, 0  # the template omits it
         start = self._starts.find(self.chat, i, None, prompt, bare)
         if not self._is_in_iteration(i, start):
             raise untraceable(f"message {i} is empty, and the template does not write messages in their order")
@@ -170,10 +171,10 @@ class TurnFinder:
         return start, self._ends.cut_at_stop(start, self._ends.with_stop(end, limit))
 
     def _is_in_iteration(self, i: int, position: int) -> bool:
-        """Whether a position lies where the template iterates over message i, if it shows that at all."""
+        """Return whether the template writes a position while it iterates over message i, or does not show that."""
         iterations = list(iterations_of(self.chat))
         if not any(end > start for _, start, end in iterations):
-            return True  # the text is put together in the loop and written after it
+            return True  # the text is assembled in the loop and written after it
         own = [(start, end) for message, start, end in iterations if message == i]
         return not own or any(start <= position <= end for start, end in own)
 
@@ -200,8 +201,8 @@ class TurnStarts:
     Args:
         parts: the chat and renders of its parts.
         tokens: control tokens and tags.
-        header: what the user says that turns begin with.
-        recorder: gets a guard for every decision that a message's own text had a part in.
+        header: the text that turns follow, if the user gives it.
+        recorder: gets a guard for every decision that depends on a message's own text.
     """
 
     def __init__(self, parts: ChatParts, tokens: Tokens, header: str | None, recorder: Recorder | None) -> None:
@@ -231,12 +232,12 @@ class TurnStarts:
                 role_of(message) not in ("system", "developer") for message in self._parts.messages[:i]
             ):
                 raise
-            return self._start_without_prompt(chat, i, first)  # nobody has asked yet
+            return self._start_without_prompt(chat, i, first)  # there is no question yet
 
     def _surroundings(
         self, chat: TracedText, i: int, first: int | None, scaffold: Scaffold
     ) -> tuple[int, Author | None, int]:
-        """Return where the last foreign text before the turn ends, who wrote it, and where scaffold ends after it."""
+        """Return end and author of the last foreign text before the turn, and the end of the scaffold after it."""
         if first is not None:
             anchor, author = last_foreign(chat, first, i)
             return anchor, author, first
@@ -260,7 +261,7 @@ class TurnStarts:
         scaffold: Scaffold,
         prompt: TracedText,
     ) -> int | None:
-        """Return where the chat stops following the prompt, or None if that says nothing."""
+        """Return where the chat stops following the prompt, or None if that is inconclusive."""
         text, between = scaffold.text, chat.text[anchor:limit]
         if len(text) > len(between) and text.startswith(between):
             self._guard_next_text(chat, limit, text[len(between) :])
@@ -297,7 +298,7 @@ class TurnStarts:
     def _search(
         self, chat: TracedText, i: int, first: int | None, anchor: int, limit: int, scaffold: Scaffold, *, follows: bool
     ) -> int:
-        """Return where what the prompt adds stands before the turn, wherever that is."""
+        """Return where the turn starts by searching for what the prompt adds."""
         between = chat.text[anchor:limit]
         added = scaffold.text[scaffold.num_bare :].lstrip()
         found = self._find_beginning(between, added)
@@ -310,21 +311,23 @@ class TurnStarts:
         previous = role_of(self._parts.messages[i - 1]) if i else "user"
         if follows and first is not None and previous not in ("user", "system", "developer"):
             if scaffold.is_asked_for and shared >= len(scaffold.text[: scaffold.num_bare].rstrip()):
-                # After a tool's result or another answer the template writes no new header: the turn continues.
+                # After a tool's result or another answer, the template writes no new header: the turn continues.
                 start = self._tokens.outside(between, min(shared, scaffold.num_bare))
                 return anchor + max(start, self._invariant(i, scaffold, between))
             if previous == "assistant" and scaffold.text[: scaffold.num_bare].strip() not in between:
-                # The previous answer is not even ended: both are one turn.
+                # The previous answer has no end: both are one turn.
                 start = min(self._tokens.outside(between, shared), self._tokens.outside(scaffold.text, shared))
                 return anchor + self._after_header(i, scaffold, between, start)
         raise self._no_prompt(i, added, between)
 
     def _no_prompt(self, i: int, prompt: str, between: str) -> RecordRefusedError:
-        detail = f"the template does not write its generation prompt {prompt!r} before message {i}: {between[-80:]!r}"
-        return untraceable(detail)
+        if not prompt:
+            return untraceable(f"the template has no generation prompt to show where message {i} starts")
+        written = between[-80:]
+        return untraceable(f"the template does not write its prompt {prompt!r} before message {i}, only {written!r}")
 
     def _find_beginning(self, between: str, added: str) -> tuple[int, bool] | None:
-        """Find a prompt, or as much of its beginning as there is, but at least its first control token and its role."""
+        """Find a prompt or the longest beginning of it, but at least its first control token and its role."""
         for length in range(len(added), max(self._tokens.num_essential(added, with_role=True), 1) - 1, -1):
             at = between.rfind(added[:length])
             if at >= 0:
@@ -342,7 +345,7 @@ class TurnStarts:
         return at + len(header)
 
     def _start_without_prompt(self, chat: TracedText, i: int, first: int | None) -> int:
-        """No prompt before this message renders: that of a user's question stands in."""
+        """Return where a turn starts if no prompt renders before it, by the prompt after a user's question."""
         if first is None:
             raise untraceable(f"message {i} is empty, and the template cannot render a prompt before it")
         prompt = self._parts.render([_QUESTION], add_generation_prompt=True, probe=True)
@@ -354,7 +357,7 @@ class TurnStarts:
         between = chat.text[anchor:first]
         if not added.strip():
             return anchor + self._invariant_alone(i, between.removesuffix(self._blanks_after(scaffold)))
-        # Nobody has asked, so what the prompt closes a question with need not be there.
+        # There is no question, so the text with which the prompt closes a question may be missing.
         tokens = [match.start() for match in self._tokens.pattern.finditer(added)]
         for begin in (0, *tokens[1:2]):
             found = self._find_beginning(between, added[begin:].lstrip())
@@ -363,7 +366,7 @@ class TurnStarts:
         raise self._no_prompt(i, added, between)
 
     def _blanks_after(self, scaffold: Scaffold) -> str:
-        """Return the blanks that an answer to a question begins with, behind what a prompt gives."""
+        """Return the blanks that the template writes between a prompt and an answer."""
         render = self._parts.render([_QUESTION, {"role": "assistant", **_PROBES[0]}], probe=True)
         own = [span.start for span in render.spans if is_own(span.author, 1)] if render else []
         if not render or not own:
@@ -373,7 +376,7 @@ class TurnStarts:
         return between[len(given) :] if between.startswith(given) and not between[len(given) :].strip() else ""
 
     def _guard_next_text(self, chat: TracedText, first: int, rest: str) -> None:
-        """The prompt says more than the template writes before the next text: does that go on with it?"""
+        """Guard whether the next text continues the rest of the prompt, which the template itself does not write."""
         if self._recorder is None or first == len(chat.text):
             return
         position = 0
@@ -389,7 +392,7 @@ class TurnStarts:
         self._recorder.give_up("the prompt ends inside a message")
 
     def _prompts_anyway(self, i: int, prompt: TracedText) -> bool:
-        """Whether the template writes a generation prompt after every chat, asked or not."""
+        """Return whether the template writes a generation prompt after every chat, even if not asked for."""
         answer = self._parts.probe(i, {"content": "zqanswer"})
         own = [span for span in answer.spans if is_own(span.author, i)] if answer else []
         if not answer or not own:
@@ -399,12 +402,12 @@ class TurnStarts:
         return bool(after) and scaffold_of(prompt, None).text.rstrip().endswith(after)
 
     def _after_header(self, i: int, scaffold: Scaffold, between: str, start: int) -> int:
-        """Return where a header that the prompt does not show ends; blanks alone are none."""
+        """Return the end of a header that the prompt does not show; blanks alone are not a header."""
         end = self._invariant(i, scaffold, between)
         return end if between[start:end].strip() else start
 
     def _invariant(self, i: int, scaffold: Scaffold, between: str) -> int:
-        """Return how much of the scaffold before message i does not depend on what the message says."""
+        """Return how much of the scaffold before message i is the same for every message."""
         return self._shared_by_probes(i, between, scaffold.after, check_author=True)
 
     def _invariant_alone(self, i: int, between: str) -> int:
@@ -424,7 +427,7 @@ class TurnStarts:
 
 
 def _follow_but_for_blanks(prompt: str, text: str) -> int | None:
-    """Return where a text goes on after all of a prompt, if they are equal but for blanks."""
+    """Return where a text continues after a whole prompt, if they are equal except for blanks."""
     position = 0
     for character in prompt:
         if character.isspace():
@@ -447,7 +450,7 @@ class TurnEnds:
         parts: the chat and renders of its parts.
         tokens: control tokens and tags.
         stops: texts at which generation stops.
-        recorder: gives up where the end depends on what others say.
+        recorder: gives up if the end depends on other messages.
     """
 
     def __init__(self, parts: ChatParts, tokens: Tokens, stops: Sequence[str], recorder: Recorder | None) -> None:
@@ -469,9 +472,9 @@ class TurnEnds:
 
         Args:
             i: the message's number.
-            last: where its last text ends.
+            last: the end of its last text.
             prefix: the chat up to it.
-            prefix_own: its own text there.
+            prefix_own: its own spans in the prefix.
             bare: the chat before it, without a generation prompt.
         """
         text = self._chat.text
@@ -504,8 +507,8 @@ class TurnEnds:
     def end_of_last(self, i: int, tail: str, iteration: str | None, bare: TracedText | None) -> int:
         """Return how much of what follows the last message belongs to its turn.
 
-        After its loop, a template may close the last turn, as it closes the others in front of the next message; or it
-        may write what is no part of a turn: an end of the chat, or a prompt that was not asked for.
+        After its loop, a template may close the last turn with the text that closes other turns in front of the next
+        message. It may also write text that belongs to no turn: an end of the chat, or a prompt not asked for.
         """
         if iteration is None or len(tail) <= len(iteration):
             return len(tail)
@@ -521,7 +524,7 @@ class TurnEnds:
         return len(tail if self._closes_turns(i, after) else iteration)
 
     def _closes_turns(self, i: int, text: str) -> bool:
-        """Whether the template writes a text after message i also where a question follows it."""
+        """Return whether the template also writes a text after message i if a question follows."""
         longer = self._parts.render([*self._parts.messages[: i + 1], _QUESTION], probe=True)
         if longer is None:
             return False
@@ -535,12 +538,12 @@ class TurnEnds:
         return is_next and longer.text[left:].lstrip().startswith(text)
 
     def cut_at_stop(self, last: int, end: int) -> int:
-        """The first stop token after the message's last text ends the turn."""
+        """Return the end of the first stop token after the message's last text, or the given end."""
         text = self._chat.text
         return min((at + len(stop) for stop in self._stops if (at := text.find(stop, last, end)) >= 0), default=end)
 
     def with_stop(self, end: int, limit: int) -> int:
-        """If no stop token ends the turn but one follows, it is the model's."""
+        """Return the end of a stop token that follows a turn without one, or the given end."""
         text = self._chat.text
         if text.endswith(self._stops, 0, end):
             return end

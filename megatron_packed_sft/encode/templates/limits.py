@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from the machine, but not from its time and memory. So a timer runs while records are
 encoded, and interrupts a template that computes for more than `MAX_SECONDS`. It counts the process's computing time
-(`ITIMER_VIRTUAL`), not the time on the wall, so a busy machine refuses no record that a quiet one would encode.
+(`ITIMER_VIRTUAL`), not wall-clock time, so a busy machine refuses no record that a quiet one would encode.
 
 The timer works in Python's main thread and on platforms with `signal.setitimer`. In other threads and on Windows there
 is no time limit. It interrupts Python code and long computations with whole numbers, but not a single call of C code
@@ -22,9 +22,9 @@ from typing import Any
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SECONDS = 10  # of computing time, for all renders of a record
-MAX_CHARACTERS = 64_000_000  # of what a template writes for a chat, and of a text or list that `*` repeats
-_MAX_PARTS = 10_000_000  # in which it is written
+MAX_SECONDS = 10  # computing time for all renders of a record
+MAX_CHARACTERS = 64_000_000  # that a template may write for a chat, or repeat with `*`
+_MAX_PARTS = 10_000_000  # pieces of text that a template may write for a chat
 _MAX_CODE = 8_000_000  # characters of the Python code that a template is compiled to
 _TICK = 1.0  # seconds
 
@@ -70,13 +70,13 @@ def time_limited() -> Iterator[None]:
 
 
 def restart_timer() -> None:
-    """Give the next record all of its time."""
+    """Give the next record its full time."""
     _timer.seconds_left = MAX_SECONDS
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let the timer interrupt what is inside, with a TemplateLimitError; nothing else is ever interrupted."""
+    """Let the timer interrupt the code inside with a TemplateLimitError; it interrupts nothing else."""
     with time_limited():
         if _timer.is_running and _is_main_thread():
             if _timer.seconds_left <= 0:
@@ -112,7 +112,7 @@ def limited_parts(parts: Iterable[str]) -> list[str]:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which `*` cannot repeat a text or a list too often."""
+    """Jinja's sandbox with a limit on how often `*` repeats a text or a list."""
 
     # What is intercepted is not evaluated when a template is compiled, either.
     intercepted_binops = frozenset({"*", "**"})
@@ -126,7 +126,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _compile(self, source: str, filename: str) -> Any:
-        """Compile the Python code of a template; long constants that Jinja evaluated would take minutes."""
+        """Compile the Python code of a template, unless Jinja has evaluated constants in it that would take minutes."""
         if len(source) > _MAX_CODE:
             raise TemplateLimitError("has constants that are too long")
         return super()._compile(source, filename)

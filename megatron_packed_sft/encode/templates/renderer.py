@@ -1,4 +1,4 @@
-"""Sandboxed Jinja, set up as Hugging Face's chat templates expect; the result depends on no clock or machine."""
+"""Chat templates rendered in Jinja's sandbox, set up as Hugging Face does; the text depends on no clock or machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.support.wording import shortened
 
-# Variables that stand where a generation block begins and ends: empty texts, but traced renders see events there.
+# Variables written where a generation block begins and ends: empty texts, which a traced render replaces by events.
 BLOCK_BEGINS, BLOCK_ENDS = "generation_block_begins", "generation_block_ends"
-_MOST_CHARACTERS = 200_000  # of a template; those that are in use have some thousands
+_MOST_CHARACTERS = 200_000  # of a template; real ones have some thousands
 
 
 class RecordRefusedError(PackedSFTError):
-    """A record cannot be encoded: `reason` is counted, `detail` explains it."""
+    """A record cannot be encoded; `reason` is counted, and `detail` explains it."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -122,7 +122,7 @@ class Renderer:
             return "".join(limited_parts(self._template.root_render_func(context)))
 
     def asked_variables(self) -> list[str]:
-        r"""Return the variables that the template wants from outside, besides the messages and what is always there.
+        r"""Return the variables that the template reads from outside, besides messages and what is always set.
 
         Example:
             >>> Renderer("{{ bos_token }}{% if enable_thinking is defined %}<think>{% endif %}").asked_variables()
@@ -130,7 +130,7 @@ class Renderer:
         """
         always = {"messages", "add_generation_prompt", BLOCK_BEGINS, BLOCK_ENDS, *self._globals}
         own = {name.name for name in self.tree.find_all(nodes.Name) if name.ctx != "load"}
-        # What a template sets itself may still come from outside, if it asks whether it is there.
+        # A variable that the template sets may still come from outside, if the template tests whether it is defined.
         tested = {
             test.node.name
             for test in self.tree.find_all(nodes.Test)
@@ -155,7 +155,7 @@ class Renderer:
             detail = f"{self.name} {what}; shorten the record, or fix the template"
             raise RecordRefusedError(DropReason.TEMPLATE_ERROR, detail) from None
         except Exception as error:
-            # A template can raise anything; whatever it was, this record cannot be rendered.
+            # A template can raise any exception.
             reason = shortened(f"{type(error).__name__}: {error}")
             raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name}: {reason}") from None
 
@@ -175,13 +175,13 @@ def compiling(name: str, source: str) -> Iterator[None]:
     except TemplateSyntaxError as error:
         problem = shortened(error.message or "cannot be parsed")
         raise InvalidInputError(f"{name}, line {error.lineno}: {problem}; fix the template or choose another") from None
-    except (RecursionError, MemoryError, SyntaxError):  # of Jinja's parser, or of Python's with what Jinja wrote
+    except (RecursionError, MemoryError, SyntaxError):  # from Jinja's parser, or from Python's compiler
         raise InvalidInputError(f"{name} is nested too deeply to be compiled; simplify it or choose another") from None
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template, Template, Mapping[str, Any]]:
-    """Return a template's tree, the template and its globals; records with variables of their own share it."""
+    """Return a template's tree, the template and its globals; records with different variables share them."""
     environment = _Environment()
     prepare_environment(environment, name, date)
     environment.globals["namespace"] = QuickNamespace
@@ -189,7 +189,7 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
         tree = environment.parse(source)
         template = environment.from_string(source)
     use_shortcuts(template)
-    # Jinja would rebuild its globals for every render, which takes a fifth of a short chat's time.
+    # Jinja would rebuild its globals in every render, a fifth of the time for a short chat.
     defaults = dict(template.globals)
     template.globals = {}
     return tree, template, defaults
@@ -252,7 +252,7 @@ _encoders: dict[JsonSettings, tuple[Callable[[Any], str], dict[bytes, str]]] = {
 def json_text(value: Any, settings: JsonSettings) -> str:
     """Return the JSON text of a plain value, as `tojson` with these settings writes it.
 
-    Tools repeat from record to record: their texts are kept, and found by a serialization that is ten times as fast.
+    Tools repeat from record to record, so their texts are cached; orjson computes the key ten times as fast.
 
     Example:
         >>> json_text({"city": "Oslo", "days": [1, 2.5]}, (False, None, None, False))
@@ -268,7 +268,7 @@ def json_text(value: Any, settings: JsonSettings) -> str:
         key = orjson.dumps(value)
     except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
         return encode(value)
-    if b"null" in key:  # None, or a number that is none
+    if b"null" in key:  # None, or a NaN, which orjson writes alike
         return encode(value)
     text = texts.get(key)
     if text is None:
@@ -279,7 +279,7 @@ def json_text(value: Any, settings: JsonSettings) -> str:
 
 
 def json_inside(text: str, ensure_ascii: bool) -> str:
-    """Return a text as it stands between the quotes of JSON."""
+    """Return a text as JSON writes it between quotes."""
     escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
     return escape(text)[1:-1]
 
@@ -290,7 +290,7 @@ def _encoder(settings: JsonSettings) -> Callable[[Any], str]:
     make: Any = getattr(json_encoder, "c_make_encoder", None)
     if indent is not None or make is None:
         return encoder.encode
-    # `encode` makes this anew for every value, which takes three times as long as small values do.
+    # `encode` creates this for every value, which takes three times as long as encoding a small one.
     escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
     parts = make(
         None, encoder.default, escape, None, encoder.key_separator, encoder.item_separator, sort_keys, False, True

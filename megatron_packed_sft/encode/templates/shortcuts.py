@@ -1,13 +1,13 @@
-"""Jinja's code generator with shorter code for what chat templates do most: a render takes half the time.
+"""A code generator for Jinja with shorter code for what chat templates do most, which halves the time of a render.
 
-Jinja compiles `message.role` to a call of `environment.getattr`, which asks some twenty questions about types. A
-message is nearly always a dict, so that question stands first, in the template's own code:
+Jinja compiles `message.role` to a call of `environment.getattr`, which makes about twenty checks of types. A
+message is nearly always a dict, so the generated code checks that first:
 
     ((_it['role'] if 'role' in _it else undefined(obj=_it, name='role'))
      if type(_it := l_1_message) is dict else environment.getattr(_it, 'role'))
 
-Likewise `loop.first`, attributes of namespaces, `content.split(...)` and `messages[0]`. Every shortcut gives what Jinja
-gives after its questions, and everything else still goes to Jinja, so the text never differs.
+The same goes for `loop.first`, attributes of namespaces, `content.split(...)` and `messages[0]`. A shortcut returns
+what Jinja would return, and everything else still goes through Jinja, so the text never differs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ShortcutGenerator(CodeGenerator):
             super().visit_Getitem(node, frame)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Write a call; a string's own methods need no leave."""
+        """Write a call; methods of plain strings need no check by the sandbox."""
         function = node.node
         is_plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs or forward_caller)
         if not (isinstance(function, nodes.Getattr) and function.attr in _STRING_METHODS and is_plain):
@@ -119,7 +119,7 @@ class ShortcutGenerator(CodeGenerator):
         self.write("))")
 
     def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
-        """Write a test; a key that a dict does not have is not defined."""
+        """Write a test; `message.key is defined` asks the dict."""
         value = node.node
         if node.name != "defined" or not isinstance(value, nodes.Getattr) or value.attr in _DICT_ATTRIBUTES:
             super().visit_Test(node, frame)
@@ -137,12 +137,12 @@ class ShortcutGenerator(CodeGenerator):
 
 
 def use_shortcuts(template: Template) -> None:
-    """Give a compiled template the names that its shortcuts need."""
+    """Add the names that the shortcuts use to a compiled template."""
     template.root_render_func.__globals__.update(LoopContext=QuickLoop, QuickNamespace=QuickNamespace)
 
 
 def _conditions(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield expressions of which a template only asks whether they are true."""
+    """Yield expressions whose truth is all that the template needs."""
     waiting: list[nodes.Node | None] = [node.test for node in tree.find_all(nodes.If)]
     waiting += [node.test for node in tree.find_all(nodes.CondExpr)]
     waiting += [node.node for node in tree.find_all(nodes.Not)]

@@ -1,11 +1,11 @@
-"""The fast path: a tokenizer.json through gigatoken, with the same ids or not at all.
+"""The fast path through gigatoken, used only if it gives the same ids as `tokenizers`.
 
     tokenizer.json ─ gigatoken loads it ─ token_lengths ─ difference ─▶ used
                            │                   │              │
                            └───────────────────┴──────────────┴── the reason ──▶ `tokenizers` does all the work
 
-Some texts go to `tokenizers` either way: those that its normalizer would change, those with the text of a control token
-where ordinary text is meant, and those with characters so new that the two libraries may disagree on their class.
+Some texts go to `tokenizers` in any case: those that its normalizer would change, those in which ordinary text looks
+like a control token, and those with characters so new that the two libraries may classify them differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_packed_sft.support.own_directories import private_temporary_direct
 if TYPE_CHECKING:
     import tokenizers
 
-# gigatoken remembers every word. Real text adds 20 to 100 MB in this many characters, random letters 800 MB.
+# gigatoken caches every word: 20 to 100 MB for this many characters of real text, 800 MB for random letters.
 _RENEW_AFTER = 100_000_000
 # Tokens of the vocabulary that are compared when a tokenizer is loaded.
 _NUM_CHECKED_TOKENS = 8000
@@ -43,7 +43,7 @@ _RECENT = (
     "\U00010d40\U000105c0\u1c89\ua7cb\U00011bf0\u0897\U00016d40\U0001ccf0\U0001cc00"
     "\U000323b0\U00010940\U00011de0\ua7ce\u1acf\u20c1\U00016ea0"
 )
-# Texts on which almost equal tokenizers tend to differ.
+# Texts on which nearly equal tokenizers tend to differ.
 _TEXTS = (
     "",
     " ",
@@ -74,7 +74,7 @@ class GigatokenPath:
     def __init__(self, document: dict[str, Any], lengths: TokenLengths) -> None:
         self._document = document
         self._lengths = lengths
-        self._settled: set[str] = set()  # characters that both libraries know
+        self._settled: set[str] = set()  # characters that both libraries classify alike
         self._renew()
 
     def accepts(self, text: str) -> bool:
@@ -139,7 +139,7 @@ def open_gigatoken_path(
         return "its tokens do not spell the text byte by byte"
     try:
         path = GigatokenPath(document, lengths)
-    except Exception as error:  # whatever a version of gigatoken raises, the next path is there
+    except Exception as error:  # versions of gigatoken raise different errors
         return f"gigatoken does not take it: {(str(error).splitlines() or [type(error).__name__])[0]}"
     if not has_passed and (text := path.difference(backend())) is not None:
         return f"gigatoken gives other ids for {text[:40]!r}"
@@ -147,7 +147,7 @@ def open_gigatoken_path(
 
 
 def check_texts(control_tokens: Iterable[str]) -> list[str]:
-    r"""Return the fixed texts, and texts of all control tokens: adjacent, inside words, between spaces, and broken.
+    r"""Return the fixed texts, and texts with all control tokens: adjacent, inside words, between spaces, and broken.
 
     Example:
         >>> check_texts(["<s>"])[-1]
@@ -164,7 +164,7 @@ def check_texts(control_tokens: Iterable[str]) -> list[str]:
 
 
 def vocabulary_texts(document: dict[str, Any], *, marks_spaces: bool) -> list[str]:
-    """Return texts of tokens from the whole vocabulary, apart and one after the other.
+    """Return texts of tokens from the whole vocabulary, joined with and without spaces.
 
     Example:
         >>> vocabulary_texts({"model": {"vocab": {"Ġa": 0, "b": 1}}}, marks_spaces=False)
@@ -186,11 +186,11 @@ def vocabulary_texts(document: dict[str, Any], *, marks_spaces: bool) -> list[st
 # tokenizer in `tokenizers`, which takes longer to load than gigatoken takes for many megabytes of chats. The file is
 # named by the tokenizer's fingerprint; with other versions of either library, the comparison runs again.
 
-_CHECKS = 1  # raised when the checks change, so that everything is checked again
+_CHECKS = 1  # increase it when the checks change, so that every tokenizer is checked again
 
 
 def checked_by() -> str | None:
-    """Return what a check depends on besides the tokenizer: versions and the machine; None if a library is missing."""
+    """Return what a check depends on besides the tokenizer (versions, machine), or None if a library is missing."""
     try:
         versions = [f"{name} {version(name)}" for name in ("gigatoken", "tokenizers")]
     except PackageNotFoundError:
@@ -199,7 +199,7 @@ def checked_by() -> str | None:
 
 
 def recall(fingerprint: str) -> str | None:
-    """Return the `checked_by` with which a tokenizer passed, if it did."""
+    """Return the `checked_by` with which a tokenizer passed, or None."""
     directory = _directory()
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return None if directory is None else (directory / fingerprint).read_text()
@@ -207,7 +207,7 @@ def recall(fingerprint: str) -> str | None:
 
 
 def remember(fingerprint: str, passed_with: str) -> None:
-    """Note that a tokenizer passed; where nothing can be written, the next process checks again."""
+    """Record that a tokenizer passed; if nothing can be written, the next process checks again."""
     directory = _directory()
     if directory is None:
         return

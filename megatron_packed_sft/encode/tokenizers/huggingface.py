@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through gigatoken where it gives the same."""
+"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, from gigatoken where it gives the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.remote.copies import origin_of
 
 logger = logging.getLogger(__name__)
-# Code points without a meaning, which no normalizer touches.
+# Private code points, which no normalizer changes.
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
 _FILLER = "\U0010fffd"
 
@@ -67,13 +67,13 @@ class HuggingFaceTokenizer:
         self._load(folder, fast, read_tokenizer_folder(folder), None)
 
     def _load(self, folder: Path, fast: bool, files: TokenizerFolder, expected: tuple[str, str | None] | None) -> None:
-        """Take what the files say; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
+        """Take over what the files say; `expected` is their earlier fingerprint and the fast path's `checked_by`."""
         self._path, self._fast = str(folder), fast
         self._document = _only_what_decides_ids(files.document)
         self._template_variables = files.special_tokens
         self._chat_template, self._tool_template = files.chat_template, files.tool_template
         self._stop_tokens = files.stop_tokens
-        # What transformers said is sent along with the tokenizer: importing it again takes seconds.
+        # Pickled with the tokenizer, since asking transformers again takes seconds.
         self._asked = files if files.reason else None
         self._fingerprint = _fingerprint(self._document)
         passed_with = (recall(self._fingerprint) if fast else None) if expected is None else expected[1]
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
             self._gigatoken, self.fast_path, self.fast_path_refusal = found, "gigatoken", None
             if not has_passed and (passed_with := checked_by()) is not None:
                 remember(self._fingerprint, passed_with)
-            vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
+            vars(self).pop("_backend", None)  # a hundred megabytes that the fast path rarely needs
         else:
             self.fast_path_refusal = found
             logger.info("%s: gigatoken is not used, because %s", self.name, found)
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer:
 
     @property
     def stop_tokens(self) -> Sequence[str]:
-        """Its end of sequence, and what generation_config.json names."""
+        """Its end-of-sequence token, and those in generation_config.json."""
         return self._stop_tokens
 
     @property
@@ -220,11 +220,11 @@ class HuggingFaceTokenizer:
 
     def _encode_fast(self, path: GigatokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
         encoded = self._in_place(*path.encode([text.text for text in texts]), texts, num_bytes)
-        # None means that a token took the blanks around it.
+        # None: a control token has absorbed the blanks around it.
         return encoded or self._encode_slowly(texts, num_bytes)
 
     def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
-        """Encode through `tokenizers`; without its offsets, a third of the time, if ids tell their lengths."""
+        """Encode through `tokenizers`; without offsets, in a third of the time, if the lengths of ids are known."""
         lengths = self._lengths
         if lengths is not None and all(lengths.hold_for(text.text) for text in texts):
             encodings = self._encodings(texts, "encode_batch_fast")
@@ -251,7 +251,7 @@ class HuggingFaceTokenizer:
         texts: Sequence[MarkedText],
         num_bytes: Sequence[int],
     ) -> Sequences | None:
-        """Place tokens by their lengths in bytes; return None if they do not fill their texts."""
+        """Place tokens by their lengths in bytes; return None if the lengths do not add up to those of the texts."""
         if self._lengths is None:
             return None
         widths = self._lengths.num_bytes[ids]
@@ -260,18 +260,20 @@ class HuggingFaceTokenizer:
         ends, found = _token_ends(widths, last)
         starts = ends - widths
         if self._lengths.takes_prefix and not np.array_equal(found, expected):
-            # A text with a space in front has one byte more than is there, in its first token.
+            # The first token of a text may hold a space that the tokenizer put in front.
             firsts = (last - num_tokens)[np.diff(found, prepend=0) == np.diff(expected, prepend=0) + 1]
             widths[firsts] -= 1
             ends, found = _token_ends(widths, last)
             starts = ends - widths
-            ends[firsts] = np.maximum(ends[firsts], starts[firsts] + 1)  # a space alone goes with what follows
+            ends[firsts] = np.maximum(
+                ends[firsts], starts[firsts] + 1
+            )  # a token of that space alone takes the next byte
         if not np.array_equal(found, expected):
             return None
         return with_train_mask(ids, num_tokens, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
 
     def _composed(self, text: MarkedText) -> MarkedText:
-        """Compose a text's characters (NFC) as the normalizer will, if that leaves its control tokens alone."""
+        """Compose a text's characters (NFC) as the normalizer will, unless that changes its control tokens."""
         if text.text.isascii() or unicodedata.is_normalized("NFC", text.text):
             return text
         composed = text.composed()
@@ -296,7 +298,7 @@ class HuggingFaceTokenizer:
         for backend, indices, given in jobs:
             try:
                 found = getattr(backend, method)(given, add_special_tokens=False)
-            except BaseException as error:  # likewise: a pattern that looks too long is a panic
+            except BaseException as error:  # also a panic of Rust, as in _backend
                 if isinstance(error, KeyboardInterrupt | SystemExit):
                     raise
                 raise InvalidInputError(
@@ -345,7 +347,7 @@ def _load_again(
 def _token_ends(
     widths: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return where each token ends, and where each text does."""
+    """Return the end of each token, and of each text."""
     ends = np.cumsum(widths)
     return ends, np.concatenate([np.zeros(1, np.int64), ends])[last]
 
@@ -378,7 +380,7 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
         raise MissingDependencyError(f"the tokenizer in {folder} needs tokenizers; {INSTALL}") from None
     try:
         return tokenizers.Tokenizer.from_str(orjson.dumps(document).decode())
-    except BaseException as error:  # tokenizers raises plain Exception, and a panic of Rust is not even that
+    except BaseException as error:  # tokenizers raises plain Exception, and for a panic of Rust a BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise InvalidInputError(
@@ -387,13 +389,13 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
 
 
 def _private_names(control_tokens: Iterable[str]) -> dict[str, str]:
-    """Return a name of private characters for each control token, as long as the token itself."""
+    """Return a name of private characters for each control token, of the same length."""
     codes = range(_FIRST_PRIVATE, _LAST_PRIVATE + 1)
     return {token: chr(code) + _FILLER * (len(token) - 1) for code, token in zip(codes, control_tokens, strict=False)}
 
 
 def _with_private_names(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tokenizer.json whose control tokens have other names, in its vocabulary as well.
+    """Return a tokenizer.json with other names for its control tokens, in its vocabulary as well.
 
     `tokenizers` recognises added tokens wherever they occur, and some models also know them as words. Under private
     names of the same length, the text of a control token is ordinary text; ids and positions stay the same.

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer folder, read without transformers unless its files leave something open."""
+"""Reading a Hugging Face tokenizer folder, without transformers unless its files leave something open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATION_FILE = "generation_config.json"
 INSTALL = "install it with pip install 'megatron-packed-sft[hf]'"
 _LONGEST_TOKEN = 10_000  # characters
 _ID_LIMIT = (1 << 31) - 1
-# Settings of an added token that decide where it is recognised.
+# Settings of an added token that determine where it is recognised.
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 # Classes for which transformers takes tokenizer.json as it is.
 _GENERIC = frozenset({"PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -35,7 +35,7 @@ class TokenizerFolder(NamedTuple):
         document: the parsed tokenizer.json, with the added tokens of all files.
         special_tokens: bos_token, eos_token, ... -> text; `additional_special_tokens` -> a list of texts.
         chat_template: Jinja, if there is one.
-        tool_template: another one for chats with tools, if there is one.
+        tool_template: a separate one for chats with tools, if there is one.
         stop_tokens: texts at which generation stops.
         reason: why transformers was asked, if it was.
     """
@@ -58,7 +58,7 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
         raise
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
-            f"the files in {folder} are not as Hugging Face writes them ({type(error).__name__}: {error}); download "
+            f"the files in {folder} differ from what Hugging Face writes ({type(error).__name__}: {error}); download "
             "the tokenizer again"
         ) from None
 
@@ -119,7 +119,7 @@ def _why_transformers_decides(folder: Path, config: dict[str, Any], model_config
 
 
 def _problem(document: dict[str, Any]) -> str | None:
-    """Return what no tokenizer has, and what `tokenizers` would load all the same."""
+    """Return what is wrong with a document that `tokenizers` would load nevertheless, or None."""
     model, added = document["model"], document["added_tokens"]
     if not model.get("vocab", "missing"):
         return "has an empty vocabulary"
@@ -157,7 +157,7 @@ def _read_json_if_any(path: Path) -> dict[str, Any]:
 
 
 def _merge_added_tokens(document: dict[str, Any], config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json; its flags win, as in transformers."""
+    """Add the tokens of tokenizer_config.json; its flags take precedence, as in transformers."""
     known = {token["content"]: token for token in document["added_tokens"]}
     for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         flags = {name: token[name] for name in _FLAGS if name in token}
@@ -237,7 +237,7 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, use_fast=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises whatever its parts raise
+    except Exception as error:  # transformers raises many kinds
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise InvalidInputError(f"transformers cannot load {folder}: {reason} ({cause}); {remedy}") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,4 +1,4 @@
-"""What passes between templates and tokenizers: marked texts in, sequences out."""
+"""The interface of tokenizers: marked texts in, sequences out; and how control tokens are found in a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     Args:
         start, end: a half-open range of characters.
         weight: how much the loss of its tokens counts, above 0.
-        kind: what it is, one of `encode.masks.turn_kinds.KINDS`; counted by audits.
+        kind: what it is part of, a `TurnKind`; audits count it.
     """
 
     start: int
@@ -31,12 +31,12 @@ class MarkedText(NamedTuple):
     """A rendered text and which of its characters are trained.
 
     Args:
-        text: what is tokenized, as it is; no token is added at either end.
+        text: what is tokenized; no token is added at either end.
         trained: half-open character ranges, ascending, not touching or overlapping.
         literal: half-open character ranges, ascending, in which no control token may begin or end: text of a message
-            that only looks like one, and is ordinary text for the tokenizer.
-        segments: the trained ranges cut at every change of weight or kind, ascending; none if all have weight 1 and
-            nobody asked for kinds.
+            that only looks like one.
+        segments: the trained ranges cut at every change of weight or kind, ascending; empty if all have weight 1 and
+            kinds were not requested.
     """
 
     text: str
@@ -45,7 +45,7 @@ class MarkedText(NamedTuple):
     segments: Sequence[Segment] = ()
 
     def composed(self) -> MarkedText | None:
-        r"""Return it with its characters composed (NFC), or None if some would be composed across an edge of a range.
+        r"""Return the text with composed characters (NFC), or None if that would compose across the edge of a range.
 
         Example:
             >>> MarkedText("e\u0301 e\u0301", [(2, 5)]).composed()
@@ -67,7 +67,7 @@ class MarkedText(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the package needs of a tokenizer. It is pickled by its path and cheap to load again."""
+    """What the package needs of a tokenizer. Tokenizers are pickled by their paths and are cheap to load again."""
 
     @property
     def path(self) -> str:
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides ids; equal files have equal fingerprints, wherever they are."""
+        """A hash of everything that determines ids; equal files have equal fingerprints anywhere."""
 
     @property
     def vocab_size(self) -> int:
@@ -103,7 +103,7 @@ class Tokenizer(Protocol):
 
     @property
     def tool_template(self) -> str | None:
-        """Another Jinja template for chats with tools, if it has one."""
+        """Its separate Jinja template for chats with tools, if any."""
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
@@ -126,7 +126,7 @@ class Tokenizer(Protocol):
 
 # Control tokens in a text: where they are, and where ordinary text only looks like one.
 
-# SentencePiece writes a space like this.
+# How SentencePiece writes a space.
 SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 _HTML_TAG = re.compile(
     "</?(?:a|b|bbox|blockquote|body|br|caption|code|div|em|footer|h[1-6]|head|header|hr|html|i|iframe|img|li|ol|p|pre"
@@ -139,7 +139,7 @@ class SplitText(NamedTuple):
 
     Args:
         parts: ordinary text, control token, ordinary text, ..., ordinary text; ordinary text may be empty.
-        has_lookalike: whether an ordinary part holds the text of a control token.
+        has_lookalike: whether an ordinary part contains the text of a control token.
     """
 
     parts: list[str]
@@ -169,7 +169,7 @@ class ControlTokens:
         parts = self._pattern.split(text)
         if not literal or len(parts) == 1:
             return SplitText(parts, has_lookalike=False)
-        # Almost always each literal range is inside one ordinary part, which is quick to check.
+        # Nearly always, each literal range lies inside one ordinary part, which is quick to check.
         ends = list(accumulate(map(len, parts)))
         for begin, end in literal:
             place = bisect_right(ends, begin)
@@ -209,7 +209,7 @@ def control_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
 def is_control_text(text: str, *, special: bool) -> bool:
     r"""Return whether a token that is recognised as a whole controls the model.
 
-    White space and HTML (Gemma has tokens for both) are ordinary text: a message that contains them must get the ids
+    White space and HTML, for which Gemma has tokens, are ordinary text: a message that contains them must get the ids
     that the model knows.
 
     Example:
@@ -227,7 +227,7 @@ def _holds(ranges: Sequence[tuple[int, int]], begins: list[int], position: int) 
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of many words; shared beginnings are tried once, so that thousands are cheap."""
+    """Return a pattern for the longest of many words; shared beginnings are tried once, so thousands are cheap."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

@@ -1,4 +1,4 @@
-"""`load_tokenizer` loads any tokenizer from a path, or from a URL through the cache of the node; never from a hub."""
+"""`load_tokenizer` loads a tokenizer from a path, or from a URL through the node's cache; never from a hub."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _MOST_BYTES = 512 << 20
 
 
 def local_tokenizer(path: str | os.PathLike[str]) -> Path:
-    """Return where a tokenizer is on this node; one of a URL is fetched."""
+    """Return the local path of a tokenizer, fetching it if it is a URL."""
     if not is_url(path):
         return Path(path)
     return copy_of(os.fspath(path), wanted=_belongs_to_tokenizer, most_bytes=_MOST_BYTES, kind="a tokenizer")

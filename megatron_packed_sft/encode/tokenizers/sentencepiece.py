@@ -1,8 +1,8 @@
-"""SentencePiece models: text between control tokens goes through the model; control tokens are looked up.
+"""SentencePiece tokenizers: control tokens are looked up, and the text between them goes through the model.
 
-Many models have a dummy prefix, a space in front of the text. It goes to the start of a text and nowhere else: what
-follows a control token is encoded as it is, as Hugging Face does for Llama (`legacy=False`). A model that trims white
-space (T5's) trims the text between any two control tokens.
+Many models have a dummy prefix, a space in front of the text. Only the start of a text gets it: what follows a control
+token is encoded as it is, as Hugging Face does for Llama (`legacy=False`). A model that trims white space (T5's) trims
+the text between any two control tokens.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SentencePieceTokenizer:
 
     @property
     def tool_template(self) -> None:
-        """None: such a model has no templates."""
+        """None: a .model file has no template."""
         return
 
     @property
@@ -201,7 +201,7 @@ class SentencePieceTokenizer:
     def _positions(
         self, parts: list[_Part], ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the byte range of each token: from the lengths of pieces that spell the text, else from the model."""
+        """Return the byte range of each token: by the lengths of pieces if they spell the text, or from the model."""
         sizes = np.array([len(part.text.encode()) for part in parts], np.int64)
         first = np.cumsum(counts) - counts
         prefixed = [place for place, part in enumerate(parts) if part.takes_prefix and counts[place]]
@@ -257,7 +257,7 @@ def _is_control(piece: Piece) -> bool:
 
 def _num_bytes(piece: Piece) -> int:
     if piece.type == UNKNOWN:
-        return 0  # stands for any text: its part does not add up, so the model is asked for positions
+        return 0  # stands for any text; where the lengths do not add up, the model computes positions
     return 1 if piece.type == BYTE else len(piece.text.replace(SPACE_MARK, " ").encode())
 
 
@@ -354,7 +354,7 @@ def model_pieces(model: bytes) -> list[Piece]:
 def piece_spans(result: bytes, byte_ids: Container[int]) -> list[tuple[int, int]]:
     r"""Return the byte range of the text that each piece of an encoded text stands for.
 
-    If byte pieces spell one character, SentencePiece assigns it to the last of them; here each of them gets it.
+    Where byte pieces spell one character, SentencePiece assigns it to the last of them; here it is assigned to all.
 
     Example:
         >>> piece_spans(b"\x12\x06\x10\x07\x20\x00\x28\x00" + b"\x12\x06\x10\x08\x20\x00\x28\x02", byte_ids={7, 8})
@@ -447,7 +447,7 @@ def train_sentencepiece(
     user_defined_symbols: Sequence[str] = CHATML_SYMBOLS,
     seed: int = 0,
 ) -> Path:
-    """Train a BPE model that loses nothing: no normalization, all white space kept, bytes for unknown characters.
+    """Train a lossless BPE model: no normalization, all white space kept, bytes for unknown characters.
 
     The same texts and arguments give the same file, byte for byte.
 
@@ -484,7 +484,7 @@ def train_sentencepiece(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # a short text may not have enough pieces
+            hard_vocab_limit=False,  # a short text may have too few pieces
             user_defined_symbols=list(user_defined_symbols),
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -498,7 +498,7 @@ def train_sentencepiece(
             pad_id=3,
             input_sentence_size=1_000_000,
             shuffle_input_sentence=True,
-            num_threads=1,  # with more, the file would depend on their number
+            num_threads=1,  # more would make the file depend on their number
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Where tokens are in their text, and so which of them are trained.
+"""Where tokens are in their text, and therefore which of them are trained.
 
-A position is a character or a UTF-8 byte, whichever the tokenizer gives cheaply. The texts of a batch are placed end to
-end, so that one pass marks them all:
+A position is a character or a UTF-8 byte, whichever is cheaper for the tokenizer. The texts of a batch are placed end
+to end, so that one pass marks them all:
 
     text        u s e r : h i | b o t : h o          trained: (4, 6) of the second text
     tokens      [user] [:] [hi] [bot] [:] [ho]
@@ -158,7 +158,7 @@ def with_train_mask(
 # tokenizer need not compute offsets. This holds for two families: byte-level BPE (Qwen, Llama 3, GPT-2), whose tokens
 # are bytes in disguise, and BPE that writes a space as a mark and rare characters as bytes (Gemma, Llama 2).
 
-# Model settings with which a token may stand for other bytes than its spelling.
+# Model settings with which a token may stand for bytes other than its spelling.
 _NOT_BYTES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
 _SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -171,7 +171,7 @@ class TokenLengths(NamedTuple):
         num_bytes: of each id.
         composes: whether the normalizer composes characters (NFC), which changes some texts.
         marks_spaces: whether spaces become marks, so that a mark in the text looks like a space.
-        takes_prefix: whether a text may get a space in front, which is then part of its first token.
+        takes_prefix: whether the tokenizer may put a space in front of a text, as part of its first token.
     """
 
     num_bytes: npt.NDArray[np.int64]
@@ -223,7 +223,7 @@ def token_lengths(document: dict[str, Any]) -> TokenLengths | None:
     added = {token["content"]: token["id"] for token in document["added_tokens"]}
     vocabulary = {token: number for token, number in model["vocab"].items() if token not in added}
     if _is_byte_level(document):
-        # A token that is not spelled in bytes (Command R has emoji) never occurs; if it did, its text would not add up.
+        # A token not spelled in bytes (Command R has emoji) never occurs; if it did, the lengths would not add up.
         sizes = list(map(len, vocabulary))
         disguises = "".join(map(chr, byte_alphabet()))
         if not set("".join(vocabulary)) <= set(disguises):
@@ -233,7 +233,7 @@ def token_lengths(document: dict[str, Any]) -> TokenLengths | None:
     if prefix is None or not all(
         f"<0x{value:02X}>" in vocabulary or (value < 0x80 and chr(value) in vocabulary) for value in range(256)
     ):
-        return None  # some characters would be unknown
+        return None  # some characters have no token
     sizes = [
         1 if token[0] == "<" and _BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE_MARK, " ").encode())
         for token in vocabulary
@@ -267,7 +267,7 @@ def _composes(document: dict[str, Any]) -> bool:
 
 
 def _prefix_of_marked_spaces(document: dict[str, Any]) -> bool | None:
-    """Return whether a text gets a space in front; None if spaces are marked in any other way, or not at all."""
+    """Return whether a text gets a space in front; None if spaces are marked in another way, or not at all."""
     normalizer, pre_tokenizer = document.get("normalizer"), document.get("pre_tokenizer")
     if not document["model"].get("byte_fallback"):
         return None
@@ -277,7 +277,7 @@ def _prefix_of_marked_spaces(document: dict[str, Any]) -> bool | None:
         return {"first": True, "never": False}.get(str(pre_tokenizer.get("prepend_scheme")))
     if normalizer is not None and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) == 1:
         normalizer = normalizer["normalizers"][0]
-    # Once spaces are marks, a split at spaces finds none.
+    # After spaces have become marks, a split at spaces finds none.
     is_idle = pre_tokenizer is None or (
         pre_tokenizer.get("type") == "Split" and pre_tokenizer.get("pattern") == {"String": " "}
     )

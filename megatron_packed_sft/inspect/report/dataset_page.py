@@ -29,7 +29,7 @@ from megatron_packed_sft.inspect.report.read_bins import (
     spread,
 )
 from megatron_packed_sft.inspect.report.suspicions import find_suspicions
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, trained_weights, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, sequence_ends, trained_weights
 from megatron_packed_sft.prepare.origins import BinOrigins
 from megatron_packed_sft.storage.bins import PackedBin
 
@@ -229,7 +229,7 @@ class BinsInPage:
         return {
             "has_text": self._decoder.tokenizer is not None,
             "ids": ordered,
-            "texts": [visible(self._decoder.text(one)) for one in ordered],
+            "texts": [escape_invisible(self._decoder.text(one)) for one in ordered],
             "control": [place[one] for one in ordered if one in self._decoder.control_ids],
             "files": list(self._files),
             "splits": {split: [self._bin(place, *one) for one in bins] for split, bins in self._bins.items()},
@@ -253,7 +253,7 @@ class BinsInPage:
             ids = packed.input_ids[start:end].tolist()
             for position, (one, text) in enumerate(zip(ids, self._decoder.texts(ids), strict=True)):
                 if text != self._decoder.text(one):
-                    found += [start + position, visible(text)]
+                    found += [start + position, escape_invisible(text)]
         return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_packed_sft._version import __version__
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info_of_training import METRICS
-from megatron_packed_sft.inspect.tokens_of_bin import visible
+from megatron_packed_sft.inspect.tokens_of_bin import escape_invisible
 from megatron_packed_sft.support.atomic import os_errors
 
 _MOST_POINTS = 800
@@ -61,7 +61,7 @@ def run_page(path: Path) -> dict[str, Any]:
         "mixture": _mixture(steps),
         "samples": _samples(path / "samples"),
         "checkpoints": sorted(one.name for one in (path / "checkpoints").glob("step_*") if one.is_dir()),
-        "config": visible(config.read_text(encoding="utf-8")) if config.is_file() else None,
+        "config": escape_invisible(config.read_text(encoding="utf-8")) if config.is_file() else None,
     }
 
 
@@ -175,4 +175,4 @@ def parsed_samples(text: str) -> dict[str, Any]:
 
 def _shown(text: str) -> str:
     cut = len(text) - _LONGEST_TEXT
-    return visible(text if cut <= 0 else f"{text[:_LONGEST_TEXT]} … ({cut:,} more characters)")
+    return escape_invisible(text if cut <= 0 else f"{text[:_LONGEST_TEXT]} … ({cut:,} more characters)")

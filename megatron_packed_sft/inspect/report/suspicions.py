@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.inspect.report.read_bins import Int64, TokensRead
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible
 from megatron_packed_sft.prepare.audit import LATE_LENGTH, LATE_SHARE
 from megatron_packed_sft.support.wording import plural
 
@@ -193,7 +193,7 @@ def _control_text(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
         read,
         np.array(list(found), np.int64),
         lambda one: found[one][0],
-        lambda one: f"{visible(found[one][1])} as ordinary text",
+        lambda one: f"{escape_invisible(found[one][1])} as ordinary text",
     )
     return suspicion
 
@@ -216,7 +216,7 @@ def _misplaced_control(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
         read,
         np.array(sorted(odd), np.int64),
         lambda one: int(odd[one] - read.starts[one]),
-        lambda one: f"{visible(decoder.text(int(read.ids[odd[one]])))} inside given text",
+        lambda one: f"{escape_invisible(decoder.text(int(read.ids[odd[one]])))} inside given text",
     )
     return suspicion
 
@@ -302,4 +302,4 @@ def _last_places(read: TokensRead, pad_id: int | None) -> Int64:
 
 def _ending(read: TokensRead, decoder: TokenDecoder, last: int, start: int) -> str:
     shown: Sequence[str] = decoder.texts(read.ids[max(start, last - 7) : last + 1])
-    return f"ends with “{visible(''.join(shown)).strip()}”"
+    return f"ends with “{escape_invisible(''.join(shown)).strip()}”"

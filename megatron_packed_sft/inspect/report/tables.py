@@ -17,7 +17,7 @@ from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report.charts import SEED, StepShape, balance, other_shapes
 from megatron_packed_sft.inspect.report.read_bins import BinLengths, Int64
-from megatron_packed_sft.inspect.tokens_of_bin import visible
+from megatron_packed_sft.inspect.tokens_of_bin import escape_invisible
 from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.packing.packer import balanced, pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
@@ -235,7 +235,7 @@ def record_text(where: str) -> str | None:
     except OSError:
         return None
     text = line.decode("utf-8", errors="replace").strip()
-    return visible(text if len(text) <= _LONGEST_RECORD else f"{text[:_LONGEST_RECORD]} ...") or None
+    return escape_invisible(text if len(text) <= _LONGEST_RECORD else f"{text[:_LONGEST_RECORD]} ...") or None
 
 
 def _severity(name: str) -> str:
