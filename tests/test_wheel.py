@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_packed_sft import __version__, storage_names
-from megatron_packed_sft.storage.registry import storage_named
+from megatron_packed_sft import __version__
+from megatron_packed_sft.storage.registry import storage_named, storage_names
 from tests.constraints import FILE, dependencies
 
 ROOT = Path(__file__).parents[1]

@@ -29,11 +29,10 @@ from megatron_packed_sft.errors import (
     StorageIOError,
     TargetExistsError,
 )
-from megatron_packed_sft.records.files import expand_path, find_files, size_and_checksum
+from megatron_packed_sft.records.files import expand_path, find_files, read_blocks, size_and_checksum
 from megatron_packed_sft.records.record import Conversation, Location, RecordError, kind_of, too_deep
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
-from megatron_packed_sft.records.streams import read_blocks
 from megatron_packed_sft.support.atomic import os_errors, write_file
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.imports import load
@@ -308,8 +307,8 @@ def _copy_tokenizer(path: Path, target: Path, encoder: TextEncoder, *, overwrite
                 data = source.read_bytes()
             write_file(staging.path / name, data)
             records[name] = FileRecord(len(data), checksum(data, ALGORITHM))
-        meta = {"vocab_size": encoder.vocab_size, "special_tokens": encoder.special_tokens, **encoder.identity()}
-        publish(staging, {**identity, **meta, **file_records(records)})
+        meta = {"vocab_size": encoder.vocab_size, "special_tokens": encoder.special_tokens}
+        publish(staging, {**identity, **meta, "tokenizer": encoder.identity, **file_records(records)})
 
 
 # ---- reading a source

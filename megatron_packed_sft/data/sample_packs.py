@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.data.options import SampleLength
 from megatron_packed_sft.data.sample_lengths import (
-    SampleLength,
     check_unchanged,
     compute_lengths,
     measured,

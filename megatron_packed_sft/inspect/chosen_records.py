@@ -157,7 +157,7 @@ def _starts(file: InputFile) -> tuple[list[int], bool]:
 def _num_records(file: InputFile, starts: Sequence[int]) -> int:
     """Return the number of lines or records, given the first record of every slice."""
     if file.format in ("parquet", "hf_dataset"):
-        from megatron_packed_sft.records.formats import tables
+        from megatron_packed_sft.records import tables
 
         return (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
     if not starts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -21,8 +21,7 @@ from megatron_packed_sft.inspect.preview_record_view import tokens_json, tokens_
 from megatron_packed_sft.inspect.settings import PreviewRequest
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder, tokens_of_bin
 from megatron_packed_sft.prepare.origins import BinOrigins, noted_tokenizer_paths
-from megatron_packed_sft.records.files import expand_path
-from megatron_packed_sft.records.streams import open_file
+from megatron_packed_sft.records.files import expand_path, open_file
 from megatron_packed_sft.remote.filesystem import base_name, child
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.uploads import refuse_unfinished
@@ -346,5 +345,5 @@ def _summary(preview: BinPreview) -> str:
     words = f"{plural(preview.num_tokens, 'token')}, {preview.num_trained:,} trained ({share:.1%})"
     if preview.pack_size is not None:
         full = preview.num_tokens / preview.pack_size
-        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of {preview.pack_size:,} full"
+        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of the pack size {preview.pack_size:,}"
     return words

@@ -19,13 +19,14 @@ import logging
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.options import options_of_bridge
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -65,7 +66,7 @@ class PackedSFTSettings:
         pad_to_max_length: pad every batch to `seq_length`; pipeline parallelism and CUDA graphs need it.
         pad_cu_seqlens: pad the boundaries to one shape, for CUDA graphs.
         contract: which keys batches have; `auto` chooses those of the installed Megatron-Bridge.
-        dataset_kwargs: further arguments of `PackedDataset`; recipes of Megatron-Bridge set some of them.
+        dataset_kwargs: fields of `BatchOptions` and `OpenOptions`; recipes of Megatron-Bridge set some of them.
 
     Example:
         >>> PackedSFTSettings(path="my_dataset", seq_length=4096).validation_split
@@ -178,17 +179,18 @@ class PackedSFTSettings:
         # Sequence parallelism shares whole bins; whether it is on is not known here, and a longer padding does no harm.
         multiple = math.lcm(arguments.get("pad_seq_length_to_mult", _LENGTH_MULTIPLE), layout.bin_multiple)
         arguments["pad_seq_length_to_mult"] = multiple
+        contract = contract_of(installed_version()) if self.contract == "auto" else self.contract
+        batch, opening = options_of_bridge(contract, arguments)
         dataset = create_sft_dataset(
             paths if len(paths) > 1 else paths[0],
             context.tokenizer,
             self.seq_length,
             split=split,
-            packed_storage=self.packed_storage,
             weights=weights,
             max_num_samples=num_samples,
             seed=self.seed,
-            contract=contract_of(installed_version()) if self.contract == "auto" else self.contract,
-            **arguments,
+            contract=batch,
+            opening=replace(opening, storage=self.packed_storage),
         )
         needed = ParallelLayout(context=layout.context)
         needed.refuse_unpadded((part.where, part.pad_seq_to_mult) for part in dataset.source.made_with())

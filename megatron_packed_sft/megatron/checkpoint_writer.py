@@ -1,8 +1,13 @@
-"""Write a sharded state dict with Megatron-Core: with threads for its processes, and errors that say what is wrong.
+"""Write torch_dist checkpoints with Megatron-Core: sharded state dicts, and weights for Megatron-LM and Bridge.
 
-Megatron-Core forks processes that write. One that is killed alone, for lack of memory say, would make its rank wait
-forever; one whose rank is killed would live on. And torch's writer calls a full disk "unexpected pos 704 vs 598": here
-an error names the path, the reason and the bytes that are needed.
+Megatron-Core forks processes that write. One that is killed alone, such as for lack of memory, would make its rank wait
+forever, and one whose rank is killed would live on; so threads write here. And torch's writer calls a full disk
+"unexpected pos 704 vs 598"; here an error names the path, the reason and the bytes that are needed.
+
+    output/latest_checkpointed_iteration.txt    "release": no optimizer, no position in the data
+    output/release/.metadata, *.distcp          the weights, under the names that every parallel layout loads
+    output/release/common.pt                    the arguments that Megatron-LM reads first
+    output/release/run_config.yaml              the same for Megatron-Bridge
 """
 
 from __future__ import annotations
@@ -32,8 +37,20 @@ _REMEDIES: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another output"),
     errno.EFBIG: "raise the file-size limit (ulimit -f)",
 }
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+RELEASE: Final = "release"
+RUN_CONFIG: Final = "run_config.yaml"
+CHECKPOINT_VERSION: Final = 3.0
+# Modules that look for an entry of their own when they are loaded, and accept None; the last is Transformer Engine's.
+_WITH_STATE: Final = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "self_attention.core_attention",
+)
 _SMALL_FILES: Final = 1 << 20  # room for .metadata and the like
-# What torch says when a file takes less than it writes.
+# torch's messages about a file that cannot be written to the end.
 _STREAM_WRITER = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos")
 
 
@@ -42,8 +59,8 @@ def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> Non
 
     Args:
         tensors: the sharded state dict.
-        folder: an existing one, where to.
-        target: what the folder will be called, for messages.
+        folder: to write into; it exists.
+        target: its final name, for messages.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -52,7 +69,7 @@ def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> Non
     needed = _num_bytes(tensors)
     with _write_errors(folder, target, needed):
         request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True)
-        # None if this rank has nothing to write; another release of Megatron-Core may have another function.
+        # Another function if this rank has nothing to write, or in another release of Megatron-Core.
         if getattr(request.async_fn, "func", None) is FileSystemWriterAsync.write_preloaded_data_multiproc:
             request = request._replace(async_fn=partial(_write_in_threads, *request.async_fn.args))
         request.execute_sync()
@@ -61,13 +78,13 @@ def write_tensors(tensors: Mapping[str, Any], folder: Path, target: Path) -> Non
 def _write_in_threads(
     transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
-    """Write the files of this rank; takes the place and the arguments of Megatron-Core's function that forks.
+    """Write the files of this rank; replaces Megatron-Core's function that forks, whose arguments it takes.
 
     Args:
-        transforms, use_msc: what Megatron-Core's writer wants to know.
+        transforms, use_msc: options of Megatron-Core's writer.
         rank: of this process.
-        buckets: what goes into each file.
-        results: gets what was written, by file; or the error.
+        buckets: the contents of each file.
+        results: receives the results by file, or the error.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -78,7 +95,7 @@ def _write_in_threads(
         unfinished.put(number)
         arguments = (transforms, number, bucket, written, unfinished)
         options = {"use_fsync": True, "use_msc": use_msc}
-        # Daemons, so that a second Ctrl-C need not wait for them.
+        # Daemons, so that a second Ctrl-C does not wait for them.
         threads.append(
             threading.Thread(
                 target=FileSystemWriterAsync.write_preloaded_data, args=arguments, kwargs=options, daemon=True
@@ -89,15 +106,15 @@ def _write_in_threads(
         thread.join()
     outcomes = dict(written.get() for _ in range(written.qsize()))
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
-    # Of fewer outcomes than files Megatron-Core makes an error of its own.
+    # If there are fewer outcomes than files, Megatron-Core raises an error of its own.
     results.put(errors[0] if errors else dict(sorted(outcomes.items())))
 
 
 def _gather_results_in_process() -> None:
-    """Keep Megatron-Core from starting a helper process to gather the results of its writers.
+    """Keep Megatron-Core from starting a process that gathers the results of its writers.
 
-    Only saving in the background needs one. torchrun forwards SIGTERM to all processes of a rank, so the helper would
-    be gone just when the run saves because of that signal. Megatron-Core has no public switch for this.
+    Only saving in the background needs it. torchrun forwards SIGTERM to all processes of a rank, so it would be gone
+    when the run saves because of that signal. Megatron-Core has no public switch for this.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -105,7 +122,7 @@ def _gather_results_in_process() -> None:
 
 
 def _num_bytes(tensors: Mapping[str, Any]) -> int:
-    """Return the bytes of what all ranks write; a collective call."""
+    """Return the bytes that all ranks write; a collective call."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
@@ -118,7 +135,7 @@ def _num_bytes(tensors: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _write_errors(folder: Path, target: Path, needed: int) -> Iterator[None]:
-    """Turn whatever comes of a file that cannot be written into one sentence."""
+    """Say in one sentence why a checkpoint cannot be written."""
     try:
         with os_errors("write", target, needed):
             yield
@@ -134,12 +151,12 @@ def _write_errors(folder: Path, target: Path, needed: int) -> Iterator[None]:
         reasons = [error]
     else:
         return
-    raise _explained(reasons, folder, target, needed) from None
+    raise _explain(reasons, folder, target, needed) from None
 
 
-def _explained(reasons: list[BaseException], folder: Path, target: Path, needed: int) -> StorageIOError:
+def _explain(reasons: list[BaseException], folder: Path, target: Path, needed: int) -> StorageIOError:
     found = [getattr(reason, "errno", None) for reason in reasons]
-    number = next((one for one in found if one in _REMEDIES), None) or _probed(folder, needed)
+    number = next((one for one in found if one in _REMEDIES), None) or _probe(folder, needed)
     if number in _REMEDIES:
         return NoSpaceError(
             f"cannot write {target}: {os.strerror(number)}; it needs {needed:,} bytes; {_REMEDIES[number]}, then run "
@@ -151,8 +168,8 @@ def _explained(reasons: list[BaseException], folder: Path, target: Path, needed:
     )
 
 
-def _probed(folder: Path, needed: int) -> int:
-    """Return why the system refuses the bytes that are still missing in a folder; 0 if it does not."""
+def _probe(folder: Path, needed: int) -> int:
+    """Return the error number with which the system refuses the bytes that are still missing, or 0."""
     probe = folder / ".probe"
     try:
         written = sum(one.stat().st_size for one in folder.iterdir())
@@ -166,21 +183,6 @@ def _probed(folder: Path, needed: int) -> int:
     except OSError as error:
         return error.errno or 0
     return 0
-
-
-TRACKER: Final = "latest_checkpointed_iteration.txt"
-RELEASE: Final = "release"
-RUN_CONFIG: Final = "run_config.yaml"
-CHECKPOINT_VERSION: Final = 3.0
-# Modules that ask for an entry of their own when they are loaded; all of them take None. The last one is Transformer
-# Engine's.
-_WITH_STATE: Final = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "self_attention.core_attention",
-)
 
 
 def sharded_weights(
@@ -222,7 +224,7 @@ def sharded_weights(
 
 
 def common_state(shape: ModelShape) -> dict[str, Any]:
-    """Return what Megatron-LM expects beside the weights; it asks for the parallel sizes before it loads anything."""
+    """Return the state that Megatron-LM reads first: its arguments, such as the parallel sizes."""
     return {
         "args": argparse.Namespace(**dict(_arguments(shape))),
         "checkpoint_version": CHECKPOINT_VERSION,

@@ -1,10 +1,17 @@
-"""Parameters of a GPT model by name: which of them are frozen, and which weight decay leaves alone.
+"""Parameters of a GPT model by name, frozen or without weight decay; and gradients with denominators of any kind.
 
     norms, biases, embeddings, output, first_4_layers     words that every model understands
     decoder.layers.0.mlp.*                                patterns of Megatron-Core's names
 
 Each pipeline stage counts its own layers from 0. Names here count over the whole model, so that a setting means the
-same for any layout of the ranks.
+same in every parallel layout.
+
+    micro batches ─ backward ─▶ gradients of the summed loss      ─┐
+                            └─▶ denominators, summed in float64   ─┴─ finalize: over all ranks, then divide
+
+Megatron-Core's schedules add the numbers of tokens up in an int32 and divide by the result. A sum of weights is not an
+integer, so `FinalizeGradients` carries it past the schedule and hands it to Megatron-Core's own last step, which adds
+it up over the ranks and divides.
 """
 
 from __future__ import annotations
@@ -78,7 +85,7 @@ def choose_parameters(model: GPTModel, choices: Sequence[str], key: str) -> set[
         if not names and choice not in ("norms", "biases"):  # not every model has these
             remedy = "use embeddings, which are tied to it" if choice == "output" else f"the first is {own[0]}"
             raise InvalidInputError(
-                f"{key} has {choice!r}, which is the name of no parameter; choose from {', '.join(_WORDS)}, "
+                f"{key} has {choice!r}, which matches no parameter; choose from {', '.join(_WORDS)}, "
                 f"first_N_layers, or a pattern of names ({remedy})"
             )
         if (first := _FIRST_LAYERS.fullmatch(choice)) and int(first[1]) > model.config.num_layers:
@@ -109,9 +116,9 @@ def freeze(model: GPTModel, choices: Sequence[str], key: str = "model.freeze") -
 
 
 def keep_gradients_when_recomputing(model: GPTModel) -> None:
-    """Let recomputed layers above frozen embeddings have gradients; call it after anything was frozen.
+    """Give recomputed layers above frozen embeddings their gradients; call it after freezing.
 
-    A recomputed layer none of whose inputs needs a gradient gives none to its weights either, and says nothing.
+    Without it a recomputed layer whose inputs need no gradient silently gives none to its weights either.
     """
     if model.config.recompute_granularity is None or not model.pre_process:
         return
@@ -146,7 +153,7 @@ class FinalizeGradients:
         self._denominator: Tensor | None = None
 
     def add(self, denominator: Tensor) -> None:
-        """Add what a micro batch's loss is a mean over; in the backward pass, so that an evaluation adds nothing."""
+        """Add the denominator of a micro batch; called in the backward pass, so that an evaluation adds nothing."""
         amount = denominator.detach().to(torch.float64)
         self._denominator = amount if self._denominator is None else self._denominator + amount
 
@@ -169,7 +176,7 @@ def divide_by(denominator: Tensor, output: Tensor, model: torch.nn.Module) -> No
     Args:
         denominator: what this rank's part of the micro batch adds; 0 on ranks that share it with one that adds it.
         output: of the model, on any stage of a pipeline.
-        model: a GPT model of Megatron-Core; its configuration says who divides.
+        model: a GPT model of Megatron-Core, with `FinalizeGradients` in its configuration.
     """
     from megatron.core.utils import get_model_config
 
@@ -177,7 +184,7 @@ def divide_by(denominator: Tensor, output: Tensor, model: torch.nn.Module) -> No
         return
     config = get_model_config(model)
     finalize = config.finalize_model_grads_func
-    if finalize is None:  # nobody divides
+    if finalize is None:  # the caller divides
         return
     if not isinstance(finalize, FinalizeGradients) or not config.calculate_per_token_loss:
         raise InvalidInputError(

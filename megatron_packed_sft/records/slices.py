@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -23,20 +22,23 @@ from typing import Any, NamedTuple
 import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.files import InputFile
-from megatron_packed_sft.records.formats import json_files, tables
-from megatron_packed_sft.records.formats.json_files import LEFT_OUT, MARK, Cut, array_elements, cut_stream
-from megatron_packed_sft.records.limits import MAX_RECORD_BYTES, too_many_bytes
-from megatron_packed_sft.records.record import Location, RecordError, kind_of, too_deep
-from megatron_packed_sft.records.streams import read_blocks, read_range
+from megatron_packed_sft.records import json_files, tables
+from megatron_packed_sft.records.files import InputFile, read_blocks, read_range
+from megatron_packed_sft.records.json_files import LEFT_OUT, MARK, Cut, array_elements, cut_stream
+from megatron_packed_sft.records.record import (
+    MAX_RECORD_BYTES,
+    Location,
+    RecordError,
+    kind_of,
+    too_deep,
+    too_many_bytes,
+)
 from megatron_packed_sft.support.wording import shortened
 
 SLICE_BYTES = 4 << 20
 _NEWLINE = b"\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PORTION_BYTES = 64 << 20  # of a slice; only one with a very long record has more
-_SHORTEST_LINE = 8  # bytes; a file whose lines have fewer is mostly blank
-_NOT_BLANK = re.compile(rb"\S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class FileSlice:
         start: first byte of the (decompressed) lines or elements; for tables the first record, from 0.
         stop: end of that range.
         first_record: number of its first line or record, from 1.
-        payload: the content, if a worker cannot read a part of the file by itself.
+        payload: the content, if a worker cannot read a part of the file directly.
         max_record_bytes: records with more are errors, and are not parsed.
     """
 
@@ -199,7 +201,7 @@ def _portions_of_records(file_slice: FileSlice) -> Iterator[tuple[bytes, Iterato
     separator = _NEWLINE if is_lines else MARK
     first = file_slice.first_record
     for text in _whole_records(_portions(file_slice), separator, file_slice.max_record_bytes):
-        records = _split(text, first, is_lines=is_lines)
+        records = enumerate(text.removesuffix(separator).split(separator), first)
         yield text, (one for one in records if one[1] and not one[1].isspace()) if is_lines else records
         first += text.count(separator)
 
@@ -209,7 +211,7 @@ def _raw_records(file_slice: FileSlice) -> Iterator[tuple[int, bytes]]:
 
 
 def _located(raw: RawRecord) -> RawRecord:
-    """Tell an error where it is."""
+    """Return a record whose error, if it is one, has its location."""
     return raw._replace(value=raw.value.at(raw.where)) if isinstance(raw.value, RecordError) else raw
 
 
@@ -228,7 +230,7 @@ def _portions(file_slice: FileSlice) -> Iterator[bytes]:
 
 
 def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) -> Iterator[bytes]:
-    """Yield portions that end where a record does; of one that is too long, not much more than may be there."""
+    """Yield portions that end where a record does; of a record that is too long, little more than the limit."""
     rest = b""
     for portion in portions:
         text = rest + portion if rest else portion
@@ -240,23 +242,6 @@ def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) ->
             yield text if end == len(text) else text[:end]
     if rest:
         yield rest
-
-
-def _split(text: bytes, number: int, *, is_lines: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a text with their numbers; many blank lines are passed over without looking at each."""
-    separator = _NEWLINE if is_lines else MARK
-    if not is_lines or text.count(separator) * _SHORTEST_LINE < len(text):
-        yield from enumerate(text.removesuffix(separator).split(separator), number)
-        return
-    position = 0
-    while found := _NOT_BLANK.search(text, position):
-        start = max(text.rfind(_NEWLINE, position, found.start()) + 1, position)
-        end = text.find(_NEWLINE, start)
-        number += text.count(_NEWLINE, position, start)
-        yield number, text[start : end if end >= 0 else len(text)]
-        if end < 0:
-            return
-        position, number = end + 1, number + 1
 
 
 def _parsed(parse: Callable[[bytes], Any], record: bytes, file: InputFile, number: int) -> dict[str, Any] | RecordError:
@@ -276,7 +261,7 @@ def _parsed(parse: Callable[[bytes], Any], record: bytes, file: InputFile, numbe
 
 
 def _not_utf8(record: bytes) -> RecordError | None:
-    """Return the error for a record in another encoding; orjson reports a wrong place and speaks of surrogates."""
+    """Return the error for a record in another encoding; orjson reports a wrong place for it."""
     try:
         record.decode()
     except UnicodeDecodeError as error:

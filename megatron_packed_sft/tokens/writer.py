@@ -138,7 +138,7 @@ class TokenPartWriter(StagedWriter):
         files += [] if self._weights is None else [self._weights]
         with self._closing():
             if self._num_sequences == 0:
-                raise InvalidInputError(f"{self.target} would have no sequence; append at least one")
+                raise InvalidInputError(f"{self.target} would hold no sequence; append at least one")
             manifest = TokenPartManifest(
                 num_sequences=self._num_sequences,
                 num_tokens=self._num_tokens,

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: each complete or absent, verified by size and checksum, old ones removed.
+"""The checkpoints of a run: written whole or not at all, verified by size and checksum, old ones removed.
 
 output/checkpoints/
   .step_000040.staging-.../    being written; readers ignore it, and the next run removes it if its writer died
@@ -33,14 +33,12 @@ FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 MAX_STATE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 1 << 22
-# Checkpoints from before these were recorded have the only values there were.
-_BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
 STEP_NAME: Final = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """Everything in a checkpoint that is not a tensor.
+    """The content of a checkpoint besides its tensors.
 
     Args:
         step: optimizer steps done.
@@ -49,8 +47,8 @@ class TrainingState:
         model: the model's shape, to recognise a different model before its tensors are read.
         pretrained: the weights that the run started from: path, checksum, family; empty for a run from scratch.
         peft: the adapters that were trained: rank, alpha, target modules; empty if all weights were.
-        files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
-        checksums: name -> checksum of each of them, to notice one that was damaged.
+        files: name -> bytes of the checkpoint's other files.
+        checksums: name -> checksum of each of them.
     """
 
     step: int
@@ -119,10 +117,10 @@ class CheckpointDirectory:
     def __init__(self, path: Path, *, keep: int = 0) -> None:
         self.path = path
         self._keep = keep
-        self.held: set[str] = set()  # names of old ones that must stay for now: they are being copied
+        self.held: set[str] = set()  # names of those that are being copied and must stay
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint: one that has its final name is complete."""
+        """Return the newest checkpoint; every one with its final name is complete."""
         return max(self._all(), default=(0, None))[1]
 
     def remove_leftovers(self) -> list[str]:
@@ -213,7 +211,7 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
 
 
 def recorded_model(shape: ModelShape, config: TrainConfig) -> dict[str, Any]:
-    """Return what must not change for a checkpoint to fit: the model's shape, and how its parameters are grouped."""
+    """Return the settings that must not change between runs: the model's shape, and the groups of its parameters."""
     groups = {"optimizer.no_weight_decay": sorted(config.optimizer.no_weight_decay)}
     return {**asdict(shape), "freeze": list(config.model.freeze), **groups}
 
@@ -229,7 +227,7 @@ def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapp
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
-    before = {**_BEFORE_RECORDED, **saved, **asdict(ModelShape.from_saved(saved))}
+    before = {**saved, **asdict(ModelShape.from_saved(saved))}
     differing = [
         f"{name if '.' in name else f'model.{name}'} was {before.get(name)} and is {value} now"
         for name, value in current.items()

@@ -24,8 +24,8 @@ class ModelConfig:
         rotary_base: base of the rotary positions; null means 10000.
         hidden_dropout: share of the residual stream's additions that training drops.
         attention_dropout: share of the attention weights that training drops.
-        freeze: what is not trained: embeddings, output, norms, first_N_layers, or patterns of Megatron-Core's names
-            such as decoder.layers.0.mlp.*, with layers counted over the whole model.
+        freeze: parameters that are not trained: embeddings, output, norms, first_N_layers, or patterns of
+            Megatron-Core's names such as decoder.layers.0.mlp.*, with layers counted over the whole model.
     """
 
     path: str | None = None
@@ -116,7 +116,7 @@ class OptimizerConfig:
         decay_style: cosine, linear, constant or wsd (warm up, stay, decay at the end).
         wsd_share: share of all steps at the end that decay (by 1 - sqrt), with decay_style=wsd.
         weight_decay: decoupled weight decay.
-        no_weight_decay: what it leaves alone: norms, biases, embeddings, or patterns of Megatron-Core's names.
+        no_weight_decay: parameters that do not decay: norms, biases, embeddings, or patterns of Megatron-Core's names.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
         clip_grad: largest gradient norm; 0 turns clipping off.
@@ -143,7 +143,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the ranks are divided; whatever remains is data parallelism.
+    """How the ranks are divided; the rest is data parallelism.
 
     Args:
         tensor: ranks that share each layer.
@@ -181,7 +181,7 @@ class PeftConfig:
 
 @dataclass
 class StepConfig:
-    """What a step is, and how many there are.
+    """The batch of a step, the loss, and the length of the run.
 
     Args:
         steps: optimizer steps; null trains for train.epochs.
@@ -189,7 +189,7 @@ class StepConfig:
         global_batch_size: batch per optimizer step, over all ranks; null derives it from the next two keys.
         gradient_accumulation: micro batches per step and rank; only with train.global_batch_size=null.
         micro_batch_size: accepted for the batch arithmetic; packed bins always run one at a time.
-        batch_unit: what the batch counts: bins, or sequences as before packing.
+        batch_unit: the unit of the batch size: bins, or sequences as before packing.
         loss: per_token is the mean over trained tokens, per_conversation lets every conversation count the same.
         log_every: steps between two metrics records.
         recompute: activations to compute again in the backward pass instead of keeping them: none, selective (inside

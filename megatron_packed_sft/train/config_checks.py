@@ -1,4 +1,4 @@
-"""Values that have the right type but cannot work: refused before anything slow is imported."""
+"""Refuse values that have the right type but cannot work, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from megatron_packed_sft.data.options import MODES, STATIC
 from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order
 from megatron_packed_sft.data.order.state import COMPARED
-from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.layout import TARGETS, ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES

@@ -7,7 +7,6 @@ run ─▶ its newest checkpoint ─▶ weights, one at a time ─▶ *.safetens
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +25,12 @@ from megatron_packed_sft.megatron.checkpoint_writer import (
     write_descriptions,
     write_tensors,
 )
-from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
+from megatron_packed_sft.megatron.lora import AdaptedWeights, write_adapter
 from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, HuggingFaceFolder, read_config
 from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.megatron.weights.safetensors_writer import WrittenWeights, total_bytes, write_weights
 from megatron_packed_sft.megatron.weights.torch_dist import METADATA, CheckpointWeights, TorchDistCheckpoint
+from megatron_packed_sft.remote.node_cache import parse_size
 from megatron_packed_sft.support.atomic import Staging, fsync_directory, os_errors
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.support.progress import Progress
@@ -47,14 +47,12 @@ DTYPES: Final = {
 FORMATS: Final = ("huggingface", "megatron", "adapter")
 Weights = CheckpointWeights | AdaptedWeights | FolderWeights
 DEFAULT_SHARD_SIZE: Final = "5GB"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _ROOM: Final = 1 << 26  # for the small files
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was exported.
+    """The result of an export.
 
     Args:
         source: the checkpoint.
@@ -62,7 +60,7 @@ class ExportReport:
         family: of the model.
         dtype: of the weights.
         num_parameters, num_bytes, num_files: of the weights.
-        notes: what the user should know.
+        notes: lines for the user.
     """
 
     source: str
@@ -105,7 +103,7 @@ def export_model(
     if to not in FORMATS:
         raise InvalidInputError(f"--to is {to!r}; choose from {', '.join(FORMATS)}")
     local_path(target, "OUTPUT")  # refuses a URL, before a download
-    options = _Options(to, dtype, parse_size(max_shard_size), tokenizer, overwrite, progress)
+    options = _Options(to, dtype, parse_size(max_shard_size, "--max-shard-size"), tokenizer, overwrite, progress)
     _dtype(dtype)
     with open_source(source, like) as found:
         return _export(found, target, options)
@@ -149,8 +147,8 @@ def _export(found: Source, target: str | os.PathLike[str], options: _Options) ->
             trained, kept = (str(one).removeprefix("torch.") for one in (weights.dtype, stored))
             notes = [
                 *notes,
-                f"trained in {trained}, rounded to {kept} as the weights that the run started from; a short run may "
-                "lose much of what it learnt; --dtype fp32 keeps it",
+                f"trained in {trained}, rounded to {kept} like the weights that the run started from; a short run may "
+                "lose much of what it learned; add --dtype fp32 to keep it",
             ]
         staging.publish()
     return ExportReport(
@@ -161,19 +159,6 @@ def _export(found: Source, target: str | os.PathLike[str], options: _Options) ->
         notes=notes,
         **written._asdict(),
     )
-
-
-def parse_size(text: str) -> int:
-    """Return a size in bytes.
-
-    Example:
-        >>> parse_size("5GB"), parse_size("512MiB"), parse_size("1000")
-        (5000000000, 536870912, 1000)
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise InvalidInputError(f"--max-shard-size is {text!r}; write a size such as 5GB or 500MB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
 
 
 def _write_small_files(
@@ -254,9 +239,9 @@ class Source:
         shape: of the model.
         config: the config.json that it came with; None for a model trained from scratch.
         model_files: the folder with the small files of the model, if there is one.
-        state: what a run of ours recorded; None for what others made.
+        state: the state of a checkpoint of this recipe; None for other checkpoints.
         folder: the weights, if they are in a Hugging Face folder.
-        name: what to call it, if not by its path.
+        name: the URL that it was fetched from.
     """
 
     path: Path
@@ -269,7 +254,7 @@ class Source:
 
     @contextmanager
     def open(self) -> Iterator[CheckpointWeights | AdaptedWeights | FolderWeights]:
-        """Open the weights, after a check of every byte that a checkpoint of ours has."""
+        """Open the weights; the checksums of our own checkpoints are compared first."""
         if self.folder is not None:
             yield FolderWeights(self.folder)
             return
@@ -283,7 +268,7 @@ class Source:
 
 @contextmanager
 def open_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Iterator[Source]:
-    """Yield the model that a path or the URL of a copy means; the copy is fetched into TMPDIR for so long."""
+    """Yield the model at a path, or at the URL of a copy, which is fetched into TMPDIR for the duration."""
     if not is_url(path):
         yield find_source(path, like)
         return
@@ -292,7 +277,7 @@ def open_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | Non
 
 
 def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Source:
-    """Return the model that a path means.
+    """Return the model at a path.
 
     Args:
         path: a run (its newest checkpoint), a checkpoint, a torch_dist checkpoint of Megatron, or a Hugging Face
@@ -321,7 +306,7 @@ def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | Non
 
 
 def _own(checkpoint: Path, like: Path | None) -> Source:
-    """Return a checkpoint of a run of ours."""
+    """Return a checkpoint of this recipe."""
     state = TrainingState.load(checkpoint)
     kept: Path | None = checkpoint.parent.parent / MODEL_FILES
     if like is not None or not (kept and kept.is_dir()):
@@ -331,7 +316,7 @@ def _own(checkpoint: Path, like: Path | None) -> Source:
     if kept is not None and (like is not None or (kept / CONFIG).is_file()):
         config, _, described = read_config(kept, "--like")
         if described != shape:
-            raise InvalidInputError(f"{kept} describes another model than {checkpoint} holds; use the right folder")
+            raise InvalidInputError(f"{kept} is not the model of {checkpoint}; give the folder of that model")
     return Source(path=checkpoint, shape=shape, config=config, model_files=kept, state=state)
 
 

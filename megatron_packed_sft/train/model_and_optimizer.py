@@ -36,7 +36,7 @@ _DTYPES = dict(zip(PRECISIONS, (None, torch.float32, torch.bfloat16), strict=Tru
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAndOptimizer:
-    """What a run trains and saves.
+    """The model, optimizer and scheduler of a run.
 
     Args:
         model: the GPT model inside Megatron-Core's DistributedDataParallel.
@@ -80,7 +80,7 @@ def _inner(optimizer: Any) -> dict[str, Any]:
 def _share_step_count(optimizer: Mapping[str, Any]) -> None:
     """Give Adam's step count to ranks that have none; a collective call.
 
-    A checkpoint takes it from the first rank, whose part of the model may be frozen as a whole.
+    A checkpoint takes it from the first rank, whose whole part of the model may be frozen.
     """
     state = _inner(optimizer).get("state", {})
     counts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -104,9 +104,9 @@ def build_model_and_optimizer(
 
     Args:
         shape: the model's shape.
-        config: what of the model is trained, and how.
+        config: of the run.
         schedule: gives the number of bins over which the learning rate decays.
-        backend: what the run computes on.
+        backend: from `choose_backend`.
         sequence_length: largest number of positions in a batch.
         weights: pretrained ones to start from; by default they are random.
         lora: adapters to train instead of the weights.
@@ -198,7 +198,7 @@ def transformer_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
-    """Refuse what needs CUDA or Transformer Engine where they are absent, naming the key."""
+    """Refuse settings that need CUDA or Transformer Engine on a machine without them, naming the key."""
     optimizer, parallel = config.optimizer, config.parallel
     needs_engine = {
         f"optimizer.fp8={optimizer.fp8}": optimizer.fp8 is not None,
@@ -243,7 +243,7 @@ def _scheduler(
         end_wd=settings.weight_decay,
         wd_incr_steps=schedule.num_bins,
         wd_incr_style="constant",
-        # A resumed run follows its own configuration: a run made longer decays over its new length.
+        # A resumed run follows its own configuration: one with more steps decays over its new length.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

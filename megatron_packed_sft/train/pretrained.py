@@ -1,4 +1,4 @@
-"""Which model a run trains: of the sizes in its configuration, of a checkpoint, or of pretrained weights.
+"""The model that a run trains, and the files beside its weights: config.json, tokenizer, chat template.
 
 model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron/weights), when the model is built
                                  └─▶ output/model_files: what `packed-sft export` writes besides the weights
@@ -66,13 +66,13 @@ def model_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return what the configuration says about the shape; dropout and freezing are not part of it."""
+    """Return the settings of the shape; dropout and freezing are not among them."""
     names = {field.name for field in fields(ModelShape)}
     return {name: value for name, value in vars(model).items() if name in names and value is not None}
 
 
 def recorded_peft(peft: PeftConfig) -> dict[str, Any]:
-    """Return what a checkpoint records of its adapters: nothing, if all weights are trained."""
+    """Return the adapter settings that a checkpoint records; empty if all weights are trained."""
     return {} if peft.method == "none" else asdict(peft)
 
 
@@ -105,7 +105,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def record_of(folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return what a run remembers of the weights that it starts from; a collective call, in which ranks share the work.
+    """Return the record of the weights that a run starts from; a collective call, in which ranks share the work.
 
     Args:
         folder: the opened folder.
@@ -124,7 +124,7 @@ def record_of(folder: HuggingFaceFolder) -> dict[str, Any]:
 
 
 def write_record(record: Mapping[str, Any], output: Path) -> None:
-    """Write it into the run's directory."""
+    """Write the record into the run's directory."""
     replace_file(output / RECORD, json_document.render(record))
 
 
@@ -133,7 +133,7 @@ def keep_model_files(model: Path | None, tokenizer: Path | None, output: Path) -
 
     Args:
         model: the folder of `model.path`.
-        tokenizer: that of `data.tokenizer`, or its file; used for what the model's folder has not.
+        tokenizer: that of `data.tokenizer`, or its file; used for files that the model's folder lacks.
         output: the run's directory.
     """
     found: dict[str, Path] = {}
@@ -182,7 +182,7 @@ def write_model_files(
     """Write everything but the weights; return notes for the user.
 
     Args:
-        directory: where to.
+        directory: of the exported model.
         shape: of the model.
         config: the config.json that the model came with; None for a model trained from scratch.
         kept: the folder with the small files that the model came with.
@@ -210,11 +210,11 @@ def write_model_files(
         _write_json(directory / GENERATION, {key: ids[key] or config.get(key) for key in ids})
     if has_tokenizer(directory):
         return []
-    return ["no tokenizer is known, so none was written; add --tokenizer FOLDER to include one"]
+    return ["the run kept no tokenizer, so none was written; add --tokenizer FOLDER to include one"]
 
 
 def _copied(kept: Path | None, tokenizer: str | os.PathLike[str] | None) -> dict[str, Path]:
-    """Return name -> file of what is copied as it is."""
+    """Return name -> file of the files that are copied unchanged."""
     files = {} if kept is None else dict(small_files(kept))
     if tokenizer is not None:
         source = local_path(tokenizer, "--tokenizer")
@@ -222,7 +222,7 @@ def _copied(kept: Path | None, tokenizer: str | os.PathLike[str] | None) -> dict
             raise InvalidInputError(f"--tokenizer {source} does not exist; give a tokenizer's folder or file")
         own = dict(small_files(source))
         files = {**own, **{name: file for name, file in files.items() if name == GENERATION}}
-    files.pop(CONFIG, None)  # it is written anew
+    files.pop(CONFIG, None)  # written separately
     return files
 
 

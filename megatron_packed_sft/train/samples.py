@@ -164,7 +164,7 @@ def _batch_of(dataset: PackedDataset, ids: list[int]) -> Batch:
     """Return a batch of one sequence; one id is added, because the inputs of a batch leave out the last."""
     padded = np.array([*ids, dataset.options.eos_id], np.int32)
     sample = {"input_ids": padded, "seq_boundaries": [0, len(padded)], "loss_mask": np.zeros(len(padded), np.uint8)}
-    return dataset.collate_fn([sample])
+    return PackedDataset.collate_fn(dataset, [sample])  # a bin, whatever the items of the dataset are
 
 
 def _next_token_step(

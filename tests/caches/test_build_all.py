@@ -24,6 +24,7 @@ from megatron_packed_sft.caches.build_all import (
 )
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, StorageIOError, TargetExistsError
 from megatron_packed_sft.records.record import RecordError
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
 
 ROOT = Path(__file__).parents[2]
@@ -274,7 +275,7 @@ def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, dat
     first = np.fromfile(split / "shard_00000.bin", "<u2")[:33]
     assert dataset[0]["input_ids"].tolist()[:32] == first[:32].tolist()
     # Documents end where meta.json says, and not at the tokenizer's own end of sequence.
-    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, pack_sequences=True)
+    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, stream=StreamOptions(pack_sequences=True))
     ends = np.flatnonzero(first[:32] == special_ids(model)["eot"])
     assert np.flatnonzero(np.diff(packed[0]["doc_ids"])).tolist() == ends[ends < 31].tolist()
     report = validate(split)

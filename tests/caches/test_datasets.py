@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import validate
+from megatron_packed_sft import load_tokenizer, validate
 from megatron_packed_sft.caches import (
     PretrainTokenStreamDataset,
     SFTExampleDataset,
@@ -18,7 +18,7 @@ from megatron_packed_sft.caches import (
     write_meta,
 )
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError, StorageIOError
-from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
+from tests.caches.small_tokenizer import CHATS, TEXTS, special_ids, train
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def texts(model: str, tmp_path: Path) -> Path:
     build_pretrain_cache(
         TEXTS,
         tmp_path / "texts",
-        tokenizer=processor(model),
+        tokenizer=load_tokenizer(model),
         max_train_tokens=1000,
         max_val_tokens=30,
         shard_bytes=600,
@@ -43,7 +43,7 @@ def texts(model: str, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chats(model: str, tmp_path: Path) -> Path:
-    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=processor(model), val_frac=0.1, seed=1)
+    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=load_tokenizer(model), val_frac=0.1, seed=1)
     return tmp_path / "chats"
 
 
@@ -169,7 +169,7 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
 
 
 def test_a_split_without_examples_is_refused(model: str, tmp_path: Path) -> None:
-    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=processor(model), val_frac=0, seed=1)
+    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=load_tokenizer(model), val_frac=0, seed=1)
     with pytest.raises(InvalidInputError, match=r"val_idx\.npy lists no examples"):
         SFTExampleDataset(
             tmp_path / "chats" / "val_tokens.bin",

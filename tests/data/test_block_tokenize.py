@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from megatron_packed_sft import block_tokenize_fn, known_strategies, load_tokenizer, train_sentencepiece
+from megatron_packed_sft import block_tokenize_fn, load_tokenizer, train_sentencepiece
 from megatron_packed_sft.data.huggingface import blocks as blocks_module
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.strategies.registry import known_strategies
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what else transformers would like to be installed

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
+from megatron_packed_sft import create_sft_dataset, open_shard
 from megatron_packed_sft.data.batch import collate_kernel
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
@@ -24,6 +24,7 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_shard,
 )
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from tests.packed_bins import make_bins, write_shard
 
 SAMPLE: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "seq_boundaries": [0, 2, 4], "loss_mask": [1, 0, 1, 0]}

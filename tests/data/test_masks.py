@@ -17,6 +17,7 @@ from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 from megatron_packed_sft.data.batch.model_helpers import doc_ids_from_boundaries, document_mask_mod, visible_mask
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
 
@@ -111,7 +112,7 @@ def test_a_mask_that_lets_sequences_see_each_other_is_announced(
     contract: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_shard(tmp_path / "shard", make_bins(2, 16), 16)
-    dataset = create_sft_dataset(tmp_path / "shard", 2, contract=contract, return_cu_seqlen=False)
+    dataset = create_sft_dataset(tmp_path / "shard", 2, contract=BatchOptions(contract, return_cu_seqlen=False))
     dataset.fetch_batch([0])
     dataset.fetch_batch([1])
     announced = [message for message in caplog.messages if "lets the sequences of a bin see each other" in message]

@@ -198,7 +198,8 @@ def test_the_verb_says_what_it_wrote(
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(prepared.path)]) == 0
     assert re.fullmatch(
-        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 worth a look\n", capsys.readouterr().out
+        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 suspicious sequences\n",
+        capsys.readouterr().out,
     )
     assert (
         main(["report", str(prepared.path), "-o", "page.html", "--json", "--ranks", "2", "--global-batch-size", "4"])

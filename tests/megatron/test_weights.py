@@ -120,7 +120,7 @@ def test_a_checkpoint_for_megatron_comes_back_with_the_same_bytes(models: Models
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     with pytest.raises(InvalidInputError, match="does not say which model it holds; add --like FOLDER"):
         export_model(root, tmp_path / "again")
-    with pytest.raises(PackedSFTError, match=r"give the checkpoint of that model|which a .* model has not"):
+    with pytest.raises(PackedSFTError, match=r"give the checkpoint of that model|which a .* model does not have"):
         export_model(root, tmp_path / "again", like=models.home / "llama")
     assert [entry.name for entry in tmp_path.iterdir()] == ["back"]
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import LegacyShard, MemmapShard, open_shard
+from megatron_packed_sft import open_shard
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import (
@@ -29,6 +29,8 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, open_dataset
 from tests.packed_bins import write_shard
 

@@ -14,7 +14,8 @@ import torch
 from megatron_packed_sft import convert, create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
+from tests.dataset_options import grouped
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, own_random_state
 from tests.packed_bins import make_bins, write_shard
 
@@ -43,7 +44,9 @@ def assert_equal_batches(
     """Compare every key of every batch, padding samples included: the type, the shape, and `torch.equal`."""
     released = open_with_bridge(version, theirs, max_seq_length=max_seq_length, **options)
     options.pop("pack_metadata_file_path", None)  # ours knows these figures itself
-    dataset = create_sft_dataset(ours, EOS, seq_length=max_seq_length, contract=CONTRACT_OF[version], **options)
+    dataset = create_sft_dataset(
+        ours, EOS, seq_length=max_seq_length, **grouped(contract=CONTRACT_OF[version], **options)
+    )
     assert len(released) == len(dataset)
     for first in range(0, len(dataset), 64):
         indices = [*range(first, min(first + 64, len(dataset)))]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.remote import node_cache as node_caches
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.uploads import upload
@@ -56,11 +57,11 @@ def test_a_shuffle_that_is_too_wide_for_the_cache_is_announced_once_with_the_rem
 ) -> None:
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
     caplog.set_level(logging.WARNING)
-    PackedLoader(create_sft_dataset(URL, 0, cache_size=2 * total), shuffle=True)
-    PackedLoader(create_sft_dataset(URL, 0, cache_size=total // 2 + 1), shuffle=False)
+    PackedLoader(create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=2 * total)), shuffle=True)
+    PackedLoader(create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total // 2 + 1)), shuffle=False)
     PackedLoader(create_sft_dataset(URL, 0), shuffle=True)
     assert not caplog.records
-    small = create_sft_dataset(URL, 0, cache_size=total * 5 // 8)
+    small = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8))
     PackedLoader(small, shuffle=True)
     PackedLoader(small, shuffle=True)
     [record] = caplog.records
@@ -69,9 +70,9 @@ def test_a_shuffle_that_is_too_wide_for_the_cache_is_announced_once_with_the_rem
     assert f"(about 2 shards of {NUM_SHARDS})" in message
     assert "set shard_window=1 to visit few shards at a time, or raise cache_size to" in message
     caplog.clear()
-    create_sft_dataset(URL, 0, cache_size=total * 5 // 8 - 1, shard_window=1)
+    create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8 - 1, shard_window=1))
     assert not caplog.records
-    create_sft_dataset(URL, 0, cache_size=total * 5 // 8 - 2, shard_window=2)
+    create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8 - 2, shard_window=2))
     assert "shard_window=2 visits" in caplog.text
 
 
@@ -82,9 +83,9 @@ def test_a_shuffle_that_fits_is_not_announced_where_ids_are_narrow(
     upload(local, f"{URL}_narrow")
     total = sum(len(data) for name, data in files(local).items() if name.startswith("train"))
     caplog.set_level(logging.WARNING)
-    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total + 100), shuffle=True)
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, opening=OpenOptions(cache_size=total + 100)), shuffle=True)
     assert not caplog.records
-    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total - 1000), shuffle=True)
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, opening=OpenOptions(cache_size=total - 1000)), shuffle=True)
     assert f"(about 3 shards of {NUM_SHARDS})" in caplog.text
 
 
@@ -93,7 +94,7 @@ def test_what_finds_no_room_is_asked_for_once(
 ) -> None:
     monkeypatch.setattr("megatron_packed_sft.remote.fetch_ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
-    dataset = create_sft_dataset(URL, 0, cache_size=total // 2)
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total // 2))
     views = [dataset.source.bin(index).input_ids for index in (0, 6)]  # of two shards, which is all that has room
     dataset.source.advise(np.arange(len(dataset)))
     cache = node_cache(size=total // 2)
@@ -106,8 +107,8 @@ def test_what_finds_no_room_is_asked_for_once(
 
 MAP_ALL = """
 import sys
-from megatron_packed_sft import create_sft_dataset
-dataset = create_sft_dataset(sys.argv[1], 0, cache_size=int(sys.argv[2]))
+from megatron_packed_sft import OpenOptions, create_sft_dataset
+dataset = create_sft_dataset(sys.argv[1], 0, opening=OpenOptions(cache_size=int(sys.argv[2])))
 for index in (0, 6): dataset[index]
 print("mapped", flush=True)
 sys.stdin.readline()
@@ -123,7 +124,7 @@ def test_a_process_that_is_short_of_room_gets_it_from_the_others(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "mapped\n"
-        dataset = create_sft_dataset(URL, 0, cache_size=size)
+        dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=size))
         for index in (12, 18):  # the other two shards
             dataset[index]
         assert sum(entry.num_bytes for entry in node_cache(size=size).entries()) <= size

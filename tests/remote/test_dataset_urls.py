@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
 from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.inspect.preview_bins import is_packed
@@ -154,12 +155,12 @@ def test_a_republished_dataset_is_not_mixed_with_the_cached_one(
 def test_a_cache_smaller_than_the_data_stays_within_its_size(published: FaultProxy, local: Path) -> None:
     one_shard = sum(len(data) for name, data in files(local).items() if "shard_000000" in name)
     cache = node_cache(size=2 * one_shard + 100)
-    dataset = create_sft_dataset(URL, 0, cache_size=2 * one_shard + 100)
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=2 * one_shard + 100))
     for _ in range(2):
         assert contents(dataset) == contents(create_sft_dataset(local, 0))
         assert sum(entry.num_bytes for entry in cache.entries()) <= 2 * one_shard + 100
     with pytest.raises(InvalidInputError, match=r"more than the whole cache of .* set cache_size to at least"):
-        create_sft_dataset(URL, 0, cache_size=one_shard // 2)[0]
+        create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=one_shard // 2))[0]
 
 
 def test_a_mapped_shard_is_never_evicted(published: FaultProxy) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft import create_sft_dataset, open_dataset, validate, write_memmap_to_cloud
+from megatron_packed_sft import create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.remote.downloads import fetch_files
@@ -20,6 +21,7 @@ from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.objects import list_objects, read_object, write_object
 from megatron_packed_sft.remote.uploads import UNFINISHED, upload
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
+from megatron_packed_sft.storage.remote_shard import write_memmap_to_cloud
 from megatron_packed_sft.train.checkpoint_copies import CopiedRun
 from megatron_packed_sft.train.metrics import read_metrics
 from tests.prepare.preparing import chat, write_records
@@ -208,7 +210,7 @@ def test_a_download_that_is_killed_is_done_again_by_the_next(
     store.delay = 0.02
     kill_after(store, "GET", num_requests, READ, URL)
     store.delay = 0.0
-    dataset = create_sft_dataset(URL, 0, cache_size="1MB")
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size="1MB"))
     assert contents(dataset) == contents(create_sft_dataset(local, 0))
     for number, shard in enumerate(dataset.source.remote or ()):
         assert files(shard.path) == files(local / "train" / f"shard_{number:06d}")

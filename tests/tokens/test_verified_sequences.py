@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.support import checksum, json_document
@@ -137,7 +138,8 @@ def test_other_sequences_of_a_damaged_store_are_read(store: Path) -> None:
 
 def test_when_a_sequence_is_verified(store: Path) -> None:
     first, always, never = (
-        create_sft_dataset(store, 2, plan=PLAN, verify=verify) for verify in ("first_read", "always", "never")
+        create_sft_dataset(store, 2, plan=PLAN, opening=OpenOptions(verify=verify))
+        for verify in ("first_read", "always", "never")
     )
     for one in (first, always, never):
         one.fetch_batch([BIN, 0])

@@ -279,7 +279,7 @@ def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsy
     assert "is neither a run, a checkpoint nor a Hugging Face folder" in failing(capsys, runs.data, target, code=2)
     assert "--dtype is 'int8'; choose from bf16, fp16" in failing(capsys, run, target, "--dtype", "int8", code=2)
     message = failing(capsys, run, target, "--max-shard-size", "big", code=2)
-    assert "--max-shard-size is 'big'; write a size such as 5GB" in message
+    assert "--max-shard-size is 'big'; give a size such as" in message
     message = failing(capsys, run, target, "--like", str(runs.other), code=2)
     assert "describes another model than" in message
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

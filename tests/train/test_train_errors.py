@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from megatron_packed_sft.config.composition import config_directory
 from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
-from megatron_packed_sft.train.checkpoint import STATE, TrainingState
-from megatron_packed_sft.train.config import ModelConfig
+from megatron_packed_sft.train.checkpoint import STATE, TrainingState, recorded_model
+from megatron_packed_sft.train.config import ModelConfig, TrainConfig
 from megatron_packed_sft.train.pretrained import model_shape
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
 from tests.train.launch import RECIPE, environment, torchrun
@@ -152,7 +151,9 @@ def saved_run(output: Path, **changes: object) -> Path:
         "seed": 1234,
         **changes,
     }
-    state = TrainingState(step=2, data=data, scheduler=SCHEDULER, model=asdict(model_shape(TINY, VOCAB_SIZE)))
+    state = TrainingState(
+        step=2, data=data, scheduler=SCHEDULER, model=recorded_model(model_shape(TINY, VOCAB_SIZE), TrainConfig())
+    )
     checkpoint = output / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / STATE).write_bytes(state.to_bytes())

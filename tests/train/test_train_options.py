@@ -159,7 +159,7 @@ def test_layers_above_frozen_embeddings_learn_the_same_when_recomputed() -> None
 @pytest.mark.parametrize(
     ("freeze", "problem"),
     [
-        (["embedings"], "model.freeze has 'embedings', which is the name of no parameter; choose from norms"),
+        (["embedings"], "model.freeze has 'embedings', which matches no parameter; choose from norms"),
         (["first_3_layers"], "model.freeze has 'first_3_layers', but the model has 2 layers"),
         (["*"], "freezes the whole model; leave something to train"),
     ],

@@ -68,22 +68,22 @@ class HuggingFaceTokenizer:
 
     def _load(self, folder: Path, fast: bool, files: TokenizerFolder, expected: tuple[str, str | None] | None) -> None:
         """Take over what the files say; `expected` is their earlier fingerprint and the fast path's `checked_by`."""
-        self._path, self._fast = str(folder), fast
+        self.path, self.name, self._fast = str(folder), folder.name, fast
         self._document = _only_what_decides_ids(files.document)
-        self._template_variables = files.special_tokens
-        self._chat_template, self._tool_template = files.chat_template, files.tool_template
-        self._stop_tokens = files.stop_tokens
+        self.template_variables: Mapping[str, Any] = files.special_tokens
+        self.chat_template, self.tool_template = files.chat_template, files.tool_template
+        self.stop_tokens: Sequence[str] = files.stop_tokens
         # Pickled with the tokenizer, since asking transformers again takes seconds.
         self._asked = files if files.reason else None
-        self._fingerprint = _fingerprint(self._document)
-        passed_with = (recall(self._fingerprint) if fast else None) if expected is None else expected[1]
+        self.fingerprint = _fingerprint(self._document)
+        passed_with = (recall(self.fingerprint) if fast else None) if expected is None else expected[1]
         has_passed = passed_with is not None and passed_with == checked_by()
         if expected is None:
             if not has_passed:
                 self._check_added_tokens()
-        elif expected[0] != self._fingerprint:
+        elif expected[0] != self.fingerprint:
             raise InvalidInputError(
-                f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
+                f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self.fingerprint} "
                 "now); run again, and leave the tokenizer unchanged"
             )
         self._controls = ControlTokens(
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _backend(self) -> Any:
         """The tokenizer of `tokenizers`; loading takes half a second, which the fast path may never need."""
-        return _backend(self._document, Path(self._path))
+        return _backend(self._document, Path(self.path))
 
     def _check_added_tokens(self) -> None:
         backend = self._backend  # loaded here, so that a broken file is found even without added tokens
@@ -110,7 +110,7 @@ class HuggingFaceTokenizer:
             found = backend.token_to_id(token["content"])
             if found != token["id"]:
                 raise InvalidInputError(
-                    f"{self._path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
+                    f"{self.path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
                     "the tokenizer again with transformers"
                 )
 
@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         if isinstance(found, GigatokenPath):
             self._gigatoken, self.fast_path, self.fast_path_refusal = found, "gigatoken", None
             if not has_passed and (passed_with := checked_by()) is not None:
-                remember(self._fingerprint, passed_with)
+                remember(self.fingerprint, passed_with)
             vars(self).pop("_backend", None)  # a hundred megabytes that the fast path rarely needs
         else:
             self.fast_path_refusal = found
@@ -127,22 +127,7 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
-        return _load_again, (origin_of(self._path), self._fast, self._asked, (self._fingerprint, passed_with))
-
-    @property
-    def path(self) -> str:
-        """The folder it was loaded from."""
-        return self._path
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return Path(self._path).name
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of model, normalizer, pre-tokenizer and added tokens."""
-        return self._fingerprint
+        return _load_again, (origin_of(self.path), self._fast, self._asked, (self.fingerprint, passed_with))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -165,26 +150,6 @@ class HuggingFaceTokenizer:
     def pad_id(self) -> int | None:
         """The padding id, if any."""
         return self._id_of("pad_token")
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its own Jinja template, if any."""
-        return self._chat_template
-
-    @property
-    def tool_template(self) -> str | None:
-        """The template that it has for chats with tools, if that is another one."""
-        return self._tool_template
-
-    @property
-    def stop_tokens(self) -> Sequence[str]:
-        """Its end-of-sequence token, and those in generation_config.json."""
-        return self._stop_tokens
-
-    @property
-    def template_variables(self) -> Mapping[str, Any]:
-        """Its special tokens by name, as text."""
-        return self._template_variables
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
@@ -302,7 +267,7 @@ class HuggingFaceTokenizer:
                 if isinstance(error, KeyboardInterrupt | SystemExit):
                     raise
                 raise InvalidInputError(
-                    f"the tokenizer in {self._path} cannot encode a text ({error}); choose one that knows every "
+                    f"the tokenizer in {self.path} cannot encode a text ({error}); choose one that knows every "
                     "character, or has an unknown token"
                 ) from None
             for index, encoding in zip(indices, found, strict=True):
@@ -325,10 +290,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _literal_backend(self) -> Any:
-        return _backend(_with_private_names(self._document, self._private_names), Path(self._path))
+        return _backend(_with_private_names(self._document, self._private_names), Path(self.path))
 
     def _id_of(self, name: str) -> int | None:
-        token = self._template_variables.get(name)
+        token = self.template_variables.get(name)
         if token is None:
             return None
         added: dict[str, int] = {one["content"]: one["id"] for one in self._document["added_tokens"]}

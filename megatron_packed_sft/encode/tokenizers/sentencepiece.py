@@ -49,10 +49,11 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.path.abspath(path)
-        refuse_special_file(self._path)
+        self.path = os.path.abspath(path)
+        self.chat_template = self.tool_template = None  # a .model file has no templates
+        refuse_special_file(self.path)
         try:
-            self._model = Path(self._path).read_bytes()
+            self._model = Path(self.path).read_bytes()
         except OSError as error:
             raise InvalidInputError(
                 f"{path} cannot be read ({error.strerror}); give the path of a SentencePiece .model file"
@@ -66,6 +67,8 @@ class SentencePieceTokenizer:
             self._inner = _processor(without_dummy_prefix(self._model)) if has_prefix else self._processor
         except (InvalidInputError, RuntimeError, OSError, UnicodeDecodeError):
             raise InvalidInputError(f"{path} is not a SentencePiece model; give the .model file") from None
+        self.fingerprint = xxhash.xxh3_128(self._model).hexdigest()
+        self.vocab_size = len(self._pieces)
         self._controls = ControlTokens(
             {piece.text: number for number, piece in enumerate(self._pieces) if _is_control(piece)}
         )
@@ -73,28 +76,13 @@ class SentencePieceTokenizer:
         self._widths = np.array([_num_bytes(piece) for piece in self._pieces], np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_again, (origin_of(self._path), self.fingerprint)
-
-    @property
-    def path(self) -> str:
-        """The file it was loaded from."""
-        return self._path
+        return _load_again, (origin_of(self.path), self.fingerprint)
 
     @property
     def name(self) -> str:
         """The name of the file, or of its folder if the file is called tokenizer.model."""
-        path = Path(self._path)
+        path = Path(self.path)
         return path.parent.name if path.name == "tokenizer.model" and path.parent.name else path.name
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of the file."""
-        return xxhash.xxh3_128(self._model).hexdigest()
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return len(self._pieces)
 
     @property
     def bos_id(self) -> int | None:
@@ -110,16 +98,6 @@ class SentencePieceTokenizer:
     def pad_id(self) -> int | None:
         """The padding id, if any."""
         return self._id_of("pad")
-
-    @property
-    def chat_template(self) -> None:
-        """None: a .model file has no template."""
-        return
-
-    @property
-    def tool_template(self) -> None:
-        """None: a .model file has no template."""
-        return
 
     @property
     def stop_tokens(self) -> Sequence[str]:

@@ -1,6 +1,9 @@
-"""A model in a Hugging Face folder: config.json and safetensors, checked against each other before a weight is read.
+"""Read a model from a Hugging Face folder: config.json and safetensors, checked against each other first.
 
-Only safetensors are opened. A pickle (`pytorch_model.bin`) can run code of whoever made it, and is refused.
+    HuggingFaceFolder.open ─▶ load_pretrained    this rank's slices, into a model, tensor by tensor
+                           └▶ FolderWeights      whole Megatron weights, one at a time, for an export
+
+Only safetensors are opened. A pickle (`pytorch_model.bin`) can run code, and is refused.
 """
 
 from __future__ import annotations
@@ -33,11 +36,16 @@ from megatron_packed_sft.support.checksum import checksum, file_checksum
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import local_path
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_JSON_BYTES: Final = 1 << 26
+_BLOCK_BYTES: Final = 1 << 24
+_LARGEST_ITEM: Final = 8  # bytes of a number
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Buffers that old releases of transformers saved; they follow from config.json.
 _IGNORED: Final = (".rotary_emb.inv_freq",)
@@ -50,7 +58,7 @@ class HuggingFaceFolder:
     Args:
         path: of the folder.
         config: the parsed config.json.
-        family: the family that it says.
+        family: of the model.
         shape: the model's shape.
         files: safetensors file -> the names of its tensors that the model has.
         dtype: of the weights; if they differ, one that holds them all.
@@ -69,7 +77,7 @@ class HuggingFaceFolder:
 
         Args:
             path: of the folder.
-            name: what the user calls it, for messages.
+            name: the key or argument that the user set, for messages.
         """
         config, family, shape = read_config(path, name)
         folder = local_path(path, name)
@@ -128,7 +136,7 @@ def joint_checksum(checksums: Mapping[str, str]) -> str:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; one that is cut or no safetensors file at all is one sentence."""
+    """Open a safetensors file; a damaged one, or another kind of file, is one sentence."""
     safetensors = load("safetensors", "megatron", "reading pretrained weights")
     try:
         with os_errors("read", path):
@@ -181,7 +189,7 @@ def _files(folder: Path, name: str) -> dict[str, set[str] | None]:
 
 
 def _refuse_differing(file: Path, indexed: set[str] | None, found: tuple[str, ...]) -> None:
-    """Refuse a file whose tensors are not those that the index says."""
+    """Refuse a file with other tensors than the index lists."""
     if indexed is not None and indexed != set(found):
         one = min(indexed ^ set(found))
         where = "is in the index and not in the file" if one in indexed else "is in the file and not in the index"
@@ -196,7 +204,9 @@ def _checked_dtype(
         hint = "use another model"
         if name == "lm_head.weight" and shape.tie_embeddings:
             hint = "config.json ties the embeddings, so save the model again with transformers"
-        raise UnsupportedFormatError(f"{file} has the tensor {name}, which a {shape.family} model has not; {hint}")
+        raise UnsupportedFormatError(
+            f"{file} has the tensor {name}, which a {shape.family} model does not have; {hint}"
+        )
     sizes = tuple(tensor.get_shape())
     if sizes != expected[name].sizes:
         raise ShardFileError(
@@ -253,14 +263,6 @@ class FolderWeights:
         return result
 
 
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-
-
-_BLOCK_BYTES: Final = 1 << 24
-_LARGEST_ITEM: Final = 8
-
-
 class Place(NamedTuple):
     """Where a range of a tensor goes."""
 
@@ -296,7 +298,7 @@ def load_pretrained(
             places.setdefault(span.tensor, []).append(Place(parameter, weight.axis, span))
     if parameters:
         raise InvalidInputError(
-            f"the model has the weight {next(iter(parameters))}, which {folder.path} has not; build it with the "
+            f"the model has the weight {next(iter(parameters))}, which {folder.path} lacks; build it with the "
             "folder's shape"
         )
     for file, names in folder.files.items():

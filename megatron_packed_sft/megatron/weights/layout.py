@@ -1,4 +1,12 @@
-"""What decides a model: its sizes and the few choices in which the families of dense models differ."""
+"""A model's shape, its weights, and the Hugging Face tensors that each weight is made of, on any tensor-parallel rank.
+
+    linear_qkv, two query groups:   q q k v | q q k v          by group: its query heads, then its key, then its value
+    linear_fc1:                     gate ... | up ...          two sections, each of which the ranks share evenly
+    word_embeddings:                embed_tokens ... zeros     padded at the end
+
+Names are those of a torch_dist checkpoint, which are also those of the Transformer Engine layer spec; `local_name`
+gives those of Megatron-Core's own spec. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,25 @@ from typing import Any, Final, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
 
-DEFAULT_FAMILY = "llama"  # what a run from scratch trains: RMSNorm, SwiGLU, rotary positions, no biases
+DEFAULT_FAMILY = "llama"  # the family that a run from scratch trains: RMSNorm, SwiGLU, rotary positions, no biases
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+LAYERS = "decoder.layers."
+# Transformer Engine keeps a norm's weight with the linear layer behind it.
+_LOCAL_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+ADAPTERS: Final = "adapters.layers."  # the prefix of adapters in a checkpoint
+# The linear layers that may have adapters, and their names within a transformer layer.
+_TARGET_LAYERS: Final = {
+    "linear_qkv": "self_attention.linear_qkv",
+    "linear_proj": "self_attention.linear_proj",
+    "linear_fc1": "mlp.linear_fc1",
+    "linear_fc2": "mlp.linear_fc2",
+}
+TARGETS: Final = tuple(_TARGET_LAYERS)
+BY_COLUMNS: Final = ("linear_proj", "linear_fc2")  # whose columns the tensor-parallel ranks share, instead of rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +82,7 @@ class ModelShape:
 
     @classmethod
     def of_sizes(cls, **fields: Any) -> ModelShape:
-        """Return a shape; heads for keys and the width of a head follow from the rest unless they are given."""
+        """Return a shape; `num_query_groups` and `head_dim` follow from the other sizes unless they are given."""
         num_heads = fields["num_attention_heads"]
         if fields.get("num_query_groups") is None:
             fields["num_query_groups"] = num_heads
@@ -76,7 +102,7 @@ class ModelShape:
             ) from None
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `build_gpt_model` that the shape decides."""
+        """Return the arguments of `build_gpt_model` that follow from the shape."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -92,16 +118,6 @@ class ModelShape:
             "qk_layernorm": self.qk_layernorm,
             "add_qkv_bias": self.qkv_bias,
         }
-
-
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-LAYERS = "decoder.layers."
-# Transformer Engine keeps a norm's weight with the linear layer behind it.
-_LOCAL_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 
 
 class Span(NamedTuple):
@@ -126,8 +142,8 @@ class Weight:
 
     Args:
         name: in the checkpoint, without the layer, such as `mlp.linear_fc1.weight`.
-        tensors: the Hugging Face tensors that it is made of, each wholly.
-        spans: which rows (columns, for axis 1) of which tensor follow each other.
+        tensors: the Hugging Face tensors that it is made of.
+        spans: the ranges of their rows (columns, for axis 1), in the order of the weight.
         axis: along which the tensors are joined and the tensor-parallel ranks share the weight.
         is_shared: whether tensor-parallel ranks share it; otherwise each has all of it.
         num_sections: equal parts of the weight that are shared over the ranks one by one.
@@ -245,7 +261,7 @@ def _one(
     layer: int | None = None,
     is_padded: bool = False,
 ) -> Weight:
-    """Return a weight that is one tensor as it is."""
+    """Return a weight that equals one tensor."""
     return Weight(
         name,
         (TensorShape(tensor, sizes),),
@@ -274,25 +290,13 @@ def _queries_keys_values(shape: ModelShape, attention: str, kind: str, layer: in
     return Weight(f"self_attention.linear_qkv.{kind}", tuple(tensors.values()), tuple(spans), layer=layer)
 
 
-PREFIX: Final = "adapters.layers."
-# Where each layer is, and over which side the tensor-parallel ranks share it.
-_HOMES: Final = {
-    "linear_qkv": "self_attention.linear_qkv",
-    "linear_proj": "self_attention.linear_proj",
-    "linear_fc1": "mlp.linear_fc1",
-    "linear_fc2": "mlp.linear_fc2",
-}
-TARGETS: Final = tuple(_HOMES)
-BY_COLUMNS: Final = ("linear_proj", "linear_fc2")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What the adapters are.
+    """The settings of LoRA adapters.
 
     Args:
         rank: of the product.
-        alpha: the product counts alpha / rank.
+        alpha: the product is multiplied by alpha / rank.
         dropout: share of the adapters' inputs that is dropped in training.
         target_modules: the layers that get adapters.
         seed: of their initial weights, which do not depend on the parallel layout.
@@ -310,12 +314,12 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """How much the product counts."""
+        """The factor of the product."""
         return self.alpha / self.rank
 
 
 def num_sections(name: str) -> int:
-    """Return into how many parts the rows of a layer's B are divided: gate and up are two.
+    """Return the number of parts that the rows of a layer's B are divided into: gate and up are two.
 
     Example:
         >>> num_sections("linear_fc1"), num_sections("linear_qkv")
@@ -324,11 +328,11 @@ def num_sections(name: str) -> int:
     return 2 if name == "linear_fc1" else 1
 
 
-def home_of(name: str) -> str:
-    """Return where a layer is within a transformer layer.
+def target_layer(name: str) -> str:
+    """Return the name of a layer with adapters within its transformer layer.
 
     Example:
-        >>> home_of("linear_fc2")
+        >>> target_layer("linear_fc2")
         'mlp.linear_fc2'
     """
-    return _HOMES[name]
+    return _TARGET_LAYERS[name]

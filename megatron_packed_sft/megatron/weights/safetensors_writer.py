@@ -1,4 +1,10 @@
-"""Weights out as safetensors: weight by weight into files of a limited size, with an index when there are several."""
+"""Write safetensors weight by weight, into files of a limited size, with an index when there are several.
+
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | the tensors, one after the other
+
+All sizes are known before, so the header is written first and memory holds one weight; `safetensors` itself writes a
+file from tensors that are all in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,13 @@ from megatron_packed_sft.megatron.weights.folder import DTYPES, INDEX, SINGLE
 from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
 from megatron_packed_sft.support.atomic import os_errors, preallocate, write_at, write_file
 
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT: Final = 8
+_METADATA: Final = {"format": "pt"}  # transformers refuses a file without it
+
 
 class WrittenWeights(NamedTuple):
-    """What was written."""
+    """The size of what was written."""
 
     num_parameters: int
     num_bytes: int
@@ -115,11 +125,6 @@ def _refuse_lost(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         )
 
 
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT: Final = 8
-_METADATA: Final = {"format": "pt"}  # transformers refuses a file without it
-
-
 def num_bytes(tensor: TensorShape, dtype: torch.dtype) -> int:
     """Return the bytes of a tensor.
 
@@ -131,7 +136,7 @@ def num_bytes(tensor: TensorShape, dtype: torch.dtype) -> int:
 
 
 class SafetensorsWriter:
-    """A new file whose tensors are given one at a time, in any order; complete when all were.
+    """A new file that is given its tensors one at a time, in any order.
 
     Args:
         path: of the file; its disk space is reserved at once.

@@ -274,7 +274,7 @@ def load_checkpoint(tensors: Mapping[str, Any], checkpoint: Path) -> dict[str, A
 
 @contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Make every `torch.load` of this process refuse pickles that call anything, whatever its caller asks for."""
+    """Make every `torch.load` of this process accept plain data only, even where its caller asks for more."""
     before = os.environ.get(_FORCE_PLAIN_DATA)
     os.environ[_FORCE_PLAIN_DATA] = "1"
     try:
@@ -338,7 +338,7 @@ def refuse_harmful_state(state: Any, where: str) -> None:
 class _Unpickler(pickle._Unpickler):
     """An unpickler that imports the names on a list and torch's dtypes, and nothing else.
 
-    It is the one in Python, because the one in C reserves memory for whatever number a damaged file has.
+    It is Python's own implementation, because the one in C reserves memory for any number in a damaged file.
     """
 
     def __init__(self, data: bytes, names: Mapping[str, set[str]]) -> None:

@@ -1,4 +1,4 @@
-r"""JSON files: where to cut lines and arrays into slices, and how to parse a record without changing it.
+"""JSON files: where to cut lines and arrays into slices, and how to parse a record without changing it.
 
 Cuts depend on byte offsets alone, so equal content is always cut the same way. An array becomes a stream that can be
 cut like lines, with a mark after each element:
@@ -19,11 +19,10 @@ import numpy as np
 import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
-from megatron_packed_sft.records.record import is_too_deep, too_deep
+from megatron_packed_sft.records.record import MAX_RECORD_BYTES, is_too_deep, too_deep
 
 MARK = b"\x1e"
-LEFT_OUT = b"\0"  # stands for the rest of a record that is too long, so that it cannot be taken for a blank one
+LEFT_OUT = b"\0"  # replaces the rest of a record that is too long, so that it is never taken for a blank one
 _ALL_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_RUN = b"0" * 20  # an integer beyond 64 bits has at least this many digits
 
@@ -93,7 +92,7 @@ def array_elements(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
         >>> b"".join(array_elements([b'[{"a": 1},', b'{"b": 2}]'], "chats.json"))
         b'{"a": 1}\x1e{"b": 2}\x1e'
     """
-    from megatron_packed_sft.records.formats import _json_array_kernel as kernel
+    from megatron_packed_sft.records import _json_array_kernel as kernel
 
     state = np.zeros(kernel.STATE_SIZE, np.int64)
     num_elements = 0
@@ -123,7 +122,7 @@ def array_elements(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
 
 
 def _refuse_broken(status: int, num_elements: int, path: str) -> None:
-    from megatron_packed_sft.records.formats import _json_array_kernel as kernel
+    from megatron_packed_sft.records import _json_array_kernel as kernel
 
     if status == kernel.BROKEN_STRING:
         raise InvalidInputError(
@@ -178,7 +177,7 @@ def parse(text: bytes, field: str = "") -> Any:
 def repeated_key(text: bytes) -> str | None:
     """Return a key that appears twice in one object; None if there is none, or if the text cannot be parsed.
 
-    Slow: `orjson` keeps the last one without a word, and looking at every key costs a tenth of all reading or more.
+    Slow: `orjson` silently keeps the last one, and checking every key costs a tenth of all reading or more.
 
     Example:
         >>> repeated_key(b'{"a": [{"role": "user", "role": "tool"}]}'), repeated_key(b'{"a": {"a": 1}}')

@@ -64,18 +64,18 @@ def test_reasoning_in_a_column_belongs_to_the_answer(key: str) -> None:
     [
         (
             {"problem": "2 + 2?", "solution": "2 and 2 is 4.", "answer": "4"},
-            "the record has answer and solution; say which column is the answer, such as "
+            "the record has answer and solution; name the column of the answer, such as "
             "mapping: {instruction: problem, output: answer}",
         ),
         (
             {"question": "2 + 2?", "prompt": "Add 2 and 2.", "answer": "4"},
-            "the record has question and prompt; say which column is the question, such as "
+            "the record has question and prompt; name the column of the question, such as "
             "mapping: {instruction: question, output: answer}",
         ),
         (
             {"question": "Who?", "context": "A novel.", "answer": "Hamsun."},
-            "context would be lost; say what to read, such as "
-            "mapping: {instruction: question, input: context, output: answer}, or without it",
+            "context would be lost; name the columns to read, such as "
+            "mapping: {instruction: question, input: context, output: answer}, or leave it out of the mapping",
         ),
         ({"question": "Who?", "rationale": "It says so.", "answer": "Hamsun."}, "rationale would be lost"),
         ({"question": "Who?", "answer": ["Hamsun."]}, "answer is a list; give a string"),
@@ -101,5 +101,5 @@ def test_surer_columns_win_over_questions_and_answers() -> None:
     assert recognise({"prompt": "2 + 2 = ", "completion": "4", "answer": "4"}) == "prompt_completion"
     assert recognise({"instruction": "Add.", "input": "2, 2", "output": "4", "answer": "4"}) == "alpaca"
     assert recognise({"messages": [ASKING], "question": "2 + 2?", "answer": "4"}) == "messages"
-    with pytest.raises(RecordError, match=r"^question is missing; say which column is the question"):
+    with pytest.raises(RecordError, match=r"^question is missing; name the column of the question"):
         adapter("question_answer")({"answer": "4"})

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.records.files import InputFile
-from megatron_packed_sft.records.formats.json_files import Cut
-from megatron_packed_sft.records.limits import refuse_expansion, refuse_tiny_records, too_many_bytes
-from megatron_packed_sft.records.record import RecordError
-from megatron_packed_sft.records.streams import open_file, reading
+from megatron_packed_sft.records.files import InputFile, open_file, reading
+from megatron_packed_sft.records.json_files import Cut
+from megatron_packed_sft.records.record import RecordError, too_many_bytes
 from megatron_packed_sft.support.imports import load
 
 _LARGEST_ROW_GROUP_SLICES = 16
 _RECORDS_AT_ONCE, _FEWEST_AT_ONCE = 256, 16
-# A column may say one long text once, and thousands of times "the same": so much may be decoded at once.
+# A column may hold one long text once, and refer to it thousands of times: so much may be decoded at once.
 _BYTES_AT_ONCE = 1 << 30
 _LARGEST_CARRIED = 32 << 20  # bytes of a slice, unless few records have more
 
 
 def cut_parquet(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
     """Yield ranges of records of about `slice_bytes` before compression, from the file's metadata."""
-    with _open_parquet(file.path) as (parquet, _):
+    with _open_parquet(file.path) as parquet:
         start = record = num_bytes = 0
         for group_number in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(group_number)
@@ -49,7 +46,7 @@ def cut_parquet(file: InputFile, slice_bytes: int) -> Iterator[Cut]:
 
 def count_parquet(file: InputFile) -> int:
     """Return the number of records in a Parquet file."""
-    with _open_parquet(file.path) as (parquet, _):
+    with _open_parquet(file.path) as parquet:
         return int(parquet.metadata.num_rows)
 
 
@@ -62,9 +59,9 @@ def read_parquet(
         for batch in ipc.open_stream(payload):
             yield from _records(batch, longest)
         return
-    with _open_parquet(file.path) as (parquet, num_stored):
+    with _open_parquet(file.path) as parquet:
         groups = []
-        record = num_bytes = 0
+        record = 0
         for group_number in range(parquet.metadata.num_row_groups):
             if start <= record < stop:
                 groups.append(group_number)
@@ -74,8 +71,6 @@ def read_parquet(
                 f"{file.path} has {record} records now: it changed while it was being read; run again"
             )
         for batch in _batches(parquet, groups, _RECORDS_AT_ONCE):
-            num_bytes += batch.nbytes
-            refuse_expansion(file.path, num_stored, num_bytes)
             yield from _records(batch, longest)
 
 
@@ -176,16 +171,12 @@ def _records(batch: Any, longest: int) -> Iterator[dict[str, Any] | RecordError]
 
 
 @contextlib.contextmanager
-def _open_parquet(path: str) -> Iterator[tuple[Any, int]]:
-    """Open a Parquet file, with its size: `InputFile.size` is 0 where only a few records are looked at."""
+def _open_parquet(path: str) -> Iterator[Any]:
     pyarrow = load("pyarrow", "parquet", "reading Parquet")
     parquet = load("pyarrow.parquet", "parquet", "reading Parquet")
     with reading(path), open_file(path) as file:
         try:
-            num_stored = file.seek(0, os.SEEK_END)
-            opened = parquet.ParquetFile(file)
-            _refuse_bomb(path, num_stored, opened.metadata)
-            yield opened, num_stored
+            yield parquet.ParquetFile(file)
         except PackedSFTError:
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -193,13 +184,6 @@ def _open_parquet(path: str) -> Iterator[tuple[Any, int]]:
                 raise  # from the operating system; pyarrow's errors about damaged pages have no errno
             reason = str(error).partition("\n")[0]
             raise InvalidInputError(f"{path} is not a valid Parquet file: {reason}; write it again") from error
-
-
-def _refuse_bomb(path: str, num_stored: int, metadata: Any) -> None:
-    """Refuse a file whose metadata claim more than its bytes can hold."""
-    refuse_tiny_records(path, num_stored, metadata.num_rows)
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    refuse_expansion(path, num_stored, sum(group.total_byte_size for group in groups))
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
+from megatron_packed_sft.records.schemas.fields import string_of
 from megatron_packed_sft.records.schemas.messages import REASONING_KEYS, ReadMessages, conversation_of
 from megatron_packed_sft.records.schemas.registry import COLUMNS, PAIRS, Schema, has_keys
-from megatron_packed_sft.records.schemas.values import string_of
 
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 _ANSWERS = ("answer", "response", "output", "solution")
-# What an answer was made from: without it, the model would learn to guess. Only a mapping can say where it goes.
+# The sources of an answer: without them, the model would learn to guess. Only a mapping can tell where they go.
 _LOST = ("context", "rationale", "cot", "chain_of_thought", "thought", "explanation")
 
 
@@ -42,11 +42,13 @@ def adapt_question_answer(record: dict[str, Any]) -> Conversation:
         if len(found) != 1:
             said = f"has {' and '.join(found)}" if found else "is missing"
             remedy = f"mapping: {{instruction: {(asks or ['question'])[0]}, output: {(answers or ['answer'])[0]}}}"
-            raise RecordError("" if found else noun, f"{said}; say which column is the {noun}, such as {remedy}")
+            raise RecordError("" if found else noun, f"{said}; name the column of the {noun}, such as {remedy}")
     lost = [name for name in _LOST if record.get(name) and name != more]
     if lost:
         line = f"mapping: {{instruction: {asks[0]}, input: {lost[0]}, output: {answers[0]}}}"
-        raise RecordError(lost[0], f"would be lost; say what to read, such as {line}, or without it")
+        raise RecordError(
+            lost[0], f"would be lost; name the columns to read, such as {line}, or leave it out of the mapping"
+        )
     return _adapt(record, asks[0], None if asks[0] == "input" else more, answers[0])
 
 

@@ -24,7 +24,7 @@ _OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT = ord("["), ord("{"), ord("
 def mark_elements(block: npt.NDArray[np.uint8], state: npt.NDArray[np.int64], mark: int) -> Any:
     """Overwrite the comma or bracket after each element with `mark`, the rest of the array's own syntax with spaces.
 
-    Return how many bytes were read: fewer than the block has if something is broken; STATUS says what.
+    Return the number of bytes read, fewer than the block has if the array is broken; STATUS has the reason.
     """
     depth, in_string, escaped, status = state[DEPTH], state[IN_STRING], state[ESCAPED], state[STATUS]
     position = 0
