@@ -24,9 +24,8 @@ from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.data.readers.plans import figures_of_plan, longest_input_of_plan
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.bins import IntArray, PackedBin, as_int_array, cast_checked
-from megatron_packed_sft.storage.loss_weights import mask_and_weights
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.bins import IntArray, PackedBin, as_int_array, cast_checked, mask_and_weights
+from megatron_packed_sft.storage.interface import ReadOptions
 
 IGNORED_LABEL: Final = -100
 TRAINED_FIELDS: Final = ("labels", "train_mask", "loss_mask")

@@ -21,7 +21,7 @@ from megatron_packed_sft.inspect.tokens_of_bin import escape_invisible
 from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.packing.packer import balanced, pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
-from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 Facts = dict[str, Any]
