@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_packed_sft.encode.masks.lost_text import REASONING
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.packing.plan import PackPlan
@@ -362,8 +363,6 @@ def _split_table(report: PrepareReport) -> Table:
 
 
 def _notes(report: PrepareReport) -> list[str]:
-    from megatron_packed_sft.encode.masks.lost_text import REASONING  # Jinja, which `info` does not need
-
     total = report.total
     notes = []
     for reason, shown in sorted(total.examples.items()):
