@@ -20,8 +20,6 @@ from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
 from megatron_packed_sft.inspect.report.write import assemble, embedded_json, write_report
-from megatron_packed_sft.prepare.app import main as application
-from megatron_packed_sft.storage.validate import validate
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record
 from megatron_packed_sft.train.samples import Sample, as_text
 from tests.inspect.conftest import HOSTILE, LONG_TEXT, Prepared
@@ -220,29 +218,6 @@ def test_the_verb_says_what_it_wrote(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert "bin 123456 is not in split 'train'" in errors[0]
-
-
-def test_prepare_writes_the_page_beside_the_dataset(prepared: Prepared, tmp_path: Path) -> None:
-    settings = [
-        *("prepare", f"input={prepared.good}", f"output={tmp_path / 'out'}", f"tokenizer.path={prepared.tokenizer}"),
-        *("template=chatml", "packing.pack_size=512", "executor.num_workers=1", "quiet=true", "report=true"),
-    ]
-    assert application(settings[1:]) == 2, "the application alone cannot make pages, and says so"
-    page = tmp_path / "out.report.html"
-    page.write_text("my notes")
-    assert main(settings) == 2, "before the work begins"
-    assert not (tmp_path / "out").exists()
-    page.unlink()
-    assert main(settings) == 0
-    numbers = numbers_of(page.read_bytes())
-    assert numbers["bins"]["has_text"] is True
-    assert numbers["bins"]["files"] == [str(prepared.good)]
-    assert validate(tmp_path / "out").ok, "the page is no part of the dataset"
-    first = page.read_bytes()
-    assert main(settings) == 0
-    assert page.read_bytes() == first
-    assert main([*settings[:-1], "report=true", "dry_run=true", f"output={tmp_path / 'dry'}"]) == 0
-    assert not (tmp_path / "dry.report.html").exists()
 
 
 def write_run(path: Path, num_steps: int = 20) -> Path:
