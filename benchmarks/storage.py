@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, private_megabytes, resident_megabytes, timed
 from megatron_packed_sft import open_shard, validate
 from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.interface import WriterOptions
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
@@ -115,7 +116,7 @@ def legacy_lists(target: Path, pool: BinBlock, num_bins: int) -> None:
 
 def legacy_ours(target: Path, pool: BinBlock, num_bins: int) -> None:
     """Our writer of the same legacy file."""
-    with LegacyPickleWriter(target, num_bins=num_bins) as writer:
+    with LegacyPickleWriter(target, WriterOptions(num_bins=num_bins)) as writer:
         for first, count in blocks(num_bins):
             writer.write_block(first, part(pool, first, count))
         writer.finalize()

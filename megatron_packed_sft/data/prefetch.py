@@ -1,4 +1,4 @@
-"""What the loader does in its thread: a bounded look-ahead, and page-locked memory that a GPU can copy from."""
+"""The loader's thread: a bounded look-ahead, and page-locked memory that a GPU can copy from."""
 
 from __future__ import annotations
 

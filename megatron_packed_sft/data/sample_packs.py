@@ -1,4 +1,9 @@
-"""Static packs of raw samples: any map-style dataset, packed by a plan, with a fixed length."""
+"""Static packs of raw samples: a plan that is the same on every rank and in every epoch, and the packs it makes.
+
+    lengths ─ oversized samples: a pack of their own, or left out ─▶ raw plan ─ repeat or drop packs ─▶ aligned plan
+
+Indices ascend inside a pack, and packs are ordered by their smallest index. The sampler shuffles packs, never the plan.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,12 @@ from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import AlignedPlan, PackPlan
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.wording import plural
+
+logger = logging.getLogger(__name__)
+
+OVERFLOWS = ("single", "drop", "error")
+_NUM_INDICES_SHOWN = 20
+_MEANT_FOR_THE_SAMPLER = ("shuffle_output", "steps", "whole_batches")
 
 
 class SamplePackDataset:
@@ -118,13 +129,6 @@ class SamplePackDataset:
     def collate_fn(packs: Sequence[list[Any]]) -> list[list[Any]]:
         """Return the packs as they are: samples may be anything. `create_sft_dataset` makes batches of encoded ones."""
         return list(packs)
-
-
-logger = logging.getLogger(__name__)
-
-OVERFLOWS = ("single", "drop", "error")
-_NUM_INDICES_SHOWN = 20
-_MEANT_FOR_THE_SAMPLER = ("shuffle_output", "steps", "whole_batches")
 
 
 class StaticPlan(NamedTuple):

@@ -82,7 +82,7 @@ def test_a_shard_that_was_cut_or_is_missing_is_named(texts: Path) -> None:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-3])
     with pytest.raises(
-        ShardFileError, match=r"shard_00001.bin has 597 bytes, which is no whole number of uint16 tokens"
+        ShardFileError, match=r"shard_00001.bin has 597 bytes, which is not a multiple of the 2 bytes of a uint16 token"
     ):
         windows(texts / "train")
     shard.write_bytes(whole[:-4])
@@ -148,7 +148,7 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
     tokens, index = (chats / "train_tokens.bin"), (chats / "train_idx.npy")
     whole = index.read_bytes()
     for data, sentence in [
-        (whole[:-8], "was cut or appended to"),
+        (whole[:-8], "in its header; it was truncated or changed"),
         (b"", "is not a .npy file"),
         (whole[:50], "damaged"),
     ]:
@@ -158,10 +158,10 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
     index.write_bytes(whole)
     data = tokens.read_bytes()
     tokens.write_bytes(data[:-2])
-    with pytest.raises(ShardFileError, match=r"train_tokens\.bin has .* bytes, but its meta\.json says"):
+    with pytest.raises(ShardFileError, match=r"train_tokens\.bin has .* bytes instead of the .* in its meta\.json"):
         examples(chats, eot)
     tokens.write_bytes(data[:-1])
-    with pytest.raises(ShardFileError, match="not a whole number of tokens of 2 bytes"):
+    with pytest.raises(ShardFileError, match="not a multiple of the 2 bytes of a token"):
         examples(chats, eot)
     tokens.unlink()
     with pytest.raises(StorageIOError, match=r"cannot open .*train_tokens\.bin: No such file"):
@@ -203,7 +203,7 @@ def test_validate_compares_every_shard_with_its_checksum(texts: Path) -> None:
     assert validate(texts / "train", level="structure").ok
     shard.write_bytes(shard.read_bytes()[:-2])
     [finding] = validate(texts / "train", level="structure").findings
-    assert finding.message == "has 598 bytes, but its meta.json says 600"
+    assert finding.message == "has 598 bytes instead of the 600 in its meta.json"
     shard.unlink()
     [finding] = validate(texts / "train", level="structure").findings
     assert finding.message == "is missing, but its meta.json lists it"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from megatron_packed_sft import DatasetWriter, create_shard_writer, pack, validate
 from megatron_packed_sft.caches import Message, build_pretrain_cache, build_sft_cache
-from megatron_packed_sft.storage.testing import with_weights
 from tests.caches.small_tokenizer import Letters
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins
+from tests.storage.storage_checks import with_weights
 
 PACK_SIZE = 16
 BINS = make_bins(5, PACK_SIZE, seed=3)

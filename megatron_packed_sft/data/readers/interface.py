@@ -12,8 +12,9 @@ from megatron_packed_sft.data.batch.located_bins import (
     LocatedBins,
 )
 from megatron_packed_sft.data.made_with import MadeWith
-from megatron_packed_sft.storage.bins import BinFigures, PackedBin
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import ReadOptions
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -11,8 +11,9 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.data.readers.interface import BinReader, Flags, Numbers
-from megatron_packed_sft.storage.bins import BinFigures, PackedBin
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.bins import PackedBin
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import ReadOptions
 from megatron_packed_sft.support.checksum import checksum
 
 
