@@ -1,4 +1,4 @@
-"""Local copies of files and folders of a store: fetched once into the cache of the node, kept until the process ends."""
+"""Local copies of files and folders of a store: fetched once into the cache, kept until the process ends."""
 
 from __future__ import annotations
 
