@@ -86,12 +86,15 @@ def test_a_title_of_markup_is_text(tmp_path: Path) -> None:
 def test_sources_drops_and_their_records_are_shown(prepared: Prepared) -> None:
     page = dataset_page(open_data(prepared.path))
     good, odd = page["sources"]
-    assert (good["name"], good["num_records"], good["num_sequences"], good["num_dropped"]) == ("good", 120, 120, 0)
-    assert (odd["name"], odd["num_records"], odd["num_dropped"]) == ("odd", 11, 3)
+    assert (good["name"], good["num_records"], good["num_sequences"], good["dropped"]) == ("good", 120, 120, {})
+    assert (odd["name"], odd["num_records"], sum(odd["dropped"].values())) == ("odd", 11, 3)
     assert odd["num_sequences"] == 8, "those in bins"
     totals = page["splits"]["train"]["totals"]
     assert good["num_tokens"] + odd["num_tokens"] == totals["num_tokens"]
-    assert good["num_trained"] + odd["num_trained"] == totals["num_trained"]
+    assert good["num_trained_tokens"] + odd["num_trained_tokens"] == totals["num_trained"]
+    table = page["source_table"]
+    assert [one["title"] for one in table["columns"]][:4] == ["source", "share of tokens", "records", "dropped"]
+    assert [row[0] for row in table["rows"]] == ["good", "odd"]
     drops = {one["reason"]: one for one in page["drops"]}
     assert {reason: one["num_records"] for reason, one in drops.items()} == {
         "bad_row": 1,
