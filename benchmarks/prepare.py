@@ -193,7 +193,7 @@ def parts_case(tokenizer_path: str, path: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         tokenizer = load_tokenizer(tokenizer_path)
         settings = EncodeSettings(
-            tokenizer, TemplateOptions(), EncodeOptions(), SplitRule(), Path(place, "tokens"), skip_errors=True
+            tokenizer, TemplateOptions(), EncodeOptions(), SplitRule(), Path(place, "tokens"), max_errors=1_000_000
         )
         encoder = SliceEncoder(settings)
         tasks = list(slice_tasks(scan([Source("chats", (path,))])))

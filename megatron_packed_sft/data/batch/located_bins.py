@@ -4,8 +4,8 @@
                       bin 9 of shard B         ─▶ batch index 1             fills the batch's arrays
 
 `LocatedBins` names bins by the addresses of their tokens: in the maps of any number of shards, in the arrays of a
-legacy file, or in samples laid end to end. So one call of a kernel fills a batch, wherever its bins lie. Compiled code
-follows these addresses unchecked: everything is compared with the sizes of the arrays here, before there is an address.
+legacy file, or in concatenated samples. So one call of a kernel fills a batch, wherever its bins are. Compiled code
+follows these addresses without checks, so sizes and offsets are checked here, before an address is made.
 """
 
 from __future__ import annotations
