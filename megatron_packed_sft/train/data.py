@@ -47,7 +47,7 @@ from megatron_packed_sft.train.step_schedule import data_parallel_size
 LENGTH_CACHE = "sample_lengths"  # in a run's directory
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
-_OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
+_VALIDATION = "validation"  # the split to validate on, and its name in the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ class _Opener:
         self.opening = OpenOptions(
             storage=config.packed_storage if data.plan is None else AUTO,
             verify=data.verify,
-            allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
-            allow_template_mismatch=data.allow_template_mismatch,
+            allow_tokenizer_mismatch="tokenizer" in data.allow_mismatch,
+            allow_template_mismatch="chat_template" in data.allow_mismatch,
             cache_dir=data.cache_dir,
             cache_size=data.cache_size,
             spelling="key",
@@ -191,7 +191,7 @@ class _Opener:
         return create_sft_dataset(
             path,
             self._eos_id,
-            split=self._config.validation.split,
+            split=_VALIDATION,
             contract=self._batch,
             stream=_stream_options_for(path, self._stream),
             opening=replace(self.opening, storage=AUTO),
@@ -238,7 +238,7 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
             f"such as data.sequence_length={DEFAULT_SEQ_LENGTH}"
         )
     vocab_size = config.model.vocab_size if pretrained is None else pretrained.vocab_size
-    if tokenizer is not None and not data.allow_tokenizer_mismatch:
+    if tokenizer is not None and "tokenizer" not in data.allow_mismatch:
         vocab_size = tokenizer.vocab_size
     return StreamOptions(
         seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
@@ -390,17 +390,15 @@ class CountedBatches(Iterator[Batch]):
 
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
-    split, given = config.validation.split, config.data.path
-    own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
+    """Return name -> path of the validation data: the dataset's own split, if it has one, and validation.paths."""
+    given = config.data.path
+    own = {_VALIDATION: given} if isinstance(given, str) else named_paths(given)
     cache = None
     if any(map(is_url, own.values())):
         cache = node_cache(config.data.cache_dir, config.data.cache_size)
     splits = {path: open_dataset(path, cache).splits for path in own.values() if has_dataset(path, cache)}
-    if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
-        there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
-        raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
     further = named_paths(config.validation.paths)
-    own = {name: path for name, path in own.items() if split in splits.get(path, ())}
+    own = {name: path for name, path in own.items() if _VALIDATION in splits.get(path, ())}
     for name in further.keys() & own.keys():
         if further[name] != own[name]:
             raise InvalidInputError(
@@ -449,11 +447,11 @@ def _refuse_larger_vocabulary(
     sizes = {source.description: source.vocab_size for source in sources}
     sizes |= {key: tokenizer.vocab_size for key, tokenizer in tokenizers.items()}
     for name, size in sizes.items():
-        if size is not None and size > vocab_size and not config.data.allow_tokenizer_mismatch:
+        if size is not None and size > vocab_size and "tokenizer" not in config.data.allow_mismatch:
             raise InvalidInputError(
                 f"{name} has a vocabulary of {size:,}, but the weights of model.path={config.model.path} have "
                 f"{vocab_size:,}; prepare the data with the model's own tokenizer, or set "
-                "data.allow_tokenizer_mismatch=true if no larger id occurs"
+                "data.allow_mismatch=[tokenizer] if no larger id occurs"
             )
 
 
@@ -466,7 +464,7 @@ def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
         raise InvalidInputError(
             f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
         )
-    return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
+    return _VALIDATION if _VALIDATION in names else names[0]
 
 
 def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.support.wording import byte_count, plural
@@ -68,10 +67,4 @@ def _estimated(part: ShardBinReader) -> int:
     known = [size for size in listed if size is not None]
     if len(known) == len(listed):
         return sum(known)
-    figures = part.figures
-    return len(part.entries) * _BESIDE_BINS + part.storage.stored_bytes(
-        num_bins=len(part),
-        width=figures.pack_size,
-        num_tokens=figures.num_tokens or len(part) * figures.pack_size,
-        vocab_size=figures.vocab_size,
-    )
+    return len(part.entries) * _BESIDE_BINS + part.storage.stored_bytes(part.figures)

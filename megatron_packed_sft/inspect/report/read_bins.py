@@ -7,8 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
 from megatron_packed_sft.prepare.audit import TrainedTokens
