@@ -162,7 +162,7 @@ def test_a_dtype_may_be_spelled_as_people_spell_it(spelling: str, code: str) -> 
 
 @pytest.mark.parametrize("spelling", ["float32", "uint24", "O", "object", "", "<f4", "bool"])
 def test_a_dtype_that_is_no_integer_is_refused(spelling: str) -> None:
-    with pytest.raises(InvalidInputError, match="which is no integer dtype; write uint16 or uint32"):
+    with pytest.raises(InvalidInputError, match="which is not an integer dtype; write uint16 or uint32"):
         parse_dtype(spelling, "dtype")
 
 
@@ -235,7 +235,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     home = tmp_path / "both"
     write_stream(home, [20])
     write_stream(home, [20], suffix=".bin")
-    refused(InvalidInputError, "holds .bin and .npy files, and a stream is made of one kind; choose with file_pattern")
+    refused(InvalidInputError, "holds .bin and .npy files, but a stream has one kind; choose with file_pattern")
     home = tmp_path / "dtypes"
     write_stream(home, [20])
     np.save(home / "z.npy", np.arange(20, dtype=np.uint32))
@@ -271,7 +271,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
         refused(ManifestError, "metadata.yaml is not valid YAML .*; repair it or move it away")
     (home / "metadata.yaml").unlink()
     (home / "meta.json").write_text('{"token_dtype": "float32"}')
-    refused(InvalidInputError, "meta.json: the dtype is 'float32', which is no integer dtype")
+    refused(InvalidInputError, "meta.json: the dtype is 'float32', which is not an integer dtype")
     (home / "meta.json").write_text('{"vocab_size": "many"}')
     refused(ManifestError, "meta.json: vocab_size is 'many', not a whole number")
 
@@ -499,7 +499,7 @@ def test_the_printed_lines_are_taken_by_a_shell_the_recipe_and_python(name: str,
 def test_validate_says_what_nobody_knows(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.full(300, 7, np.uint16))
     notes = "\n".join(validate(tmp_path).notes)
-    assert "the largest id is 7; nobody says how large the vocabulary is: pass --vocab-size or --tokenizer" in notes
+    assert "the largest id is 7; the size of the vocabulary is unknown: pass --vocab-size or --tokenizer" in notes
     assert "nobody says which id is EOS" in notes
     assert "data.sequence_length=299 model.vocab_size=8" in notes
     report = validate(tmp_path, stream=StreamOptions(eos_id=EOS))

@@ -256,4 +256,4 @@ def test_a_linked_card_of_an_earlier_release_is_named_and_an_own_one_is_fine(tmp
     assert (finding.file, finding.message[:37]) == (str(card), "is a symbolic link to /etc/hostname; ")
     (tmp_path / "dataset" / "notes.txt").write_text("mine")
     stranger, _ = validate(tmp_path / "dataset").findings
-    assert stranger.message == "is not part of the dataset; move it somewhere else"
+    assert stranger.message == "is not part of the dataset; move it away"

@@ -57,7 +57,7 @@ def _measured(part: ShardBinReader) -> int:
         return _estimated(part)
     try:
         return part.remote[0].contents.num_bytes * len(part) // part.entries[0].num_bins
-    except PackedSFTError:  # whoever reads the shard says what is wrong
+    except PackedSFTError:  # reading the shard reports the error
         return _estimated(part)
 
 
