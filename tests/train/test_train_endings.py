@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     # At this rate the loss stays the same: three validations after the first end the run.
     impatient = ["validation.every=2", "validation.patience=3", "optimizer.learning_rate=1e-20"]
-    dropout = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "train.recompute=full"]
+    dropout = ["model.dropout=0.1", "train.recompute=full"]
     frozen = ["parallel=pipeline_2", "model.tie_embeddings=true", "model.freeze=[embeddings,first_1_layers]"]
     by_name = f"validation.paths={{noise: {noise}, counting: {data}}}"
     result = Runs(home)

@@ -73,9 +73,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     result.printed += run_in_turn(
         1,
         [
-            arguments("one_rank", "validation.every=8", "validation.at_start=false"),
+            arguments("one_rank", "validation.every=8"),
             arguments("resumed_on_one_rank", resume),
-            arguments("one_rank", "validation.every=8", "validation.at_start=false"),
+            arguments("one_rank", "validation.every=8"),
             arguments("resumed_with_other_steps", resume, "train.steps=14", "train.global_batch_size=2"),
             arguments("trained_on_noise", f"data.path={noise}"),
         ],
@@ -156,9 +156,9 @@ def test_noise_that_is_marked_is_learnt_so_the_comparison_can_fail(runs: Runs) -
 
 def test_validation_comes_every_so_many_steps_and_at_the_end_and_not_again(runs: Runs) -> None:
     records = runs.validations("one_rank")
-    assert [record["step"] for record in records] == [8, 16, 20]
-    assert records[0]["loss"] > records[1]["loss"] > records[2]["loss"]
-    assert records[2]["loss"] == pytest.approx(runs.validations("straight")[-1]["loss"], rel=2e-4)
+    assert [record["step"] for record in records] == [0, 8, 16, 20]
+    assert records[0]["loss"] > records[1]["loss"] > records[2]["loss"] > records[3]["loss"]
+    assert records[3]["loss"] == pytest.approx(runs.validations("straight")[-1]["loss"], rel=2e-4)
 
 
 def test_only_whole_checkpoints_with_a_pointer_are_left(runs: Runs) -> None:

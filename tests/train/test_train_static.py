@@ -93,14 +93,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Runs:
             arguments(store, home / "samples", *samples, f"validation.paths={{own: {held_out}}}"),
             arguments(store, home / "resumed", f"resume={checkpoint}"),
             arguments(store, home / "dropped", "dataloader_drop_last=true", "packing_allow_single_long=false"),
-            arguments(store, home / "batch", "train.steps=2", "train.global_batch_size=8", "train.micro_batch_size=4"),
+            arguments(store, home / "batch", "train.steps=2", "train.global_batch_size=8"),
             arguments(
                 store,
                 home / "implied",
                 "train.steps=2",
                 "train.global_batch_size=null",
-                "train.micro_batch_size=2",
-                "train.gradient_accumulation=3",
+                "train.gradient_accumulation=6",
             ),
         ],
     )
@@ -195,17 +194,15 @@ def test_sequences_are_aligned_for_context_parallelism_when_the_run_starts(
 
 
 def test_effective_batch_size_is_honored_after_packing_forces_batch_size_1(runs: Runs) -> None:
-    """GIVEN effective_batch_size (train.global_batch_size) 8 and a micro batch of 4, a step takes 8 packs."""
+    """GIVEN effective_batch_size (train.global_batch_size) 8, a step of packs that run one by one takes 8 of them."""
     assert [record["consumed_samples"] for record in read_metrics(runs.home / "batch" / "metrics.jsonl")] == [8, 16]
     assert "bins per step: 8, forward passes per step and rank: 4, ranks: 2" in runs.printed
-    assert "note: train.micro_batch_size=4 runs as 1, because a packed bin goes through the model alone" in runs.printed
 
 
 def test_the_global_effective_batch_is_preserved_when_effective_batch_size_is_unset(runs: Runs) -> None:
-    """GIVEN train.global_batch_size=null, 2 per rank x 3 micro batches x 2 ranks stay 12, in packs."""
+    """GIVEN train.global_batch_size=null, 6 packs per rank x 2 ranks are 12."""
     assert [record["consumed_samples"] for record in read_metrics(runs.home / "implied" / "metrics.jsonl")] == [12, 24]
     assert "bins per step: 12, forward passes per step and rank: 6, ranks: 2" in runs.printed
-    assert "gradient accumulation is 6, so that the global batch stays 12 bins" in runs.printed
 
 
 @pytest.mark.parametrize(
