@@ -46,10 +46,11 @@ class DataConfig:
 
     Args:
         path: packed data: a dataset directory (its train split) or a split in it, a shard, legacy .npy, Parquet file,
-            glob, token store; a directory of flat .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a URL of a
-            dataset; a list of these, or names for them such as {chats: PATH, web: PATH}.
-        weights: blend the paths in this proportion: one per path of a list, or by name such as {chats: 0.7, web: 0.3}; or
-            weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
+            glob, token store; a directory of flat .npy or .bin files (a token stream); PREFIX or PREFIX.idx of
+            Megatron's indexed datasets; a URL of a dataset; a list of these, or names for them such as {chats: PATH,
+            web: PATH}.
+        weights: blend the paths in this proportion: one per path of a list, or by name such as {chats: 0.7, web: 0.3};
+            or weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
             0.8, to: 1.0}, where from and to are shares of the run.
         plan: a plan file, when data.path is a token store.
         samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
