@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from megatron_packed_sft.train.data import open_data, training_loader
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, read_metrics, step_record
 from tests.indexed_files import write_indexed
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset
-from tests.train.launch import run_in_turn
+from tests.train.launch import Runs, run_in_turn
 from tests.train.test_train_token_stream import write_counting_stream
 
 NAMED = "data.path={a: first, b: second}"
@@ -134,19 +134,9 @@ def test_a_blend_can_be_written_on_the_command_line(
     assert (config.data.path, config.data.weights) == (sources, SCHEDULE)
 
 
-class Runs(NamedTuple):
-    """A run on a stream, an indexed dataset and chats that are annealed, whole and stopped, and what was printed."""
-
-    home: Path
-    printed: str
-
-    def steps(self, name: str) -> list[dict[str, Any]]:
-        return read_metrics(self.home / name / "metrics.jsonl")
-
-    def weights(self, name: str) -> dict[str, torch.Tensor]:
-        checkpoint = TorchDistCheckpoint(self.home / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
-        with checkpoint:
-            return {tensor: checkpoint.read(tensor) for tensor in checkpoint.tensors}
+def weights_of(runs: Runs, name: str) -> dict[str, torch.Tensor]:
+    with TorchDistCheckpoint(runs.home / name / "checkpoints" / f"step_{NUM_STEPS:06d}") as checkpoint:
+        return {tensor: checkpoint.read(tensor) for tensor in checkpoint.tensors}
 
 
 NUM_STEPS = 16
@@ -154,6 +144,7 @@ NUM_STEPS = 16
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A run on a stream, an indexed dataset and chats that are annealed, whole, and stopped and resumed."""
     home = tmp_path_factory.mktemp("runs")
     write_dataset(home / "chats", 40)
     write_counting_stream(home / "text")
@@ -178,16 +169,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     # Stopped by a signal in the middle of the line, at whatever step that is, and started again by the same command.
     stopped = arguments("stopped", "--sigterm-after=6")
-    return Runs(home, run_in_turn(2, [arguments("straight"), stopped, arguments("stopped")]))
+    result = Runs(home)
+    result.printed = run_in_turn(2, [arguments("straight"), stopped, arguments("stopped")])
+    return result
 
 
 def test_an_annealed_blend_of_streams_and_chats_resumes_bit_for_bit_under_torchrun(runs: Runs) -> None:
     assert "stopped by SIGTERM at step" in runs.printed
-    straight, stopped = runs.steps("straight"), runs.steps("stopped")
+    straight, stopped = runs.records("straight"), runs.records("stopped")
     assert len(straight) == NUM_STEPS
     assert [record["loss"] for record in stopped] == [record["loss"] for record in straight]
     assert [record["grad_norm"] for record in stopped] == [record["grad_norm"] for record in straight]
-    weights, resumed = runs.weights("straight"), runs.weights("stopped")
+    weights, resumed = weights_of(runs, "straight"), weights_of(runs, "stopped")
     assert weights.keys() == resumed.keys()
     assert len(weights) > 10
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
@@ -195,7 +188,7 @@ def test_an_annealed_blend_of_streams_and_chats_resumes_bit_for_bit_under_torchr
 
 def test_the_metrics_of_a_run_show_the_mixture_that_was_asked_for(runs: Runs) -> None:
     total = 4 * NUM_STEPS
-    for record in [*runs.steps("straight"), *runs.steps("stopped")]:
+    for record in [*runs.records("straight"), *runs.records("stopped")]:
         position, sources = record["consumed_samples"], record["sources"]
         assert list(sources) == ["chats", "text", "web"]
         assert sum(source["num_samples"] for source in sources.values()) == position
@@ -207,14 +200,14 @@ def test_the_metrics_of_a_run_show_the_mixture_that_was_asked_for(runs: Runs) ->
             source = sources[name]
             assert source["share"] == source["num_samples"] / position
             assert source["epochs"] == pytest.approx(source["num_samples"] / num_bins, rel=0.03)
-    assert [source["weight"] for source in runs.steps("straight")[0]["sources"].values()] == [0.0, 0.75, 0.25]
-    assert [source["weight"] for source in runs.steps("straight")[-1]["sources"].values()] == [0.5, 0.0, 0.5]
+    assert [source["weight"] for source in runs.records("straight")[0]["sources"].values()] == [0.0, 0.75, 0.25]
+    assert [source["weight"] for source in runs.records("straight")[-1]["sources"].values()] == [0.5, 0.0, 0.5]
 
 
 def test_a_run_says_how_it_blends_at_the_start_and_what_it_blended_at_the_end(runs: Runs) -> None:
     begins = "blend: chats 0.00% to 50.00%, text 75.00% to 0.00%, web 25.00% to 50.00%, from bin 16 to bin 48 of 64"
     assert runs.printed.count(begins) == 3
-    last = runs.steps("straight")[-1]["sources"]["chats"]
+    last = runs.records("straight")[-1]["sources"]["chats"]
     ends = f"blend: chats {last['share']:.2%} ({last['num_samples']} bins, {last['epochs']:.2f} epochs), text"
     assert ends in runs.printed
 
