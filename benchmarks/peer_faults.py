@@ -28,7 +28,9 @@ import numpy as np
 
 from benchmarks.measure import print_table
 from benchmarks.storage import part, rows
-from megatron_packed_sft import BinBlock, MemmapShardWriter, create_sft_dataset
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 NUM_BINS = 256
 PACK_SIZE = 1024
@@ -129,14 +131,13 @@ def read_memmap(opened: Any) -> Rows:
     ]
 
 
-def open_memmap(access: str) -> Callable[[Path], Any]:
-    """Our dataset, mapped or read."""
-    return lambda target: create_sft_dataset(target / "shard", tokenizer=0, access=access)
+def open_memmap(target: Path) -> Any:
+    """Our dataset."""
+    return create_sft_dataset(target / "shard", tokenizer=0)
 
 
 FORMATS = {
-    "memmap_v1": Format(write_memmap, open_memmap("mmap"), read_memmap),
-    "memmap_v1, access=pread": Format(write_memmap, open_memmap("pread"), read_memmap),
+    "memmap_v1": Format(write_memmap, open_memmap, read_memmap),
     "legacy pickled .npy": Format(
         write_legacy, lambda target: np.load(target / "packed.npy", allow_pickle=True), lambda opened: list(opened)
     ),

@@ -157,8 +157,8 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder
-    from megatron_packed_sft.prepare.slice_tasks import slice_tasks
     from megatron_packed_sft.prepare.sources import Source, SplitRule, scan
 
     settings = EncodeSettings(
@@ -185,8 +185,8 @@ def parts_case(tokenizer_path: str, path: str) -> dict[str, float]:
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
     from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder, read_records
-    from megatron_packed_sft.prepare.slice_tasks import slice_tasks
     from megatron_packed_sft.prepare.sources import Source, SplitRule, scan
     from megatron_packed_sft.records.slices import read_slice
 

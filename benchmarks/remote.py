@@ -102,8 +102,10 @@ def _download_cases(home: Path, local: Path, *, with_others: bool = True) -> Cas
 
 def _pass(path: str | Path, cache: Path | None, **sampling: Any) -> None:
     from megatron_packed_sft import PackedLoader, create_sft_dataset
+    from megatron_packed_sft.data.options import OpenOptions
 
-    for _ in PackedLoader(create_sft_dataset(path, 0, cache_dir=cache), micro_batch_size=4, **sampling):
+    dataset = create_sft_dataset(path, 0, opening=OpenOptions(cache_dir=cache))
+    for _ in PackedLoader(dataset, micro_batch_size=4, **sampling):
         pass
 
 
@@ -212,7 +214,7 @@ def _mixing(num_shards: int, bins_per_shard: int) -> None:
 
 
 def _write(path: Path, num_shards: int, megabytes: int) -> Path:
-    from megatron_packed_sft import BinBlock
+    from megatron_packed_sft.storage.bins import BinBlock
     from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 
     width = 4096

@@ -82,7 +82,7 @@ def median_of(cases: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def write_chats(path: Path, num_records: int) -> None:
     """Sample chats, no two alike."""
-    from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+    from megatron_packed_sft.records.samples import sample_conversations
 
     rows = [list(chat.messages) for chat in sample_conversations(1000, seed=1)]
     with open(path, "w") as file:
@@ -242,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     from benchmarks.scale_tables import check, project
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-    from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
+    from megatron_packed_sft.records.samples import sample_conversations
 
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 
@@ -103,10 +104,17 @@ def request_case(home: str, tokenizer: str, num_files: int, num_shards: int) -> 
 
 
 def _prepare(home: str, tokenizer: str) -> PrepareReport:
-    """Encode on one node, plan and publish on another one, which has nothing but the store."""
+    """Prepare as Ray's tasks do, but in this process: tokens are encoded on one node and published by another."""
     from megatron_packed_sft.encode.options import TemplateOptions
     from megatron_packed_sft.prepare import pipeline
     from megatron_packed_sft.prepare.config import ExecutorConfig, PrepareConfig, TokenizerConfig
+    from megatron_packed_sft.support.processes import LocalExecutor
+
+    plan_splits = pipeline.plan_splits
+
+    def plan_on_another_node(*arguments: Any) -> Any:
+        os.environ["PACKED_SFT_CACHE_DIR"] = f"{home}/publishing"
+        return plan_splits(*arguments)
 
     config = PrepareConfig(
         output=f"s3://{BUCKET}/data",
@@ -114,17 +122,17 @@ def _prepare(home: str, tokenizer: str) -> PrepareReport:
         input=f"{home}/chats_*.jsonl",
         tokenizer=TokenizerConfig(path=tokenizer),
         template=TemplateOptions("chatml"),
-        executor=ExecutorConfig("array", num_workers=1, index=0, count=1),
+        executor=ExecutorConfig("ray", num_workers=1),
         shard_megabytes=1,
         quiet=True,
     )
     config.packing.pack_size = 4096
-    for node in ("encoding", "publishing"):
-        os.environ |= {"XDG_CACHE_HOME": f"{home}/{node}", "PACKED_SFT_CACHE_DIR": f"{home}/{node}/cache"}
-        if node == "encoding":
-            pipeline.Pipeline(config).run_share()
-    config.executor.index = None
-    return pipeline.Pipeline(config).run()
+    os.environ |= {"XDG_CACHE_HOME": f"{home}/driver", "PACKED_SFT_CACHE_DIR": f"{home}/encoding"}
+    with (
+        mock.patch.object(pipeline, "create_executor", return_value=LocalExecutor(1)),
+        mock.patch.object(pipeline, "plan_splits", plan_on_another_node),
+    ):
+        return pipeline.Pipeline(config).run()
 
 
 def _units(home: str, report: PrepareReport) -> dict[str, float]:
@@ -141,7 +149,8 @@ def _units(home: str, report: PrepareReport) -> dict[str, float]:
 
 def _open_all(home: str, url: str) -> None:
     from megatron_packed_sft import create_sft_dataset
+    from megatron_packed_sft.data.options import OpenOptions
 
-    data = create_sft_dataset(url, 0, cache_dir=f"{home}/other_node")
+    data = create_sft_dataset(url, 0, opening=OpenOptions(cache_dir=f"{home}/other_node"))
     for number in range(0, len(data), 10):
         data[number]

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, private_megabytes, resident_megabytes, timed
-from megatron_packed_sft import BinBlock, LegacyPickleWriter, MemmapShardWriter, open_shard, validate
+from megatron_packed_sft import open_shard, validate
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 VOCAB_SIZE = 120_000
 SEQUENCES_PER_BIN = 12

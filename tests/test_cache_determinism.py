@@ -66,8 +66,7 @@ def test_another_seed_gives_other_bytes(model: str, tmp_path: Path) -> None:
 
 def test_how_texts_are_batched_does_not_matter(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build(tmp_path / "one", model)
-    for module in ("pretrain_cache", "sft_cache"):
-        monkeypatch.setattr(f"megatron_packed_sft.caches.{module}._BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("megatron_packed_sft.caches.builders._BATCH_CHARACTERS", 50)
     assert build(tmp_path / "two", model) == first
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft import open_shard
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.plugins import Plugin, Registry, installed_plugins
 from tests.packed_bins import assert_same_bins, make_bins, write_shard

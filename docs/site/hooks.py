@@ -1,6 +1,6 @@
 """What `mkdocs build` makes of this repository beside docs/: the API reference, and two files of the root as pages.
 
-The API reference is generated from `megatron_packed_sft.__all__`, so that no public name can be missing from it.
+The API reference is generated from the names of the package root, so that no public name can be missing from it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,6 @@ from mkdocs.structure.files import File, Files
 import megatron_packed_sft
 
 ROOT = Path(__file__).parents[2]
-# Page -> title, introduction, and the folders of the package whose public names it lists.
-API_PAGES = {
-    "datasets": ("API: datasets and loaders", "What gives samples and batches.", ("data", "caches")),
-    "encode": ("API: records and encoding", "From files to token ids and train masks.", ("records", "encode")),
-    "packing": ("API: packing and token stores", "From lengths to plans, from plans to shards.", ("packing", "tokens")),
-    "storage": ("API: storage", "Shards, dataset directories, conversion and validation.", ("storage", "disk")),
-    "errors": (
-        "API: errors, plugins and Megatron",
-        "The exception tree, and what touches Megatron.",
-        ("errors", "megatron"),
-    ),
-}
 ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 
@@ -42,23 +30,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """Return one page per group of public names, each name from the module that defines it."""
-    homes: dict[str, str] = megatron_packed_sft._HOMES
+    """Return one page per task, as the package's `__init__` groups its names; each name from its own module."""
+    _, *sections = re.split(r"^    # ([A-Z][\w ]*): (.*)$", megatron_packed_sft._SOURCE, flags=re.MULTILINE)
     pages = {}
-    listed = set()
-    for page, (title, introduction, folders) in API_PAGES.items():
-        names = [name for name, home in homes.items() if home.split(".")[0] in folders]
-        listed.update(names)
-        if page == "errors":
-            blocks = [
-                "::: megatron_packed_sft.errors",
-                *(_block(name, homes[name]) for name in names if homes[name] != "errors"),
-            ]
-        else:
-            blocks = [_block(name, homes[name]) for name in sorted(names, key=str.lower)]
-        pages[f"api/{page}.md"] = "\n\n".join([f"# {title}", introduction, *blocks]) + "\n"
-    if missing := sorted(homes.keys() - listed):
-        raise ValueError(f"no API page lists {', '.join(missing)}; add their folder to API_PAGES")
+    for task, introduction, imports in zip(sections[::3], sections[1::3], sections[2::3], strict=True):
+        blocks = [_block(name) for name in re.findall(r"(\w+) as \1", imports) if name in megatron_packed_sft._HOMES]
+        if task == "Errors":
+            blocks = ["::: megatron_packed_sft.errors"]
+        page = task.lower().replace(" ", "_")
+        opening = introduction[0].upper() + introduction[1:]
+        pages[f"api/{page}.md"] = "\n\n".join([f"# API: {task.lower()}", opening, *blocks]) + "\n"
     return pages
 
 
@@ -71,5 +52,5 @@ def root_pages() -> dict[str, str]:
     return pages
 
 
-def _block(name: str, home: str) -> str:
-    return f"::: megatron_packed_sft.{home}.{name}"
+def _block(name: str) -> str:
+    return f"::: megatron_packed_sft.{megatron_packed_sft._HOMES[name]}.{name}"

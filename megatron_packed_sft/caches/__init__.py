@@ -11,41 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_packed_sft.caches.build_sources import build_all
-    from megatron_packed_sft.caches.config import read_config
-    from megatron_packed_sft.caches.meta import read_meta, sha256_file, write_meta
-    from megatron_packed_sft.caches.pretrain_cache import build_pretrain_cache
-    from megatron_packed_sft.caches.pretrain_dataset import PretrainTokenStreamDataset
-    from megatron_packed_sft.caches.sft_cache import Message, build_sft_cache
-    from megatron_packed_sft.caches.sft_dataset import SFTExampleDataset
-    from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS
+    from megatron_packed_sft.caches.builders import Message as Message
+    from megatron_packed_sft.caches.builders import build_pretrain_cache as build_pretrain_cache
+    from megatron_packed_sft.caches.builders import build_sft_cache as build_sft_cache
+    from megatron_packed_sft.caches.cache_folder import read_meta as read_meta
+    from megatron_packed_sft.caches.cache_folder import sha256_file as sha256_file
+    from megatron_packed_sft.caches.cache_folder import write_meta as write_meta
+    from megatron_packed_sft.caches.datasets import PretrainTokenStreamDataset as PretrainTokenStreamDataset
+    from megatron_packed_sft.caches.datasets import SFTExampleDataset as SFTExampleDataset
+    from megatron_packed_sft.caches.text_encoder import SPECIAL_TOKENS as SPECIAL_TOKENS
 
 _HOMES = {
     "SPECIAL_TOKENS": "text_encoder",
-    "Message": "sft_cache",
-    "PretrainTokenStreamDataset": "pretrain_dataset",
-    "SFTExampleDataset": "sft_dataset",
-    "build_all": "build_sources",
-    "build_pretrain_cache": "pretrain_cache",
-    "build_sft_cache": "sft_cache",
-    "read_config": "config",
-    "read_meta": "meta",
-    "sha256_file": "meta",
-    "write_meta": "meta",
+    "Message": "builders",
+    "PretrainTokenStreamDataset": "datasets",
+    "SFTExampleDataset": "datasets",
+    "build_pretrain_cache": "builders",
+    "build_sft_cache": "builders",
+    "read_meta": "cache_folder",
+    "sha256_file": "cache_folder",
+    "write_meta": "cache_folder",
 }
-__all__ = [
-    "SPECIAL_TOKENS",
-    "Message",
-    "PretrainTokenStreamDataset",
-    "SFTExampleDataset",
-    "build_all",
-    "build_pretrain_cache",
-    "build_sft_cache",
-    "read_config",
-    "read_meta",
-    "sha256_file",
-    "write_meta",
-]
 
 
 def __getattr__(name: str) -> Any:
@@ -55,4 +41,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_HOMES)

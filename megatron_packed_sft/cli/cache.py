@@ -1,90 +1,122 @@
-"""`packed-sft cache`: token caches made from a YAML, and the node's cache of shards that were fetched from URLs."""
+"""`packed-sft cache`: the node's cache of shards that were fetched from URLs."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_packed_sft.cli._node_cache import clear, prefetch, status
-from megatron_packed_sft.cli._verb import WIDTH, Helpful, debug_option, json_option, quiet_option, verb
+from megatron_packed_sft.cli._verb import WIDTH, Helpful, argument, debug_option, json_option, quiet_option, verb
 from megatron_packed_sft.errors import InvalidInputError
 
+if TYPE_CHECKING:
+    from megatron_packed_sft.remote.cache_eviction import Entry
 
-@verb(
-    examples="""
-        packed-sft cache build-all --config sources.yaml --cache-dir cache --seed 42
-        packed-sft cache build-all --config sources.yaml --only wikitext --only roam
-        packed-sft cache build-all --config sources.yaml --set sources.fineweb_edu.max_train_tokens=1_000_000
-    """
-)
-@click.option("--config", metavar="YAML", type=click.Path(), required=True, help="lists the sources (docs/caches.md)")
-@click.option(
-    "--cache-dir",
-    metavar="FOLDER",
-    type=click.Path(),
-    default="cache",
-    show_default=True,
-    help="gets tokenizer/, pretrain/NAME/ and sft/NAME/",
-)
-@click.option(
-    "--tokenizer", metavar="PATH", type=click.Path(), help="a SentencePiece .model file or a tokenizer folder"
-)
-@click.option("--seed", type=int, metavar="N", help="of splits and shuffles (42)")
-@click.option("--shard-bytes", type=int, metavar="N", help="the size of every pretrain shard but the last (134217728)")
-@click.option("--shuffle-buffer", type=int, metavar="N", help="documents that the shuffle holds, 0 for none (10000)")
-@click.option("--val-frac", type=float, metavar="SHARE", help="of documents or examples that go to val (0.1)")
-@click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="any key of the YAML, by its dotted name")
-@click.option("--only", metavar="NAME", multiple=True, help="build this source and no other; may be repeated")
-@click.option("--overwrite", is_flag=True, help="replace caches that were made from other things")
-@quiet_option
-@click.pass_context
-def build_all(
-    context: click.Context,
-    /,
-    config: str,
-    cache_dir: str,
-    settings: tuple[str, ...],
-    only: tuple[str, ...],
-    overwrite: bool,
-    quiet: bool,
-    as_json: bool,
-    **constants: Any,
-) -> int:
-    """Tokenize every source of a YAML once, into flat files of ids that training samples from. Options win over the
-    YAML. A source that cannot be read is recorded as not built and the others are built; the exit code is then 1. A
-    cache that is complete and made from the same things is kept.
-    """
-    from megatron_packed_sft.caches.build_sources import build_all as build_caches
-    from megatron_packed_sft.caches.config import read_config
-    from megatron_packed_sft.support.progress import Progress
+_directory = click.option("--cache-dir", type=click.Path(), metavar="FOLDER", help="the cache (default: the user's)")
+
+
+@verb(examples="packed-sft cache status\npacked-sft cache status --cache-dir /scratch/packed-sft --json")
+@_directory
+def status(cache_dir: str | None, as_json: bool) -> int:
+    """Show which datasets the node's cache holds shards of, how large they are, and what is in use now."""
+    from megatron_packed_sft.remote.node_cache import node_cache
     from megatron_packed_sft.support.terminal import show, show_json, table
+    from megatron_packed_sft.support.wording import byte_count
 
-    given = [(name, value) for name, value in constants.items() if value is not None]
-    loaded = read_config(config, [*given, *settings])
-    with Progress("tokenize", total=None, unit="token", quiet=quiet) as progress:
+    cache = node_cache(cache_dir)
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    for entry in cache.entries():
+        groups[entry.group].append(entry)
+    rows: list[dict[str, Any]] = [
+        {
+            "dataset": url,
+            "num_shards": len(entries),
+            "num_bytes": sum(entry.num_bytes for entry in entries),
+            "num_in_use": sum(entry.in_use for entry in entries),
+            "used": max(entry.used for entry in entries),
+        }
+        for url, entries in sorted(groups.items())
+    ]
+    total = sum(row["num_bytes"] for row in rows)
+    if as_json:
+        show_json({"cache_dir": str(cache.directory), "num_bytes": total, "size": cache.size, "datasets": rows})
+        return 0
+    if rows:
+        cells = [
+            [
+                row["dataset"],
+                row["num_shards"],
+                byte_count(row["num_bytes"]),
+                row["num_in_use"],
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"])),
+            ]
+            for row in rows
+        ]
+        show(table(["dataset", "shards", "bytes", "in use", "last use"], cells, left=1))
+    print(f"{cache.directory}: {byte_count(total)} of {byte_count(cache.size)}")
+    return 0
 
-        def on_tokens(source: str, count: int) -> None:
-            progress.update(count, source=source)
 
-        results = build_caches(loaded, cache_dir, only=only, overwrite=overwrite, on_tokens=on_tokens)
-    if as_json or (context.parent is not None and context.parent.params.get("as_json")):
-        show_json({"cache_dir": cache_dir, "sources": [result._asdict() for result in results]})
-    else:
-        if not quiet:
-            rows = [[one.name, one.kind, one.status, *(one.totals.values() or ("", ""))] for one in results]
-            show(table(["source", "kind", "status", "train", "val"], rows, left=3))
-        for one in results:
-            if one.failed:
-                print(f"{one.name} was not built: {one.reason}")
-    return 1 if any(result.failed for result in results) else 0
+@verb(examples="packed-sft cache clear\npacked-sft cache clear s3://bucket/my_dataset")
+@argument("url", required=False, type=str, help="the dataset whose shards are removed (default: all)")
+@_directory
+@quiet_option
+def clear(url: str | None, cache_dir: str | None, quiet: bool, as_json: bool) -> int:
+    """Remove shards from the node's cache; those that are in use stay."""
+    from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.support.paths import redacted
+    from megatron_packed_sft.support.terminal import show_json
+    from megatron_packed_sft.support.wording import byte_count, plural
+
+    cache = node_cache(cache_dir)
+    wanted = None if url is None else redacted(url.rstrip("/"))
+    entries = [entry for entry in cache.entries() if wanted is None or entry.group.rstrip("/") == wanted]
+    gone = [entry for entry in entries if cache.evict(entry.key)]
+    cache.remove_leftovers()
+    num_bytes, num_kept = sum(entry.num_bytes for entry in gone), len(entries) - len(gone)
+    if as_json:
+        show_json({"num_removed": len(gone), "num_bytes": num_bytes, "num_in_use": num_kept})
+    elif not quiet:
+        kept = f"; {plural(num_kept, 'shard')} in use stayed" if num_kept else ""
+        print(f"{cache.directory}: {plural(len(gone), 'shard')} removed, {byte_count(num_bytes)}{kept}")
+    return 0
+
+
+@verb(examples="packed-sft cache prefetch s3://bucket/my_dataset --split train --cache-size 200GB")
+@argument("url", type=str, help="a dataset in an object store")
+@click.option("--split", multiple=True, metavar="NAME", help="fetch this split and no other; may be repeated")
+@_directory
+@click.option("--cache-size", metavar="SIZE", help="how large the cache may become, such as 200GB")
+@quiet_option
+def prefetch(
+    url: str, split: tuple[str, ...], cache_dir: str | None, cache_size: str | None, quiet: bool, as_json: bool
+) -> int:
+    """Fetch the shards of a dataset before a run needs them. More than the cache holds is refused."""
+    from megatron_packed_sft.remote.node_cache import node_cache
+    from megatron_packed_sft.storage.remote_shard import fetch_dataset
+    from megatron_packed_sft.support.paths import is_url
+    from megatron_packed_sft.support.progress import Progress
+    from megatron_packed_sft.support.terminal import show_json
+    from megatron_packed_sft.support.wording import byte_count, plural
+
+    if not is_url(url):
+        raise InvalidInputError(f"{url} is a local path, which needs no cache; give the URL of a dataset")
+    cache = node_cache(cache_dir, cache_size)
+    with Progress("fetch", None, "B", quiet=quiet) as bar:
+        num_shards, num_bytes = fetch_dataset(url, cache, split, on_total=bar.expect, on_bytes=bar.update)
+    if as_json:
+        show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
+    elif not quiet:
+        print(f"{cache.directory}: {plural(num_shards, 'shard')} of {byte_count(num_bytes)} are there")
+    return 0
 
 
 class _CacheVerbs(Helpful, click.Group):
-    """What can be done with caches."""
+    """What can be done with the node's cache."""
 
-    examples = f"""
-        {build_all.examples.strip().splitlines()[0]}
+    examples = """
         packed-sft cache status
         packed-sft cache prefetch s3://bucket/my_dataset
         packed-sft cache clear s3://bucket/my_dataset
@@ -102,18 +134,16 @@ def _no_command(context: click.Context, as_json: bool) -> None:
         )
 
 
-_COMMANDS: dict[str, click.Command] = {"build-all": build_all, "status": status, "prefetch": prefetch, "clear": clear}
+_COMMANDS: dict[str, click.Command] = {"status": status, "prefetch": prefetch, "clear": clear}
 command = _CacheVerbs(
     "cache",
     callback=click.pass_context(_no_command),
     invoke_without_command=True,
-    help="Token caches: texts and chats tokenized once, into flat files of ids. And the node's cache: shards that were "
-    "fetched from object stores.",
+    help="The node's cache: shards of datasets in object stores, fetched once for all processes of a machine.",
     context_settings={"max_content_width": WIDTH},
     params=[json_option(), debug_option()],
     commands=_COMMANDS,
 )
-status.short_help = "what the node's cache of shards holds"
-prefetch.short_help = "fetch a dataset into the node's cache"
-clear.short_help = "remove shards from the node's cache"
-build_all.short_help = "build the caches of all sources of a YAML"
+status.short_help = "what the cache holds"
+prefetch.short_help = "fetch a dataset into the cache"
+clear.short_help = "remove shards from the cache"

@@ -74,8 +74,11 @@ def command(
     and chat template. Works for every parallel layout, needs no GPU, holds one weight in memory at a time, and can run
     during training. The folder appears when it is complete.
     """
+    from megatron_packed_sft.support.imports import require_torch
     from megatron_packed_sft.support.terminal import show_json
     from megatron_packed_sft.support.wording import byte_count, plural
+
+    require_torch("exporting a model", "megatron")
     from megatron_packed_sft.train.export import export_model
 
     report = export_model(

@@ -68,6 +68,7 @@ def command(**given: object) -> int:
     A record is shown exactly as `packed-sft prepare` with the same keys will tokenize it: its turns, what is cut,
     escaped or lost, and why it would be dropped. Packed data is shown bin by bin, sequence by sequence.
     """
-    from megatron_packed_sft.inspect.preview import PreviewRequest, preview
+    from megatron_packed_sft.inspect.preview import preview
+    from megatron_packed_sft.inspect.settings import PreviewRequest
 
     return preview(PreviewRequest(**given))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: 
     """Write synthetic chats: single-turn and multi-turn, with system prompts and tools, short and long. The same seed
     gives the same bytes.
     """
-    from megatron_packed_sft.records.samples.sample_chats import write_sample_data
+    from megatron_packed_sft.records.samples import write_sample_data
     from megatron_packed_sft.support.terminal import show_json
 
     files = write_sample_data(directory, num_records=rows, seed=seed)
@@ -47,8 +47,8 @@ def command(directory: str, rows: int, seed: int, tokenizer: str | None, quiet: 
 
 def _train_tokenizer(path: str, num_records: int, seed: int) -> Path:
     """Train on the same kind of chats, in about a second."""
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-    from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
+    from megatron_packed_sft.records.samples import sample_conversations
 
     chats = sample_conversations(num_records, seed)
     texts = (message["content"] for chat in chats for message in chat.messages if message.get("content"))

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
         packed-sft validate tokens --tokenizer my_model --seq-length 4096
     """
 )
-@argument(
-    "path", help="a dataset directory, a shard or packed file, a directory of shards, a token store, stream or cache"
-)
+@argument("path", help="a dataset directory, a shard or packed file, a directory of shards, a token store or stream")
 @click.option(
     "--level",
     type=click.Choice(("structure", "full")),
@@ -62,7 +60,6 @@ def command(
     """Check packed data of any storage. Exit code 0: sound, 1: not sound, 2: not packed data."""
     from rich.text import Text
 
-    from megatron_packed_sft.caches.validate import is_sft_cache, validate_sft_cache
     from megatron_packed_sft.storage.validate import validate
     from megatron_packed_sft.support.terminal import show, show_json
     from megatron_packed_sft.support.wording import plural
@@ -79,8 +76,6 @@ def command(
     check: Callable[..., ValidationReport] = functools.partial(validate, stream=stream)
     if stream is None and is_token_store(path):
         check = validate_token_store
-    elif stream is None and is_sft_cache(path):
-        check = validate_sft_cache
     report = check(path, level=level, max_findings=max_findings, progress=not quiet)
     if as_json:
         show_json(report.to_json())

@@ -11,17 +11,21 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from megatron_packed_sft.config.command_line import OPTIONS, parse_command_line
 from megatron_packed_sft.config.composition import Files
 from megatron_packed_sft.config.schema import WrongKeysError, build, defaults, keys, plain, refuse_wrong_keys
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.plugins import GROUPS, installed_plugins
+from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.exits import refused, run_command
+from megatron_packed_sft.support.paths import refuse_special_file
 from megatron_packed_sft.support.terminal import never_fail_on_characters
 
 ConfigT = TypeVar("ConfigT")
@@ -88,6 +92,31 @@ def read_settings(arguments: Sequence[str], *, name: str, schema: type[ConfigT])
     [overrides] = asked.combinations()
     files = Files.find(name, asked.config_name, asked.config_dir)
     return build(schema, _container(_compose(schema, files, overrides)))
+
+
+def read_yaml(path: Path, settings: Sequence[str], *, schema: type[ConfigT]) -> ConfigT:
+    """Return a YAML file as a checked configuration, without Hydra's groups and files.
+
+    Args:
+        path: the file.
+        settings: KEY=VALUE, which replace the keys of the file.
+        schema: as in `run_application`.
+    """
+    refuse_special_file(path)
+    if wrong := [text for text in settings if "=" not in text]:
+        raise InvalidInputError(f"{wrong[0]!r} is not a setting; write KEY=VALUE")
+    try:
+        with os_errors("read", path):
+            given = OmegaConf.create(path.read_text())
+        if not OmegaConf.is_dict(given):
+            raise InvalidInputError("it is not a mapping of keys")
+        values = _container(OmegaConf.merge(given, OmegaConf.from_dotlist(list(settings))))  # type: ignore[arg-type]
+        refuse_wrong_keys(schema, values)
+        return build(schema, values)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from None
+    except (YAMLError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise InvalidInputError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
 
 
 def completions(

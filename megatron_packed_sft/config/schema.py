@@ -35,6 +35,8 @@ OTHER_NAMES = {
     "max_steps": ("train.steps",),
     "num_train_epochs": ("train.epochs",),
     "lr": ("optimizer.learning_rate",),
+    "dataset_path": ("data.path",),
+    "tokenizer_path": ("data.tokenizer",),
     "template.path": ("template.name",),
     "tokenizer.name": ("tokenizer.path",),
 }

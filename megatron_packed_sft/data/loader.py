@@ -26,6 +26,7 @@ from megatron_packed_sft.data.order.state import LoaderState
 from megatron_packed_sft.data.prefetch import Prefetcher, cuda_device_to_pin_for, pinned, use_cuda_device
 from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.support.imports import require_torch
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class PackedLoader:
         pin_memory: bool | Literal["auto"] = "auto",
         **sampling: Unpack[SamplerArguments],
     ) -> None:
+        require_torch("PackedLoader")
         if batch_sampler is None:
             num_samples = len(dataset)  # a pass over a blend is as long as the dataset was asked to be
             blend_order = getattr(dataset, "sampling_order", None)

@@ -4,18 +4,18 @@
                         chat: tokenizer ab12, template 77aa  ├─ agree ─▶ one dataset
                         bare .npy: records nothing           ┘  its ids are looked up in the others' vocabulary
 
-Ids of another tokenizer are other words, and nothing downstream would notice: losses only get worse.
+The same ids mean other texts to another tokenizer, and nothing downstream would notice: losses only get worse.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_packed_sft.data.options import Tolerance
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 
@@ -26,7 +26,7 @@ _NUM_BINS_READ = 16  # enough to meet an end of turn, whose id is among the larg
 
 
 class MadeWith(NamedTuple):
-    """What one part of the data was made with, as far as anybody recorded."""
+    """What one part of the data was made with, as far as it is recorded."""
 
     where: str  # for messages
     tokenizer: Mapping[str, Any] | None
@@ -52,30 +52,6 @@ class MadeWith(NamedTuple):
         return largest if largest >= vocab_size else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tolerance:
-    """Which differences are accepted.
-
-    Args:
-        tokenizer: other tokenizers.
-        template: other chat templates.
-        spelling: how the caller's users set one of these, for messages.
-    """
-
-    tokenizer: bool = False
-    template: bool = False
-    spelling: str = "{}=True"
-
-    def switch(self, name: str) -> str:
-        """Return what to write to accept such a difference.
-
-        Example:
-            >>> Tolerance(spelling="data.{}=true").switch("tokenizer")
-            'data.allow_tokenizer_mismatch=true'
-        """
-        return self.spelling.format(f"allow_{name}_mismatch")
-
-
 def refuse_mixed(parts: Sequence[MadeWith], tolerance: Tolerance) -> None:
     """Refuse parts that were made with different tokenizers or templates, and announce those that record nothing.
 
@@ -85,7 +61,7 @@ def refuse_mixed(parts: Sequence[MadeWith], tolerance: Tolerance) -> None:
         >>> refuse_mixed([code, chat], Tolerance())
         Traceback (most recent call last):
         megatron_packed_sft.errors.InvalidInputError: chat was made with another tokenizer, 'qwen3' (cd34), than code, \
-'gpt2' (ab12), so the same ids are other texts; prepare both with one tokenizer, or set allow_tokenizer_mismatch=True \
+'gpt2' (ab12), so the same ids mean other texts; prepare both with one tokenizer, or set allow_tokenizer_mismatch=True \
 if you know that they agree
     """
     if not tolerance.tokenizer:
@@ -94,7 +70,7 @@ if you know that they agree
             if part.tokenizer_identity != recorded[0].tokenizer_identity:
                 raise InvalidInputError(
                     f"{part.where} was made with another tokenizer, {_shown(part)}, than {recorded[0].where}, "
-                    f"{_shown(recorded[0])}, so the same ids are other texts; prepare both with one tokenizer, or set "
+                    f"{_shown(recorded[0])}, so the same ids mean other texts; prepare both with one tokenizer, or set "
                     f"{tolerance.switch('tokenizer')} if you know that they agree"
                 )
         bare = [part for part in parts if not part.tokenizer_identity]
@@ -111,14 +87,14 @@ if you know that they agree
 
 
 def _check_bare(bare: Sequence[MadeWith], recorded: Sequence[MadeWith], tolerance: Tolerance) -> None:
-    """Compare the ids of parts that record no tokenizer with the vocabulary of the others, and say what is unknown."""
+    """Check parts that record no tokenizer by their ids against the others' vocabulary, and warn of what is unknown."""
     if not bare or len(bare) + len(recorded) < 2:
         return
     names = bare[0].where if len(bare) == 1 else f"{bare[0].where} and {len(bare) - 1} more"
     if not recorded:
         logger.warning(
-            "%s record no tokenizer, so nobody can tell whether one made all of them; make sure of it, since the same "
-            "ids would be other texts",
+            "%s record no tokenizer, so it cannot be checked that one tokenizer made all of them; make sure of it, "
+            "since the same ids would mean other texts",
             names,
         )
         return

@@ -1,4 +1,4 @@
-"""`open_bins`: whatever is at a path becomes a source of bins: shards, datasets, plans, streams, lists and blends."""
+"""`open_bins`: a source of bins from a path of any kind: shards, datasets, plans, streams, lists and blends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
+from megatron_packed_sft.data.made_with import refuse_mixed
+from megatron_packed_sft.data.options import AUTO, OpenOptions
 from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
@@ -19,7 +20,7 @@ from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
+from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
@@ -33,9 +34,8 @@ from megatron_packed_sft.tokens.validate import is_token_store
 
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
-Weights = Sequence[float] | Mapping[str, float]
+Weights = Sequence[float] | Mapping[str, Any]
 
-AUTO = "auto"
 STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 
 
@@ -50,42 +50,36 @@ def open_bins(
     path: Paths,
     *,
     split: str = "train",
-    packed_storage: str = AUTO,
     plan: PathLike | PackPlan | None = None,
     weights: Weights | None = None,
-    blend: Mapping[str, Any] | None = None,
     seed: int = 1234,
     pad_id: int = 0,
-    tolerance: Tolerance | None = None,
     stream: StreamOptions | None = None,
+    opening: OpenOptions | None = None,
     id_limit: Callable[[], int | None] | None = None,
-    cache_dir: PathLike | None = None,
-    cache_size: str | int | None = None,
 ) -> OpenedBins:
-    """Open packed data without a tokenizer or a length, for callers that choose these by the data's own figures.
+    """Return the bins at a path without making a dataset of them, which would need torch.
 
     Args:
-        path, split, packed_storage, plan, weights, blend, seed: as in `create_sft_dataset`.
+        path, split, plan, weights, seed, stream, opening: as in `create_sft_dataset`.
         pad_id: fills the gaps between the sequences of a plan's bins.
-        tolerance: whether the parts of a list may be made with different tokenizers or templates; by default not.
-        stream: how to read the token streams among the paths.
-        id_limit: tells what the ids of token streams must be below, if `stream` does not; only asked if there is one,
-            because some tokenizers are slow to say.
-        cache_dir, cache_size: where shards of URLs are fetched to.
+        id_limit: tells what the ids of token streams must be below, if `stream` does not; called only for a stream,
+            because some tokenizers take long to tell.
     """
-    opening = _Opening(split, tolerance or Tolerance(), stream or StreamOptions(), id_limit, cache_dir, cache_size)
-    wanted = None if packed_storage == AUTO else storage_named(packed_storage)
+    opening = opening or OpenOptions()
+    stream = stream or StreamOptions()
     names, groups = _named_groups(path)
     paths = [found for group in groups for found in group]
-    mixing = mixing_of(weights, blend, names, num_sources=len(groups))
+    mixing = mixing_of(weights, names, num_sources=len(groups))
     if plan is not None:
-        if len(paths) != 1 or wanted is not None:
-            raise InvalidInputError("plan goes with the path of one token store; leave packed_storage at 'auto'")
+        if len(paths) != 1 or opening.storage != AUTO:
+            raise InvalidInputError("plan goes with the path of one token store; leave storage at 'auto'")
         loaded = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
         opened: list[list[BinReader]] = [[PlanBinReader(open_token_store(paths[0]), loaded, pad_id=pad_id)]]
     else:
-        opened = [opening.end_to_end(group, wanted) for group in (groups if mixing is not None else [paths])]
-    _refuse_stream_options([one for group in opened for one in group], opening.stream)
+        opener = _Opener(split, opening, stream, id_limit)
+        opened = [opener.end_to_end(group) for group in (groups if mixing is not None else [paths])]
+    _refuse_stream_options([one for group in opened for one in group], stream)
     sources = [_joined(group) for group in opened] if mixing is not None else opened[0]
     source = _joined(sources)
     if len(sources) > 1:
@@ -114,97 +108,101 @@ def _joined(sources: list[BinReader]) -> BinReader:
     return sources[0] if len(sources) == 1 else JoinedBinReader(sources)
 
 
-class _Opening(NamedTuple):
-    """How paths are opened."""
+class _Opener:
+    """Opens paths, each as what it is."""
 
-    split: str
-    tolerance: Tolerance
-    stream: StreamOptions
-    id_limit: Callable[[], int | None] | None
-    cache_dir: PathLike | None
-    cache_size: str | int | None
+    def __init__(
+        self, split: str, opening: OpenOptions, stream: StreamOptions, id_limit: Callable[[], int | None] | None
+    ) -> None:
+        self._split = split
+        self._opening = opening
+        self._wanted = None if opening.storage == AUTO else storage_named(opening.storage)
+        self._stream = stream
+        self._id_limit = id_limit
 
-    def end_to_end(self, paths: Sequence[Path | str], wanted: Storage | None) -> list[BinReader]:
-        """Open paths that are laid end to end: as one source if all of them are shards of one storage."""
-        if any(isinstance(path, str) for path in paths):
-            return [self.one(path, wanted) for path in paths]
-        return self._end_to_end([Path(path) for path in paths], wanted)
-
-    def _end_to_end(self, paths: Sequence[Path], wanted: Storage | None) -> list[BinReader]:
-        storages = [storage_of(path) for path in paths]
-        first = storages[0]
-        if len(paths) > 1 and first is not None and all(one is first for one in storages):
-            _check_wanted(paths[0], first, wanted)
+    def end_to_end(self, paths: Sequence[Path | str]) -> list[BinReader]:
+        """Open paths that follow each other: as one source if all of them are shards of one storage."""
+        local = [path for path in paths if isinstance(path, Path)]
+        storages = [storage_of(path) for path in local]
+        first = storages[0] if storages else None
+        if len(local) == len(paths) > 1 and first is not None and all(one is first for one in storages):
+            self._check_storage(local[0], first)
             configured = self._configured(first)
-            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(paths):
+            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(local):
                 # One stream: their dtype is decided together, and short ones are skipped.
                 configured = TokenStreamStorage(
-                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in paths))
+                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in local))
                 )
-                paths = [paths[0].parent]
-            return [ShardBinReader.of_shards(configured, paths, self.tolerance)]
-        return [self.one(path, wanted) for path in paths]
+                local = [local[0].parent]
+            return [ShardBinReader.of_shards(configured, local, self._opening.tolerance)]
+        return [self._one(path) for path in paths]
 
-    def remote(self, url: str, wanted: Storage | None) -> BinReader:
-        """Open a dataset, a shard or a file in an object store."""
-        from megatron_packed_sft.remote.node_cache import node_cache
-
-        cache = node_cache(self.cache_dir, self.cache_size)
-        if not has_dataset(url, cache):
-            return self.one(local_copy(url, cache), wanted)
-        dataset = open_dataset(url, cache)
-        _check_wanted(url, dataset.storage, wanted)
-        return ShardBinReader.of_dataset(dataset, self.split)
-
-    def one(self, path: Path | str, wanted: Storage | None) -> BinReader:
-        """Open one path, or a URL."""
+    def _one(self, path: Path | str) -> BinReader:
         if isinstance(path, str):
-            return self.remote(path, wanted)
+            return self._remote(path)
         if is_token_store(path):
             raise InvalidInputError(
                 f"{path} is a token store; name a plan to read bins out of it, pack it now (packing_mode static), or "
                 "materialize it first"
             )
         if (path / DATASET).exists():
-            dataset = open_dataset(path)
-            _check_wanted(path, dataset.storage, wanted)
-            return ShardBinReader.of_dataset(dataset, self.split)
+            return self._dataset(open_dataset(path))
         storage = storage_of(path)
         if storage is not None:
-            _check_wanted(path, storage, wanted)
+            self._check_storage(path, storage)
             return ShardBinReader.of_shards(self._configured(storage), [path])
         inside = shards_inside(path)
-        if not inside and isinstance(wanted, TokenStreamStorage):
-            return ShardBinReader.of_shards(self._configured(wanted), [path])  # or it says why it is none
-        if not inside:
-            is_empty = path.is_dir() and not any(path.iterdir())
-            raise InvalidInputError(
-                f"{path} is an empty directory; check the path"
-                if is_empty
-                else f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
-            )
-        return self._directory(path, inside, wanted)
+        if inside:
+            return self._directory(path, inside)
+        if isinstance(self._wanted, TokenStreamStorage):
+            return ShardBinReader.of_shards(self._configured(self._wanted), [path])  # or it says why it is none
+        is_empty = path.is_dir() and not any(path.iterdir())
+        raise InvalidInputError(
+            f"{path} is an empty directory; check the path"
+            if is_empty
+            else f"{path} is not packed data of a known storage ({', '.join(STORAGES.names())}); check the path"
+        )
 
-    def _directory(self, path: Path, inside: Sequence[tuple[Path, Storage]], wanted: Storage | None) -> BinReader:
+    def _remote(self, url: str) -> BinReader:
+        """Open a dataset, a shard or a file in an object store."""
+        from megatron_packed_sft.remote.node_cache import node_cache
+
+        cache = node_cache(self._opening.cache_dir, self._opening.cache_size)
+        if not has_dataset(url, cache):
+            return self._one(local_copy(url, cache))
+        return self._dataset(open_dataset(url, cache))
+
+    def _dataset(self, dataset: DatasetDirectory) -> BinReader:
+        self._check_storage(dataset.location, dataset.storage)
+        return ShardBinReader.of_dataset(dataset, self._split)
+
+    def _directory(self, path: Path, inside: Sequence[tuple[Path, Storage]]) -> BinReader:
         kinds = {storage.name: storage for _, storage in inside}
         if len(kinds) > 1:
             raise InvalidInputError(f"{path} mixes shards of {' and '.join(kinds)}; name the files of one of them")
         [storage] = kinds.values()
-        _check_wanted(path, storage, wanted)
+        self._check_storage(path, storage)
         shards = [shard for shard, _ in inside]
         if isinstance(storage, TokenStreamStorage):
             raise InvalidInputError(
                 f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
                 "train on"
             )
-        return ShardBinReader.of_shards(self._configured(storage), shards, self.tolerance, of_directory=True)
+        return ShardBinReader.of_shards(self._configured(storage), shards, self._opening.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
         if not isinstance(storage, STREAMED):
             return storage
-        if self.stream.vocab_size is None and self.id_limit is not None:
-            return type(storage)(replace(self.stream, vocab_size=self.id_limit()))
-        return type(storage)(self.stream)
+        if self._stream.vocab_size is None and self._id_limit is not None:
+            return type(storage)(replace(self._stream, vocab_size=self._id_limit()))
+        return type(storage)(self._stream)
+
+    def _check_storage(self, path: Path | str, found: Storage) -> None:
+        if self._wanted is not None and self._wanted is not found:
+            key = "packed_storage" if self._opening.spelling == "key" else "storage"
+            raise InvalidInputError(
+                f"{path} is {found.name}, but {key} asks for {self._wanted.name!r}; set {key} to {found.name}"
+            )
 
 
 def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
@@ -212,7 +210,7 @@ def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
 
 
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
-    """Refuse what is said about token streams where there is none: it would be ignored in silence."""
+    """Refuse options of token streams if there is no stream: they would be ignored without a word."""
     found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
     if TokenStreamStorage in found:
         return
@@ -224,13 +222,6 @@ def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions)
                 f"{options.spelled(name)} is {value!r}, but {sources[0].description} is not a token stream; leave it "
                 "out, packed data knows its own sequences and dtype"
             )
-
-
-def _check_wanted(path: Path | str, found: Storage, wanted: Storage | None) -> None:
-    if wanted is not None and wanted is not found:
-        raise InvalidInputError(
-            f"{path} is {found.name}, but packed_storage asks for {wanted.name!r}; set packed_storage to {found.name}"
-        )
 
 
 def _expand(path: PathLike) -> list[Path | str]:

@@ -13,13 +13,14 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.data.options import SampleLength
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, PackedSFTError, TargetExistsError
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.array_files import SMALL_HEADER, ArrayFileWriter, ArraySpec
@@ -34,7 +35,6 @@ FORMAT = "sample_lengths_v1"
 LENGTHS = "lengths.npy"
 _MAX_SAMPLES = (1 << 31) - 1
 
-SampleLength = Callable[[Any], int]
 _log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.data.options import SampleLength
 from megatron_packed_sft.data.sample_lengths import (
-    SampleLength,
     check_unchanged,
     compute_lengths,
     measured,
@@ -19,6 +19,7 @@ from megatron_packed_sft.data.sample_lengths import (
 )
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import longest_that_fits
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import AlignedPlan, PackPlan
 from megatron_packed_sft.support.checksum import checksum
@@ -152,7 +153,7 @@ def plan_statically(
         overflow: oversized samples are packs of their own (`single`), left out (`drop`) or an `error`.
         full_is_oversized: a sample that fills a pack exactly is oversized, too.
         world_size, drop_last: make the number of packs a multiple, by repeating the first or dropping the last ones.
-        pack_arguments: further ones of `pack`, such as strategy.
+        pack_arguments: other fields of `PackOptions`, such as strategy.
 
     Example:
         >>> plan = plan_statically(np.array([3, 9, 1]), pack_size=4)
@@ -184,7 +185,7 @@ def plan_statically(
         raise InvalidInputError(f"{_described(oversized, lengths, pack_size, True)}; leave them out")
     if full_is_oversized and overflow == "drop":
         pack_arguments["max_len"] = min(limit, pack_arguments.get("max_len") or limit)
-    plan = pack(lengths, pack_size=pack_size, overflow=overflow, **pack_arguments)
+    plan = pack(lengths, PackOptions(pack_size=pack_size, overflow=overflow, **pack_arguments))
     lines = []
     if len(oversized):
         fate = "packed alone" if overflow == "single" else "left out"

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.datasets import DatasetArguments, PackedDataset
 from megatron_packed_sft.data.encoded_samples import (
     IS_PADDING,
     SamplePackReader,
@@ -24,8 +23,9 @@ from megatron_packed_sft.data.encoded_samples import (
     joined,
 )
 from megatron_packed_sft.data.made_with import eos_id_of
+from megatron_packed_sft.data.options import StaticPacking
 from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.sample_lengths import SampleLength, refuse_changing
+from megatron_packed_sft.data.sample_lengths import refuse_changing
 from megatron_packed_sft.data.sample_packs import SamplePackDataset, StaticPlan, plan_statically
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
@@ -41,81 +41,52 @@ logger = logging.getLogger(__name__)
 Source = SamplePackReader | PlanBinReader
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticPacking:
-    """How raw samples are packed when they are opened.
-
-    Args:
-        pack_size: what a pack of several samples holds at most.
-        drop_last: drop the last packs so that their number is a multiple of `world_size`; else repeat the first ones.
-        allow_single_long: an oversized sample is a pack of its own; else it is left out.
-        full_is_oversized: a sample that fills a pack exactly is oversized, too.
-        world_size: data-parallel ranks.
-        pad_seq_to_mult: let every sequence take a multiple of this many inputs, for context parallelism.
-        strategy: of `pack`.
-    """
-
-    pack_size: int
-    drop_last: bool = False
-    allow_single_long: bool = True
-    full_is_oversized: bool = False
-    world_size: int = 1
-    pad_seq_to_mult: int = 1
-    strategy: str = "optimal"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `plan_statically`."""
-        given = {name: value for name, value in vars(self).items() if name != "allow_single_long"}
-        return {**given, "overflow": "single" if self.allow_single_long else "drop"}
-
-
 def open_static_packs(
-    data: Any,
-    packing: StaticPacking,
-    *,
-    pad_id: int = 0,
-    length_of: SampleLength | None = None,
-    length_cache: str | os.PathLike[str] | None = None,
-    fingerprint: str | None = None,
-    progress: bool = False,
+    data: Any, pack_size: int, packing: StaticPacking, *, pad_id: int = 0
 ) -> tuple[Source, StaticPlan]:
-    """Open raw samples as packs.
+    """Return raw samples as packs, and the plan that made them.
 
     Args:
         data: a token store or its path, or a map-style dataset of encoded samples.
-        packing: how to pack.
+        pack_size: what a pack of several samples holds at most.
+        packing: how to pack, and where lengths are kept.
         pad_id: aligns sequences, where `packing` asks for a multiple.
-        length_of: the positions a sample takes; by default the number of its input_ids.
-        length_cache: a directory for the lengths of datasets, each under its fingerprint; ranks may share a new one.
-        fingerprint: of the dataset and whatever changes its samples; by default the dataset's own `fingerprint`.
-        progress: show a progress bar while lengths are computed.
     """
+    arguments: dict[str, Any] = {
+        "pack_size": pack_size,
+        "overflow": "single" if packing.packing_allow_single_long else "drop",
+        "full_is_oversized": packing.packing_full_is_oversized,
+        "world_size": packing.world_size,
+        "drop_last": packing.dataloader_drop_last,
+        "strategy": packing.strategy,
+        "pad_seq_to_mult": packing.pad_seq_to_mult,
+    }
     if isinstance(data, str | os.PathLike):
         data = _open_store(data)
     if isinstance(data, TokenStore):
-        plan = plan_statically(data.lengths, **packing.arguments())
+        plan = plan_statically(data.lengths, **arguments)
         return PlanBinReader(data, plan.aligned.plan, pad_id, plan.aligned.bins), plan
     if isinstance(data, PackedDataset):
         raise InvalidInputError(
             f"{type(data).__name__} holds packed bins, and static packs are made of raw samples; use it as it is"
         )
     refuse_changing(data)
-    identity = fingerprint if fingerprint is not None else getattr(data, "fingerprint", None)
+    identity = packing.fingerprint if packing.fingerprint is not None else getattr(data, "fingerprint", None)
     cache = None
-    if length_cache is not None:
+    if packing.length_cache is not None:
         if not isinstance(identity, str):
             raise InvalidInputError(
                 f"a length cache needs a fingerprint, and {type(data).__name__} has none; pass fingerprint= or set the "
                 "dataset's own, a string that changes with the samples, their template and their settings"
             )
-        cache = local_path(length_cache, "length_cache") / checksum(identity.encode())
+        cache = local_path(packing.length_cache, "length_cache") / checksum(identity.encode())
     packs = SamplePackDataset(
         data,
-        length_of or encoded_length,
+        packing.length_of or encoded_length,
         cache_path=cache,
         fingerprint=identity,
-        progress=progress,
-        **packing.arguments(),
+        progress=packing.progress,
+        **arguments,
     )
     return SamplePackReader(packs, pad_id), packs.static_plan
 
@@ -131,12 +102,21 @@ class StaticPackDataset(PackedDataset):
         source: what `open_static_packs` returned first.
         tokenizer: as in `PackedDataset`.
         static_plan: what it returned second.
-        arguments: further ones of `PackedDataset`.
+        text_only: as in `StaticPacking`.
     """
 
-    def __init__(self, source: Source, tokenizer: Any = None, *, static_plan: StaticPlan, **arguments: Any) -> None:
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Any = None,
+        *,
+        static_plan: StaticPlan,
+        text_only: bool = False,
+        **arguments: Unpack[DatasetArguments],
+    ) -> None:
         super().__init__(source, tokenizer, **arguments)
         self.static_plan = static_plan
+        self._text_only = text_only
         self._announced: set[str] = set()
 
     def __getitem__(self, index: int) -> list[Any]:  # type: ignore[override]
@@ -159,16 +139,18 @@ class StaticPackDataset(PackedDataset):
     def collate_fn(self, samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:  # type: ignore[override]
         """Make a batch of packs that `__getitem__` returned."""
         names = [[f"sample {k} of pack {n}" for k in range(len(pack))] for n, pack in enumerate(samples)]
-        return self._batch(samples, names)
+        return self._joined_batch(samples, names)
 
     def fetch_batch(self, indices: Sequence[int]) -> dict[str, Any]:
         """Make a batch of packs in one go."""
-        if not isinstance(self.source, SamplePackReader):
+        if self._text_only or not isinstance(self.source, SamplePackReader):
             return super().fetch_batch(indices)
         bins, _ = self._locate(indices)
-        return self._batch(self.__getitems__(indices), [self.source.names(index) for index in bins.tolist()])
+        return self._joined_batch(self.__getitems__(indices), [self.source.names(index) for index in bins.tolist()])
 
-    def _batch(self, packs: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def _joined_batch(
+        self, packs: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
         join = self.source.joined if isinstance(self.source, SamplePackReader) else joined
         batch = super().collate_fn([join(pack, own) for pack, own in zip(packs, names, strict=True)])
         carried = carried_fields([sample for pack in packs for sample in pack])
@@ -189,28 +171,16 @@ def create_static_dataset(
     data: Any,
     tokenizer: Any = None,
     seq_length: int | None = None,
-    *,
-    dataloader_drop_last: bool = False,
-    packing_allow_single_long: bool = True,
-    packing_full_is_oversized: bool = False,
-    world_size: int = 1,
-    strategy: str = "optimal",
-    pad_seq_to_mult: int = 1,
-    length_of: SampleLength | None = None,
-    length_cache: str | os.PathLike[str] | None = None,
-    fingerprint: str | None = None,
-    progress: bool = False,
-    **arguments: Any,
+    packing: StaticPacking | None = None,
+    **arguments: Unpack[DatasetArguments],
 ) -> StaticPackDataset:
-    """Open raw samples as a dataset of static packs; `create_sft_dataset` calls this for `packing_mode="static"`.
+    """Return raw samples as a dataset of static packs; `create_sft_dataset` calls this for `packing_mode="static"`.
 
     Args:
-        data, length_of, length_cache, fingerprint, progress: as in `open_static_packs`.
+        data: as in `open_static_packs`.
         tokenizer: gives the EOS id; an int will do. A token store brings its own.
         seq_length: what a pack of several samples holds at most; a pack of a single long sample may be longer.
-        dataloader_drop_last, packing_allow_single_long, packing_full_is_oversized, world_size, strategy,
-            pad_seq_to_mult: as in `StaticPacking`.
-        arguments: further ones of `PackedDataset`.
+        packing: how to pack.
 
     Example:
         >>> chats = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]
@@ -218,38 +188,21 @@ def create_static_dataset(
         >>> len(dataset), dataset.fetch_batch([0])["position_ids"].tolist()
         (1, [[0, 1, 2, 0, 1]])
     """
-    if "packing_length" in arguments:
-        raise InvalidInputError("packing_length is not an argument: the length of packs is seq_length; set that")
+    packing = packing or StaticPacking()
     if seq_length is None:
         raise InvalidInputError("packing_mode='static' needs seq_length: what a pack of several samples holds at most")
-    packing = StaticPacking(
-        pack_size=seq_length,
-        drop_last=dataloader_drop_last,
-        allow_single_long=packing_allow_single_long,
-        full_is_oversized=packing_full_is_oversized,
-        world_size=world_size,
-        pad_seq_to_mult=pad_seq_to_mult,
-        strategy=strategy,
-    )
-    source, plan = open_static_packs(
-        data,
-        packing,
-        pad_id=0 if tokenizer is None else eos_id_of(tokenizer),
-        length_of=length_of,
-        length_cache=length_cache,
-        fingerprint=fingerprint,
-        progress=progress,
-    )
-    if len(plan.oversized) and not packing_allow_single_long:
+    pad_id = 0 if tokenizer is None else eos_id_of(tokenizer)
+    source, plan = open_static_packs(data, seq_length, packing, pad_id=pad_id)
+    if len(plan.oversized) and not packing.packing_allow_single_long:
         logger.warning("%s", plan.lines[-1])
-    length = max(seq_length, source.figures.pack_size)
-    return StaticPackDataset(source, tokenizer, static_plan=plan, max_seq_length=length, **arguments)
+    arguments["max_seq_length"] = max(seq_length, source.figures.pack_size)
+    return StaticPackDataset(source, tokenizer, static_plan=plan, text_only=packing.text_only, **arguments)
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
     """Return whether a path, or a URL, holds bins that were packed before."""
     if is_url(path):
-        return not is_token_store(path)  # whoever opens it says what else it is
+        return not is_token_store(path)  # opening it tells what else it is
     location = local_path(path)
     if is_token_store(location):
         return False

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 import numpy as np
 
-from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.datasets import DatasetArguments, PackedDataset
 from megatron_packed_sft.data.made_with import eos_id_of, id_limit_of
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import local_path
 
 _ITEM_FIELDS = ("input_ids", "labels")
-_KEEPS_EOS_LOSS = ("mcore", "hf")  # contracts in which no token's loss depends on the padding id
 
 
 class TokenStreamDataset(PackedDataset):
@@ -40,20 +40,15 @@ class TokenStreamDataset(PackedDataset):
     Args:
         data_dir: the directory, or one file.
         tokenizer: gives the EOS id and the vocabulary; an int, the EOS id, will do. None reads the stream without.
-        seq_length: predictions of a window.
-        pack_sequences: tell the documents of a window apart.
-        eos_id: ends a document, if it is not the tokenizer's EOS.
-        file_pattern: which files, such as `*.npy`; None takes all .npy or all .bin files.
-        dtype: of .bin files; None takes what is recorded beside them, else their sizes decide.
-        vocab_size: a larger id is an error; None takes the tokenizer's, or what is recorded.
-        overlap: windows share one token, so that each token but a file's first is predicted once.
-        arguments: further ones of `PackedDataset`, such as `contract` and `max_num_samples`.
+        stream: how long windows are, where documents end, which files are read.
+
+    The other arguments are those of `PackedDataset`.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
         >>> np.save(f"{home}/shard_0.npy", np.array([5, 9, 1, 0, 7, 3], np.uint16))
-        >>> item = TokenStreamDataset(home, seq_length=5, pack_sequences=True, eos_id=0)[0]
-        >>> item["labels"].tolist(), item["doc_ids"].tolist()
+        >>> dataset = TokenStreamDataset(home, stream=StreamOptions(seq_length=5, pack_sequences=True, eos_id=0))
+        >>> dataset[0]["labels"].tolist(), dataset[0]["doc_ids"].tolist()
         ([9, 1, 0, -100, 3], [0, 0, 0, 0, 1])
     """
 
@@ -63,29 +58,18 @@ class TokenStreamDataset(PackedDataset):
         self,
         data_dir: str | os.PathLike[str],
         tokenizer: Any = None,
-        *,
-        seq_length: int = DEFAULT_SEQ_LENGTH,
-        pack_sequences: bool = False,
-        eos_id: int | None = None,
-        file_pattern: str | None = None,
-        dtype: str | None = None,
-        vocab_size: int | None = None,
-        overlap: bool = True,
-        **arguments: Any,
+        stream: StreamOptions | None = None,
+        **arguments: Unpack[DatasetArguments],
     ) -> None:
-        trusts_tokenizer = not arguments.get("allow_tokenizer_mismatch", False)
-        options = StreamOptions(
-            seq_length=seq_length,
-            pack_sequences=pack_sequences,
-            eos_id=eos_id,
-            tokenizer_eos_id=None if tokenizer is None else eos_id_of(tokenizer),
-            file_pattern=file_pattern,
-            dtype=dtype,
-            vocab_size=id_limit_of(tokenizer) if vocab_size is None and trusts_tokenizer else vocab_size,
-            overlap=overlap,
-        )
-        source = ShardBinReader.of_shards(TokenStreamStorage(options), [local_path(data_dir)])
-        super().__init__(source, tokenizer, **{"max_seq_length": seq_length, **arguments})
+        stream = stream or StreamOptions()
+        trusts_tokenizer = not arguments.get("opening", OpenOptions()).allow_tokenizer_mismatch
+        if tokenizer is not None:
+            stream = replace(stream, tokenizer_eos_id=eos_id_of(tokenizer))
+        if stream.vocab_size is None and trusts_tokenizer:
+            stream = replace(stream, vocab_size=id_limit_of(tokenizer))
+        source = ShardBinReader.of_shards(TokenStreamStorage(stream), [local_path(data_dir)])
+        arguments.setdefault("max_seq_length", stream.seq_length)
+        super().__init__(source, tokenizer, **arguments)
 
     @property
     def streams(self) -> list[TokenStream]:
@@ -123,11 +107,6 @@ class TokenStreamDataset(PackedDataset):
             )
         self.epoch = int(state.get("epoch", 0))
 
-    def _padding_id(self, contract: str) -> int:
-        if self.tokenizer is None and self.source.pad_id is None and contract in _KEEPS_EOS_LOSS:
-            return 0  # it only fills places that count nowhere
-        return super()._padding_id(contract)
-
     def _item(self, index: int, is_padding: bool) -> Mapping[str, Any]:
         import torch
 
@@ -147,8 +126,7 @@ class TokenStreamDataset(PackedDataset):
         if is_padding:
             item |= {"hidden_labels": item["labels"], "labels": torch.full_like(item["labels"], -100)}
             item["is_padding"] = True
-        # transformers' Trainer removes what is not an argument of the model from items, but only from a plain dict.
-        return MappingProxyType(item) if self._collate_arguments["contract"] == "hf" else item
+        return self._for_trainer(item)
 
 
 class MemoryMappedDataset(TokenStreamDataset):
@@ -163,7 +141,7 @@ class MemoryMappedDataset(TokenStreamDataset):
         file_pattern: which files.
         pack_sequences: tell the documents of a window apart.
         eos_token_id: ends a document.
-        arguments: further ones of `TokenStreamDataset`.
+        tokenizer: as in `TokenStreamDataset`.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -180,17 +158,17 @@ class MemoryMappedDataset(TokenStreamDataset):
         file_pattern: str = "*.npy",
         pack_sequences: bool = False,
         eos_token_id: int | None = None,
-        **arguments: Any,
+        tokenizer: Any = None,
+        **arguments: Unpack[DatasetArguments],
     ) -> None:
-        super().__init__(
-            data_dir,
+        stream = StreamOptions(
             seq_length=seq_len - 1,
             file_pattern=file_pattern,
             pack_sequences=pack_sequences,
             eos_id=eos_token_id,
             overlap=False,
-            **arguments,
         )
+        super().__init__(data_dir, tokenizer, stream, **arguments)
 
 
 def _packed_sample(item: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`RecordEncoder`: records to sequences of ids with a train mask."""
+"""`RecordEncoder` turns records into sequences of ids with a train mask."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker
+from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker, shorter_by_turns
 from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
-from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.templates.limits import restart_timer, time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
@@ -30,7 +30,7 @@ class Dropped(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Text that the template left out: the record's position in the batch, the kind of text, and a sentence."""
+    """Text that the template omitted: the record's position in the batch, the kind of text, and a sentence."""
 
     record: int
     kind: str
@@ -38,17 +38,17 @@ class Lost(NamedTuple):
 
 
 class EncodedRecords(NamedTuple):
-    """What a batch of records became.
+    """The sequences of a batch of records, and what was dropped and cut.
 
     Args:
         sequences: in the order of their records, none empty.
         dropped: the records that gave no sequence, in order.
         num_cut_sequences: sequences that were cut to `max_len`.
-        num_cut_tokens: tokens cut off, including those of records that were dropped because of it.
+        num_cut_tokens: tokens that were cut off, including those of records that were dropped because of it.
         num_cut_trained_tokens: the trained ones among them.
-        lost: what the template left out of records that were encoded all the same.
+        lost: what the template omitted from records that were encoded nevertheless.
         num_added_sequences: sequences beyond the first of their record, with `render` turns or auto.
-        num_cut_turns: trained turns that were left out by `truncation` turns.
+        num_cut_turns: trained turns that `truncation=turns` removed.
         num_turns: trained turns of the sequences.
     """
 
@@ -64,7 +64,7 @@ class EncodedRecords(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """What will be a sequence: the record's position in the batch, and what of it is encoded."""
+    """The source of one sequence: the record's position in the batch, and what is encoded."""
 
     record: int
     source: Any  # MarkedRecord or TokenizedRecord
@@ -72,14 +72,14 @@ class _Item(NamedTuple):
 
     @property
     def num_turns(self) -> int:
-        """How many trained turns it has."""
+        """The number of its trained turns."""
         return self.source.num_turns if isinstance(self.source, MarkedRecord) else 1
 
 
 class RecordEncoder:
     """Encode records with one tokenizer, template and set of options.
 
-    A record gives the same sequences whatever else is in its batch. The encoder is pickled by its arguments, and each
+    A record gives the same sequences in any batch. The encoder is pickled by its arguments, and each
     worker process builds its own.
 
     Args:
@@ -87,7 +87,7 @@ class RecordEncoder:
         template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
             is loaded with the first conversation; text records need none.
         options: what is trained, and how long a sequence may be.
-        with_kinds: also say what every trained token is part of (`Sequences.kinds`), for audits.
+        with_kinds: also return what every trained token is part of (`Sequences.kinds`), for audits.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class RecordEncoder:
         return partial(type(self), with_kinds=self._with_kinds), (self.tokenizer, self.template, self.options)
 
     def marker(self, conversation: Conversation | None = None) -> ChatMarker:
-        """Return the renderer of conversations, or of one like this; its template is compiled on first use."""
+        """Return the marker that a conversation gets; its template is compiled on first use."""
         return self._records.marker(conversation)
 
     def mark(self, record: Conversation | TextRecord) -> MarkedText:
-        """Return a record's text as it is tokenized, with its trained characters; raise RecordRefusedError if empty.
+        """Return the text of a record with its trained characters; raise RecordRefusedError if there is none.
 
-        With `render=turns` it is the text of the last turn.
+        With `render=turns`, this is the text of the last turn.
         """
         return self._records.mark(record)[-1].marked
 
     def marked(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
-        """Return what each sequence of a record is made of, before any cut; RecordRefusedError if there is none."""
+        """Return the marked text of each sequence of a record, before any cut; RecordRefusedError if there is none."""
         return self._records.mark(record)
 
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:
@@ -133,17 +133,19 @@ class RecordEncoder:
         dropped: list[Dropped] = []
         items: list[_Item] = []
         lost: list[Lost] = []
-        for number, record in enumerate(records):
-            try:
-                if isinstance(record, TokenizedRecord):
-                    items.append(_Item(number, self._checked(record)))
-                    continue
-                marked = self._records.mark(record)
-                items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
-                for one in marked:
-                    lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in one.losses]
-            except RecordRefusedError as refusal:
-                dropped.append(Dropped(number, refusal.reason, refusal.detail))
+        with time_limited():
+            for number, record in enumerate(records):
+                restart_timer()
+                try:
+                    if isinstance(record, TokenizedRecord):
+                        items.append(_Item(number, self._check_ids(record)))
+                        continue
+                    marked = self._records.mark(record)
+                    items += [_Item(number, one, isinstance(record, TextRecord)) for one in marked]
+                    for one in marked:
+                        lost += [Lost(number, loss.kind, loss.sentence("the template")) for loss in one.losses]
+                except RecordRefusedError as refusal:
+                    dropped.append(Dropped(number, refusal.reason, refusal.detail))
         result = self._finish(self._encode(items), items, dropped)
         if self.options.on_empty == "error":
             _refuse_nothing_left(result.dropped)
@@ -157,16 +159,16 @@ class RecordEncoder:
         tokenized = [(n, item.source) for n, item in enumerate(items) if isinstance(item.source, TokenizedRecord)]
         encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(numbers, np.int64))
         is_text = np.array([items[number].is_text for number in numbers], bool)
-        batches = [self._with_ends(encoded, is_text), _flat(tokenized)]
+        batches = [self._with_ends(encoded, is_text), _flatten(tokenized)]
         sequences = in_record_order(batches)._replace(num_straddling=encoded.num_straddling)
         if sequences.weights is not None and np.array_equal(sequences.weights, sequences.train):
             return sequences._replace(weights=None)  # kinds were asked for, not weights
         return sequences
 
-    def _checked(self, record: TokenizedRecord) -> TokenizedRecord:
+    def _check_ids(self, record: TokenizedRecord) -> TokenizedRecord:
         if len(record.input_ids) != len(record.train):
             raise RecordRefusedError(
-                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids but {len(record.train)} train values"
+                DropReason.INVALID_IDS, f"{len(record.input_ids)} input_ids, but {len(record.train)} train values"
             )
         if len(record.input_ids) == 0:
             raise RecordRefusedError(DropReason.EMPTY, "the record has no tokens")
@@ -216,9 +218,9 @@ class RecordEncoder:
         )
 
     def _cut_at_turns(self, sequences: Sequences, items: Sequence[_Item], max_len: int) -> tuple[Sequences, int]:
-        """Leave whole turns out of long chats; return the sequences, and how many trained turns are gone.
+        """Remove whole turns from long chats; return the sequences, and the number of trained turns removed.
 
-        A chat of which no whole turn fits stays too long. Texts have no turns; they are cut on the right.
+        A chat stays too long if not even one turn fits. Texts have no turns; they are cut on the right.
         """
         batches, num_cut = [sequences.only(sequences.lengths <= max_len)], 0
         for number in np.flatnonzero(sequences.lengths > max_len).tolist():
@@ -238,12 +240,12 @@ class RecordEncoder:
         assert source.conversation is not None
         shorter = list(shorter_by_turns(source.conversation, self.options.turns_to_keep))
         best = None
-        low, high = 0, len(shorter)  # of two neighbours, the one with fewer turns is the shorter one
+        low, high = 0, len(shorter)  # fewer turns are fewer tokens, so a binary search works
         while low < high:
             middle = (low + high) // 2
             try:
                 marked = self._records.mark_chat(shorter[middle], is_turn=source.is_turn)
-            except RecordRefusedError:  # nothing left to train, or a template that needs what was left out
+            except RecordRefusedError:  # nothing left to train, or the template needs what was removed
                 marked = None
             one = None if marked is None else self._encode([_Item(0, marked)])
             if marked is not None and one is not None and one.lengths[0] <= max_len and one.num_trained()[0] > 0:
@@ -257,7 +259,7 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
     if too_long:
         return DropReason.TOO_LONG, f"{length} tokens, but encode.max_len is {max_len}"
     if num_trained > 0:
-        detail = f"encode.max_len {max_len} of {length} tokens leaves none of the {num_trained} trained ones"
+        detail = f"cutting its {length} tokens to encode.max_len={max_len} removes all {num_trained} trained ones"
         return DropReason.ANSWER_CUT_AWAY, detail
     if length == 0:
         return DropReason.EMPTY, "the record has no tokens"
@@ -267,10 +269,10 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
 def _refuse_nothing_left(dropped: Sequence[Dropped]) -> None:
     for number, reason, detail in dropped:
         if reason in NOTHING_LEFT:
-            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty to drop")
+            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty=drop")
 
 
-def _flat(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:
+def _flatten(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:
     train = np.concatenate([np.asarray(record.train, np.float32) for _, record in records] or [np.empty(0, np.float32)])
     is_trained = train > 0
     return Sequences(

@@ -21,16 +21,16 @@ _CHOICES = {
 
 # Variables that real templates ask for and that differ from chat to chat.
 RECORD_VARIABLES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "documents")
-# What the renderer itself gives to every template.
+# Variables that the renderer sets.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(kw_only=True)
 class TrainOptions:
-    """What of an assistant's trained turn is trained; its end of turn is trained with what it ends.
+    """Which parts of a trained turn are trained. The end-of-turn token is trained if the part before it is.
 
     Args:
-        answers: what the assistant says.
+        answers: its text.
         reasoning: its reasoning, with the tags around it.
         tool_calls: its tool calls, with the tags and the JSON around them.
     """
@@ -42,7 +42,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Refuse to train nothing."""
         if not (self.answers or self.reasoning or self.tool_calls):
-            raise InvalidInputError("encode.train leaves nothing to train; set one of its keys to true")
+            raise InvalidInputError("encode.train is false for everything; set one of its keys to true")
 
 
 @dataclass(kw_only=True)
@@ -52,21 +52,21 @@ class EncodeOptions:
     Args:
         roles_to_train: roles whose messages are trained; `train` flags and weights in a record win over them.
         train: which parts of an assistant's turn are trained.
-        last_turn_only: train the last of these messages only.
+        last_turn_only: train only the last of these messages.
         train_on_eot: also train the end-of-turn token of a trained message.
-        special_tokens_in_content: control tokens in messages; `escape` makes them plain text, `allow` keeps them.
+        special_tokens_in_content: control tokens in messages; `escape` treats them as plain text, `allow` keeps them.
         special_tokens_in_text: the same for prompt, completion and text records, which may be rendered chats.
         add_bos: begin every sequence with the beginning-of-sequence token, unless it is there already.
         add_eos: end every sequence with the end-of-sequence token; null does so for text records only.
-        render: conversation makes one sequence of a conversation; turns makes one for each trained turn, rendered up to
-            that turn as at inference; auto does so only where the whole conversation would show an earlier trained turn
-            differently, as templates do that strip old reasoning.
+        render: conversation makes one sequence of each conversation; turns makes one of each trained turn, rendered up
+            to that turn as at inference; auto does so only where rendering the whole conversation would change an
+            earlier trained turn, for example because the template strips old reasoning.
         max_len: the longest sequence in tokens; longer ones are truncated and counted, null for no limit.
-        truncation: the end to cut off, right or left; turns leaves whole turns out and keeps the system prompt; drop
-            removes the sequence instead.
-        turns_to_keep: with truncation=turns, the newest or the oldest.
-        on_empty: what to do with a record without a trained token; drop or error.
-        on_lost: what to do with a record of which the template leaves text out; warn counts it, drop drops the record,
+        truncation: the end to cut off, right or left; turns removes whole turns and keeps the system prompt; drop
+            drops the whole sequence instead.
+        turns_to_keep: which turns truncation=turns keeps, newest or oldest.
+        on_empty: what to do with a record that has no trained token: drop or error.
+        on_lost: what to do with a record if the template omits some of its text: warn counts it, drop drops the record,
             error refuses it, and null refuses it only if a trained turn loses a tool call or all of its text.
 
     Example:
@@ -91,7 +91,7 @@ class EncodeOptions:
     on_lost: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that no record could be encoded with."""
+        """Refuse values with which no record can be encoded."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 choices = ", ".join(filter(None, allowed))
@@ -107,15 +107,15 @@ class EncodeOptions:
 
 @dataclass
 class TemplateOptions:
-    """What turns a conversation into text.
+    """The chat template, and what is known about it.
 
     Args:
         name: chatml, llama3, mistral, plain, or a Jinja file; null takes the tokenizer's own template.
         date: today's date for templates that ask for it, such as 2026-01-31.
-        header: the text after which an assistant begins to write; null finds it in the template.
+        header: the text after which the assistant writes; null finds it in the template.
         end_of_turn: end-of-turn tokens; null finds them in the template.
         variables: further variables of the template, such as {enable_thinking: false}.
-        record_variables: the variables that a record may set for itself, in its chat_template_kwargs.
+        record_variables: the variables that a record may set in its chat_template_kwargs.
     """
 
     name: str | None = None
@@ -126,17 +126,17 @@ class TemplateOptions:
     record_variables: list[str] = field(default_factory=lambda: list(RECORD_VARIABLES))
 
     def __post_init__(self) -> None:
-        """Refuse values that fit no template."""
+        """Refuse values that make sense for no template."""
         _refuse_text("template.end_of_turn", self.end_of_turn)
         _refuse_text("template.record_variables", self.record_variables)
         if reserved := RESERVED_VARIABLES.intersection((*self.variables, *self.record_variables)):
-            raise InvalidInputError(f"template variable {min(reserved)} has a fixed meaning; remove it")
+            raise InvalidInputError(f"template variable {min(reserved)} is reserved; remove it")
         for key, is_empty in (("header", self.header == ""), ("end_of_turn", "" in (self.end_of_turn or ()))):
             if is_empty:
                 raise InvalidInputError(f"template.{key} is empty; use null to find it in the template")
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the name as plain values, under the keys that manifests have always had."""
+        """Return everything but the name as plain values, under the keys that manifests use."""
         values = dataclasses.asdict(self)
         del values["name"]
         return {"chat_template_kwargs": values.pop("variables"), **values}

@@ -1,8 +1,8 @@
-"""`RecordMarker`: a record to marked texts, one for each sequence that it will give."""
+"""`RecordMarker` turns a record into marked texts, one for each of its sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,28 +11,27 @@ import orjson
 from megatron_packed_sft.encode.masks.lost_text import Loss
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
-from megatron_packed_sft.encode.masks.turn_parts import joined
+from megatron_packed_sft.encode.masks.turn_parts import join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.shorter_conversations import up_to_turn
+from megatron_packed_sft.encode.templates.limits import time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation, TextRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
 
-_MAX_MARKERS = 64  # of the templates and variables that records ask for
+_MAX_MARKERS = 64  # one for each combination of template and variables that records ask for
 
 
 class MarkedRecord(NamedTuple):
-    """What one sequence is made of.
+    """The source of one sequence.
 
     Args:
-        marked: its text and what of it is trained.
-        losses: what the template left out.
-        num_turns: trained turns.
-        conversation: what was rendered, if it was a chat.
-        is_turn: it is one turn of a longer chat, with what came before.
+        marked: its text, and which characters are trained.
+        losses: what the template omitted.
+        num_turns: its number of trained turns.
+        conversation: what was rendered; None for a text record.
+        is_turn: whether it shows one turn of a longer chat, with what came before it.
     """
 
     marked: MarkedText
@@ -50,7 +49,7 @@ class RecordMarker:
         template: a `ChatTemplate`, `TemplateOptions`, what `load_template` takes, or None for the tokenizer's own. It
             is loaded with the first conversation; text records need none.
         options: what is trained.
-        with_kinds: also say what every trained character is part of, at the price of another render.
+        with_kinds: also return what every trained character is part of, which takes another render.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class RecordMarker:
         self._escaped_in_text = control_pattern(escaped)
 
     def mark(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
-        """Return a record's texts as they are tokenized; raise RecordRefusedError if there is none."""
+        """Return the marked texts of a record; raise RecordRefusedError if it cannot be encoded."""
         if isinstance(record, TextRecord):
             found = [self._mark_text(record)]
         elif self._options.render == "conversation":
@@ -85,12 +84,12 @@ class RecordMarker:
         return found
 
     def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
-        """Return a conversation as one text; with `is_turn`, of which only the last turn counts."""
+        """Return a conversation as one text; with `is_turn`, only losses in its last turn count."""
         marker = self.marker(conversation)
-        return self._finished(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
+        return self._with_segments(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
 
     def marker(self, conversation: Conversation | None = None) -> ChatMarker:
-        """Return what marks a conversation: its template and its variables decide."""
+        """Return the marker for a conversation, which depends on its template and its variables."""
         if self._loaded is None:
             given = self._template
             options = given if isinstance(given, TemplateOptions) else TemplateOptions()
@@ -100,7 +99,7 @@ class RecordMarker:
         template, options = self._loaded
         with_tools = conversation is not None and conversation.tools is not None and template.tool_source is not None
         variables = conversation.variables if conversation is not None else None
-        key = with_tools, _allowed(variables, options.record_variables) if variables else b""
+        key = with_tools, _key_of_variables(variables, options.record_variables) if variables else b""
         if key not in self._markers:
             if with_tools:
                 template = ChatTemplate(f"{template.name} (tool_use)", template.tool_source or "")
@@ -108,10 +107,11 @@ class RecordMarker:
                 options = replace(options, variables={**options.variables, **variables})
             if len(self._markers) >= _MAX_MARKERS:
                 del self._markers[next(iter(self._markers))]
-            self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
+            with time_limited():
+                self._markers[key] = ChatMarker(self._tokenizer, template, self._options, options)
         return self._markers[key]
 
-    def _finished(
+    def _with_segments(
         self, marker: ChatMarker, conversation: Conversation, chat: MarkedChat, *, is_turn: bool
     ) -> MarkedRecord:
         num_turns = len(chat.marked.trained)
@@ -120,9 +120,9 @@ class RecordMarker:
         return MarkedRecord(chat.marked, chat.losses, num_turns, conversation, is_turn)
 
     def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
-        """Return a text for each trained turn, or, if `auto` finds no difference, one for the whole conversation."""
+        """Return one text for each trained turn, or one for the whole conversation if `auto` finds no difference."""
         marker = self.marker(conversation)
-        numbers = [number for number, is_wanted in enumerate(marker.wanted(conversation)) if is_wanted]
+        numbers = [number for number, is_wanted in enumerate(marker.trained_messages(conversation)) if is_wanted]
         is_last = numbers == [len(conversation.messages) - 1]
         is_auto = self._options.render == "auto"
         if not numbers or (is_auto and is_last):
@@ -131,7 +131,7 @@ class RecordMarker:
         try:
             whole = marker.mark(conversation) if is_auto else None
         except RecordRefusedError as error:
-            refusal = error  # turn by turn it may be sound
+            refusal = error  # rendered turn by turn, it may work
         try:
             prefixes = [up_to_turn(conversation, number) for number in numbers]
             turns = [marker.mark(prefix, is_turn=True) for prefix in prefixes]
@@ -140,11 +140,12 @@ class RecordMarker:
                 raise refusal from None
             if whole is None:
                 raise
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         if whole is not None and _turns_in(marker, conversation, whole, numbers) == [*map(_trained_text, turns)]:
-            return [self._finished(marker, conversation, whole, is_turn=False)]
+            return [self._with_segments(marker, conversation, whole, is_turn=False)]
         return [
-            self._finished(marker, prefix, turn, is_turn=True) for prefix, turn in zip(prefixes, turns, strict=True)
+            self._with_segments(marker, prefix, turn, is_turn=True)
+            for prefix, turn in zip(prefixes, turns, strict=True)
         ]
 
     def _mark_text(self, record: TextRecord) -> MarkedRecord:
@@ -154,8 +155,8 @@ class RecordMarker:
             if weight and part:
                 segments.append(Segment(position, position + len(part), float(weight)))
             position += len(part)
-        literal = joined(match.span() for match in self._escaped_in_text.finditer(text))
-        trained = joined((segment.start, segment.end) for segment in segments)
+        literal = join_ranges(match.span() for match in self._escaped_in_text.finditer(text))
+        trained = join_ranges((segment.start, segment.end) for segment in segments)
         has_weights = self._with_kinds or any(segment.weight != 1 for segment in segments)
         return MarkedRecord(MarkedText(text, trained, literal, segments if has_weights else ()))
 
@@ -167,7 +168,7 @@ def _turns_in(
     if len(whole.marked.trained) == len(numbers):
         return [(whole.marked.text[start:end],) for start, end in whole.marked.trained]
     found = []
-    for number in numbers:  # turns that touch, or that say nothing
+    for number in numbers:  # some turns touch, or are empty
         own = conversation.train[number] if conversation.train else None
         train = [own if other == number else 0.0 for other in range(len(conversation.messages))]
         found.append(_trained_text(marker.mark(replace(conversation, train=train))))
@@ -178,14 +179,14 @@ def _trained_text(chat: MarkedChat) -> tuple[str, ...]:
     return tuple(chat.marked.text[start:end] for start, end in chat.marked.trained)
 
 
-def _allowed(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
-    """Return a record's variables as a key; RecordRefusedError if it sets one that it may not."""
+def _key_of_variables(variables: Mapping[str, Any], allowed: Sequence[str]) -> bytes:
+    """Return a record's variables as a dictionary key; raise RecordRefusedError if one is not allowed."""
     foreign = sorted(set(variables) - set(allowed))
     if foreign:
         raise RecordRefusedError(
             DropReason.BAD_RECORD,
-            f"chat_template_kwargs sets {foreign[0]}, which records may not; add it to template.record_variables, or "
-            "remove it",
+            f"chat_template_kwargs sets {foreign[0]}, which a record may not set; add it to "
+            "template.record_variables, or remove it",
         )
     return orjson.dumps(variables, option=orjson.OPT_SORT_KEYS)
 
@@ -200,3 +201,59 @@ def _refuse_unusable(text: str) -> None:
             raise RecordRefusedError(
                 DropReason.INVALID_TEXT, f"character {error.start} is half a surrogate pair"
             ) from None
+
+
+# Conversations cut at turn boundaries: up to one turn, as at inference, or without the turns that do not fit.
+
+_PROMPTS = ("system", "developer")
+
+
+def up_to_turn(conversation: Conversation, number: int) -> Conversation:
+    """Return the conversation up to a message, with only that message trained.
+
+    Example:
+        >>> chat = Conversation([{"role": role, "content": role[0]} for role in ("user", "assistant") * 2])
+        >>> up_to_turn(chat, 1)
+        Conversation(messages=[{'role': 'user', 'content': 'u'}, {'role': 'assistant', 'content': 'a'}], tools=None, \
+train=[0.0, None], weight=1.0, parts=None, variables=None)
+    """
+    own = conversation.train[number] if conversation.train else None
+    parts = {number: conversation.parts[number]} if conversation.parts and number in conversation.parts else None
+    return replace(
+        conversation,
+        messages=list(conversation.messages[: number + 1]),
+        train=[*[0.0] * number, own],
+        parts=parts,
+    )
+
+
+def shorter_by_turns(conversation: Conversation, turns_to_keep: str) -> Iterator[Conversation]:
+    """Yield the conversation with fewer and fewer turns, the longest first; the system prompt always stays.
+
+    The newest turns begin with a user message, the oldest end with an assistant message. So a call stays with its
+    result, and every trained turn keeps its end.
+
+    Example:
+        >>> chat = Conversation([{"role": role} for role in ("system", "user", "assistant", "user", "assistant")])
+        >>> [len(shorter.messages) for shorter in shorter_by_turns(chat, "newest")]
+        [3]
+    """
+    roles = [message.get("role") for message in conversation.messages]
+    num_prompts = next((number for number, role in enumerate(roles) if role not in _PROMPTS), len(roles))
+    head = range(num_prompts)
+    if turns_to_keep == "newest":
+        begins = [number for number in range(num_prompts + 1, len(roles)) if roles[number] == "user"]
+        yield from (_only(conversation, [*head, *range(begin, len(roles))]) for begin in begins)
+    else:
+        ends = [number + 1 for number in range(num_prompts, len(roles) - 1) if roles[number] == "assistant"]
+        yield from (_only(conversation, range(end)) for end in reversed(ends))
+
+
+def _only(conversation: Conversation, numbers: Sequence[int]) -> Conversation:
+    parts = conversation.parts or {}
+    return replace(
+        conversation,
+        messages=[conversation.messages[number] for number in numbers],
+        train=[conversation.train[number] for number in numbers] if conversation.train else None,
+        parts={place: parts[number] for place, number in enumerate(numbers) if number in parts} or None,
+    )

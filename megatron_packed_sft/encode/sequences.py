@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
         record: int64: the position of each sequence's text or record in its batch.
         num_straddling: tokens with both trained and untrained characters, which are trained; counted before any cut.
         weights: float32, flat: how much the loss of each trained token counts, 0 elsewhere; None if all count 1.
-        kinds: uint8, flat: the kind of each trained token; None if nobody asked.
+        kinds: uint8, flat: the kind of each trained token; None unless requested.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -39,22 +39,22 @@ class Sequences(NamedTuple):
 
     @property
     def ends(self) -> Integers:
-        """One past each sequence's last token."""
+        """The end of each sequence, one past its last token."""
         return np.cumsum(self.lengths)
 
     def num_trained(self) -> Integers:
         """Count each sequence's trained tokens; the first token of a sequence is never predicted."""
-        counted = np.concatenate(([0], np.cumsum(self.train, dtype=np.int64)))
+        sums = np.concatenate(([0], np.cumsum(self.train, dtype=np.int64)))
         ends = self.ends
         starts = np.minimum(ends - self.lengths + 1, ends)
-        return np.asarray(counted[ends] - counted[starts], np.int64)
+        return np.asarray(sums[ends] - sums[starts], np.int64)
 
     def all_weights(self) -> npt.NDArray[np.float32]:
-        """Return the weight of every token, also where all trained ones count 1."""
+        """Return the weight of every token; 0 and 1 if the sequences carry no weights."""
         return self.train.astype(np.float32) if self.weights is None else self.weights
 
     def all_kinds(self) -> npt.NDArray[np.uint8]:
-        """Return the kind of every token, 0 where nobody asked."""
+        """Return the kind of every token, 0 unless they were requested."""
         return np.zeros(len(self.train), np.uint8) if self.kinds is None else self.kinds
 
     def with_bos(self, wanted: Bools, bos_id: int) -> Sequences:

@@ -1,4 +1,4 @@
-"""A few records of an input, by number or by lot, without reading more of it than that takes."""
+"""Choose records of an input, by number or at random, and read no more of it than necessary."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice,
 from megatron_packed_sft.support.wording import byte_count, plural
 
 _SLICE_BYTES = 1 << 18
-_ENOUGH_BYTES = 1 << 30  # of a file's text, to draw records from
-_SPARE = 64  # more are drawn than wanted, because lines may be blank
+_ENOUGH_BYTES = 1 << 30  # of each file, to choose random records from
+_SPARE = 64  # extra draws, because lines may be blank
 
 
 class ChosenRecord(NamedTuple):
-    """A record and the source that it belongs to."""
+    """A record and its source."""
 
     source: Source
     raw: RawRecord
 
 
 class SourceFile(NamedTuple):
-    """A file and the source that names it."""
+    """A file and its source."""
 
     source: Source
     file: InputFile
 
 
 def files_of(sources: Sequence[Source], only: str | None = None) -> list[SourceFile]:
-    """Return the files of some sources; no file is read.
+    """Return the files of some sources without reading them.
 
     Args:
-        sources: as the configuration names them.
-        only: a file or glob to look at, one of theirs.
+        sources: of the configuration.
+        only: a file or glob; other files are ignored.
     """
     found = [SourceFile(one, file) for one in sources for file in find_files(one.paths, with_checksums=False)]
     if only is None:
@@ -47,7 +47,7 @@ def files_of(sources: Sequence[Source], only: str | None = None) -> list[SourceF
     chosen = [one for one in found if one.file.path in wanted]
     if not chosen:
         names = ", ".join(one.name for one in sources)
-        raise InvalidInputError(f"{only} is not a file of the sources {names}; name one of their files")
+        raise InvalidInputError(f"{only} is not a file of the sources {names}; give one of their files")
     return chosen
 
 
@@ -57,17 +57,16 @@ def first_record(files: Sequence[SourceFile]) -> ChosenRecord:
         for file_slice in scan_slices(file, _SLICE_BYTES, max_record_bytes=source.max_record_bytes):
             for raw in read_slice(file_slice):
                 return ChosenRecord(source, raw)
-    raise InvalidInputError(f"{files[0].file.path} holds no record; check the file")
+    raise InvalidInputError(f"{files[0].file.path} has no record; check the file")
 
 
 def record_numbered(files: Sequence[SourceFile], number: int) -> ChosenRecord:
-    """Return the record with a number, counted from 1 as errors and the rejects file do: lines of JSON lines."""
+    """Return the record with a number, counted from 1 as in errors and the rejects file; of JSONL it is the line."""
     if number < 1:
         raise InvalidInputError(f"--row is {number}; lines and records are counted from 1")
     if len(files) > 1:
         raise InvalidInputError(
-            f"--row {number} could be in {len(files):,} files, such as {files[0].file.path} and {files[1].file.path}; "
-            "name one of them"
+            f"--row {number} needs one file, but there are {len(files):,}; give one, such as {files[0].file.path}"
         )
     [(source, file)] = files
     found = next(_at(file, [number], source.max_record_bytes), None)
@@ -76,36 +75,36 @@ def record_numbered(files: Sequence[SourceFile], number: int) -> ChosenRecord:
         is_lines = file.format == "jsonl"
         what = plural(total, "line" if is_lines else "record")
         problem = f"line {number} is blank" if number <= total else f"it has {what}"
-        raise InvalidInputError(f"{file.path} has no record at --row {number}: {problem}; choose another")
+        raise InvalidInputError(f"{file.path} has no record at --row {number}: {problem}; choose another one")
     return ChosenRecord(source, found)
 
 
 class Drawn(NamedTuple):
-    """Records that were drawn, and what they were drawn from."""
+    """Random records, and a note if they are not from the whole input."""
 
     records: list[ChosenRecord]
     note: str
 
 
 def draw_records(files: Sequence[SourceFile], count: int, seed: int | None = None) -> Drawn:
-    """Draw records by lot, every line or record alike, and return them in their order.
+    """Return random records in their order; every line or record is equally likely.
 
     Args:
-        files: to draw from.
+        files: to choose from.
         count: how many.
-        seed: the same seed draws the same records; None draws others every time.
+        seed: equal seeds choose equal records; None chooses others each time.
     """
     if count < 1:
-        raise InvalidInputError(f"--random is {count}; draw at least 1")
+        raise InvalidInputError(f"--random is {count}; it must be at least 1")
     numbers, note = [], ""
     for _, file in files:
         starts, is_whole = _starts(file)
         numbers.append(_num_records(file, starts) if is_whole else starts[-1] - 1)
         if not is_whole:
-            note = f"drawn from the first {byte_count(_ENOUGH_BYTES)} of each file"
+            note = f"chosen from the first {byte_count(_ENOUGH_BYTES)} of each file"
     total = sum(numbers)
     if not total:
-        raise InvalidInputError(f"{files[0].file.path} holds no record; check the file")
+        raise InvalidInputError(f"{files[0].file.path} has no record; check the file")
     drawn = random.Random(seed).sample(range(total), min(total, count + _SPARE))
     firsts = [sum(numbers[:place]) for place in range(len(files))]
     found: dict[int, ChosenRecord] = {}
@@ -118,7 +117,7 @@ def draw_records(files: Sequence[SourceFile], count: int, seed: int | None = Non
 
 
 def _at(file: InputFile, numbers: Sequence[int], max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yield the records with some numbers, ascending; blank lines and numbers beyond the end are left out."""
+    """Yield the records with some ascending numbers, without blank lines and numbers beyond the end."""
     if file.format == "hf_dataset":
         total = _num_records(file, [])
         for number in numbers:
@@ -138,7 +137,7 @@ def _at(file: InputFile, numbers: Sequence[int], max_record_bytes: int) -> Itera
 
 
 def _taken(file_slice: FileSlice, waiting: list[int], stop: int | None) -> Iterator[RawRecord]:
-    """Yield what is wanted of a slice, and take it off the list; nothing is parsed if nothing is."""
+    """Yield the waiting records of a slice and remove them from the list; a slice without any is not parsed."""
     here = {number for number in waiting if stop is None or number < stop}
     if here:
         waiting[:] = [number for number in waiting if number not in here]
@@ -146,7 +145,7 @@ def _taken(file_slice: FileSlice, waiting: list[int], stop: int | None) -> Itera
 
 
 def _starts(file: InputFile) -> tuple[list[int], bool]:
-    """Return the first record of every slice, as far as it is looked at, and whether that is all of the file."""
+    """Return the first record of every slice up to 1 GB, and whether that is the whole file."""
     starts = []
     for one in scan_slices(file, _SLICE_BYTES):
         starts.append(one.first_record)
@@ -156,9 +155,9 @@ def _starts(file: InputFile) -> tuple[list[int], bool]:
 
 
 def _num_records(file: InputFile, starts: Sequence[int]) -> int:
-    """Return how many lines or records there are, given where the slices start."""
+    """Return the number of lines or records, given the first record of every slice."""
     if file.format in ("parquet", "hf_dataset"):
-        from megatron_packed_sft.records.formats import tables
+        from megatron_packed_sft.records import tables
 
         return (tables.count_parquet if file.format == "parquet" else tables.count_dataset)(file)
     if not starts:

@@ -1,4 +1,4 @@
-"""Compare two pieces of packed data: bins in step, then, if they differ, sequences by their content."""
+"""`packed-sft compare`: compare two pieces of packed data bin by bin and, if they differ, match their sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_packed_sft.inspect.compare_bins import (
     open_side,
 )
 from megatron_packed_sft.inspect.opened_data import FoundTokenizer
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, sequence_ends
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.support.progress import Progress
 from megatron_packed_sft.support.terminal import table
@@ -34,7 +34,7 @@ from megatron_packed_sft.support.wording import plural
 Facts = dict[str, Any]
 
 _CONTEXT = 8  # tokens on each side of a difference
-_SHOWN_TOKENS = 24  # of a sequence that only one side has
+_SHOWN_TOKENS = 24  # of a sequence given as an example
 
 
 def compare(
@@ -48,15 +48,15 @@ def compare(
 ) -> Facts:
     """Return whether two pieces of packed data are equal, the first differences, and which sequences moved.
 
-    Equal is: the same splits, the same bins in the same order, each with the same ids, masks or weights, and sequences.
-    Storage, padding and dtype are no difference.
+    They are equal if they have the same splits and the same bins in the same order, each with the same ids, masks or
+    weights, and sequences. Storage, padding and dtype do not matter.
 
     Args:
         path_a, path_b: dataset directories, shards or files of any storage, or directories of them; or their URLs.
         split: compare only this split.
         max_differences: how many of each kind to describe; all are counted.
-        tokenizer: the path of the tokenizer that decodes them, if it is not found.
-        progress: show a bar over the bins.
+        tokenizer: the path of the tokenizer that decodes the differences, if it is not found.
+        progress: show a bar.
     """
     if max_differences < 0:
         raise InvalidInputError(f"--max-differences is {max_differences}; it must be 0 or more")
@@ -78,7 +78,7 @@ def compare(
 
 
 class _Result:
-    """What the comparison in step found."""
+    """The result of comparing bin by bin."""
 
     def __init__(self, a: Side, b: Side, max_differences: int) -> None:
         self.a, self.b = a, b
@@ -89,7 +89,7 @@ class _Result:
         self._num_tokens = [0, 0]
 
     def add(self, split: str, pair: Pair) -> None:
-        """Count a pair of chunks, and note its first differences."""
+        """Count a pair of chunks, and keep its first differences."""
         counts = self.splits.setdefault(split, {"num_bins_a": 0, "num_bins_b": 0, "num_differing": 0})
         for number, chunk in enumerate((pair.a, pair.b)):
             counts[f"num_bins_{'ab'[number]}"] += len(chunk)
@@ -131,7 +131,7 @@ class _Result:
 
 
 def _described(result: _Result, moves: Moves, given: str | None) -> Facts:
-    """Return the differences and the examples with what is written there, as text if the tokenizer is found."""
+    """Return the differences and the examples with their ids, and their text if the tokenizer is found."""
     found = [side.find_tokenizer(given) for side in (result.a, result.b)]
     decoders = [TokenDecoder(one.tokenizer) for one in found]
     differences = []
@@ -152,7 +152,7 @@ def _described(result: _Result, moves: Moves, given: str | None) -> Facts:
 
 
 def _around(packed: PackedBin, position: int, decoder: TokenDecoder, *, with_text: bool) -> Facts:
-    """Return what a bin holds around a position, inside the sequence that is there."""
+    """Return the tokens around a position, within its sequence."""
     last = len(packed.input_ids) - 1
     sequence = int(np.searchsorted(packed.seq_start_id, min(position, last), side="right")) - 1
     start, end = int(packed.seq_start_id[sequence]), int(sequence_ends(packed)[sequence])
@@ -181,19 +181,19 @@ def _example(places: tuple[Place, ...], side: Side, decoder: TokenDecoder, found
 
 
 def _notes(a: Side, b: Side) -> list[str]:
-    """Return what else differs, or was not compared."""
+    """Return what else differs or was not compared."""
     notes = []
     for side in (a, b):
         if side.num_cleared:
             notes.append(
-                f"{side.path}: {side.num_cleared:,} loss masks at the last token of a sequence are not compared; they "
-                "predict nothing"
+                f"{side.path}: ignored {plural(side.num_cleared, 'loss mask')} at the last token of a sequence, which "
+                "predicts nothing"
             )
     names = {"tokenizer": "tokenizers", "chat_template_fingerprint": "chat templates", "pack_size": "pack sizes"}
     for name, words in names.items():
         values = [side.recorded.get(name) for side in (a, b)]
         if None not in values and values[0] != values[1]:
-            notes.append(f"their {words} differ: {_short(values[0])} and {_short(values[1])}")
+            notes.append(f"the {words} differ: {_short(values[0])} and {_short(values[1])}")
     return notes
 
 
@@ -212,7 +212,7 @@ _STYLES = {"a": "red", "b": "green"}
 
 
 def view(facts: Facts) -> Iterator[RenderableType]:
-    """Yield what to show of the facts that `compare` returns."""
+    """Yield what to print of the facts that `compare` returns."""
     sizes = f"{plural(_num_bins(facts), 'bin')}, {plural(facts['sequences']['num_a'], 'sequence')}"
     if facts["equal"]:
         tokens = plural(facts["a"]["num_tokens"], "token")
@@ -269,4 +269,4 @@ def _example_line(name: str, one: Facts) -> Iterator[RenderableType]:
 
 
 def _shown(text: str) -> str:
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_invisible(text).replace("\n", "\\n").replace("\t", "\\t")

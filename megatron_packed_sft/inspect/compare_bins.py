@@ -1,4 +1,8 @@
-"""Packed data of any storage as a stream of chunks: bins end to end, in flat arrays, one shard open at a time."""
+"""The two sides of a comparison as streams of bins: differences in step, and sequences matched by their content.
+
+open_side ─▶ Chunk: bins end to end, one shard open at a time ─▶ in_step ─▶ first_positions where they differ
+                                                               └▶ find_moves: sequences in another bin, or on one side
+"""
 
 from __future__ import annotations
 
@@ -32,10 +36,10 @@ class Chunk:
     """Consecutive bins, end to end.
 
     Args:
-        ids, masks: of all tokens; the mask is a weight.
-        lengths: tokens of each bin.
-        starts: where sequences begin inside their bin.
-        counts: sequences of each bin.
+        ids, masks: of all tokens; masks are weights.
+        lengths: number of tokens of each bin.
+        starts: where sequences begin in their bin.
+        counts: number of sequences of each bin.
     """
 
     ids: npt.NDArray[np.int32]
@@ -48,7 +52,7 @@ class Chunk:
         return len(self.lengths)
 
     def split(self, num_bins: int) -> tuple[Chunk, Chunk]:
-        """Return the first bins, and the others."""
+        """Return the first `num_bins` bins, and the others."""
         tokens, sequences = int(self.lengths[:num_bins].sum()), int(self.counts[:num_bins].sum())
         first, rest = slice(None, num_bins), slice(num_bins, None)
         return (
@@ -69,7 +73,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class Part:
-    """One shard of a side; its number of bins is known once it was read."""
+    """One shard of a side; `num_bins` is set when it is read."""
 
     path: Path
     open: Callable[[], PackedShard]
@@ -81,11 +85,11 @@ class Side:
     """One of two things to compare.
 
     Args:
-        path: where it is, as messages call it.
+        path: its path or URL for messages.
         storage: the names of its storages.
-        splits: its shards by split; data without splits is one, called train.
-        recorded: tokenizer, chat template and pack size, as far as it records them.
-        num_cleared: loss masks at the last token of a sequence, which predict nothing and are not compared.
+        splits: its shards by split; data without splits has one, called train.
+        recorded: tokenizer, chat template and pack size, if they are recorded.
+        num_cleared: number of loss masks at the last token of a sequence, which are ignored.
     """
 
     path: str
@@ -106,7 +110,7 @@ class Side:
                 yield _flat(block, part.path)
 
     def bin(self, split: str, number: int) -> PackedBin:
-        """Return one bin; its split was read before."""
+        """Return one bin of a split that was read before."""
         for part in self.splits[split]:
             assert part.num_bins is not None
             if number < part.num_bins:
@@ -121,18 +125,18 @@ class Side:
         return self._open[1]
 
     def find_tokenizer(self, given: str | None) -> FoundTokenizer:
-        """Return the tokenizer that made the data: the given one, or one that it is known by."""
+        """Return the tokenizer that made the data, or the given one."""
         if self.dataset is not None:
             return open_data(self.dataset.url or self.dataset.path).find_tokenizer(given)
         return find_tokenizer(self.recorded.get("tokenizer"), given=given)
 
 
 def open_side(path: str | os.PathLike[str], split: str | None = None) -> Side:
-    """Open a dataset directory, a shard or file of any storage, or a directory of them; no shard is opened yet.
+    """Find the shards of a dataset directory, a shard or file of any storage, or a directory of them; open none yet.
 
     Args:
-        path: the data, or its URL: each shard is fetched into the cache of the node when its turn comes.
-        split: only this split of a dataset directory.
+        path: the data or its URL; shards are fetched into the node's cache one by one.
+        split: read only this split of a dataset directory.
     """
     if not is_url(path) and not os.path.lexists(path):
         raise InvalidInputError(f"{local_path(path)} does not exist; check the path")
@@ -143,8 +147,8 @@ def open_side(path: str | os.PathLike[str], split: str | None = None) -> Side:
     found = [(location, storage)] if storage is not None else shards_inside(location)
     if not found:
         raise InvalidInputError(
-            f"{location} holds no packed bins, so it cannot be compared; name a dataset directory, a shard or a packed "
-            "file, and see `packed-sft info` for what it is"
+            f"{location} has no packed bins; give a dataset directory, a shard or a packed file (`packed-sft info` "
+            "describes the path)"
         )
     parts = [Part(one, functools.partial(its.open, one)) for one, its in found if its is not None]
     names = sorted({its.name for _, its in found if its is not None})
@@ -183,7 +187,7 @@ _NOWHERE = np.iinfo(np.int64).max
 
 
 class Pair(NamedTuple):
-    """The same bins of both sides, and the number of the first; the last pair may have bins on one side only."""
+    """The same bins of both sides. The last pair may have bins of one side only."""
 
     first_bin: int
     a: Chunk
@@ -191,7 +195,7 @@ class Pair(NamedTuple):
 
 
 def in_step(side_a: Iterator[Chunk], side_b: Iterator[Chunk]) -> Iterator[Pair]:
-    """Yield the bins of two streams in pairs of chunks of equal length; what is left of the longer one comes last."""
+    """Yield the bins of two streams as pairs of chunks of equal length, then the rest of the longer stream."""
     a, b, first_bin = next(side_a, None), next(side_b, None), 0
     while a is not None and b is not None:
         num_bins = min(len(a), len(b))
@@ -209,7 +213,7 @@ def in_step(side_a: Iterator[Chunk], side_b: Iterator[Chunk]) -> Iterator[Pair]:
 
 
 def first_positions(a: Chunk, b: Chunk) -> Int64:
-    """Return for every bin and field of `FIELDS` the first position where two chunks differ, or a huge number.
+    """Return the first position where two chunks differ, for every bin and every field of `FIELDS`; or a huge number.
 
     Example:
         >>> one = Chunk(np.array([5, 6, 7, 8], np.int32), np.zeros(4, np.float32), np.array([2, 2]), np.zeros(2, int),
@@ -227,7 +231,7 @@ def first_positions(a: Chunk, b: Chunk) -> Int64:
     sequences = np.minimum(a.counts, b.counts)
     starts_a, starts_b = a.starts[_places(a.counts, sequences)], b.starts[_places(b.counts, sequences)]
     found[:, 2] = _first(starts_a != starts_b, np.minimum(starts_a, starts_b), sequences)
-    for chunk in (a, b):  # a sequence more begins where the other side still has the one before it
+    for chunk in (a, b):  # an extra sequence begins where the other side is still in the sequence before it
         more = np.flatnonzero((chunk.counts > sequences) & (found[:, 2] == _NOWHERE))
         found[more, 2] = chunk.starts[(np.cumsum(chunk.counts) - chunk.counts + sequences)[more]]
     found[:, 3] = np.where(a.lengths != b.lengths, common, _NOWHERE)
@@ -235,13 +239,13 @@ def first_positions(a: Chunk, b: Chunk) -> Int64:
 
 
 def differs(positions: Int64) -> npt.NDArray[np.bool_]:
-    """Return which entries of `first_positions` are positions."""
+    """Return which entries of `first_positions` are positions, not the huge number."""
     result: npt.NDArray[np.bool_] = positions != _NOWHERE
     return result
 
 
 def _places(sizes: Int64, common: Int64) -> Int64:
-    """Return where the first `common` values of every bin are in flat arrays with bins of these sizes."""
+    """Return the places of the first `common` values of every bin in flat arrays with bins of these sizes."""
     return np.repeat(np.cumsum(sizes) - sizes, common) + _within(common)
 
 
@@ -273,7 +277,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Moves:
-    """How many sequences of A are where on side B; `only_in_b` counts those that A lacks."""
+    """Where the sequences of A are in B, with examples; `only_in_b` counts those that A lacks."""
 
     in_same_bin: int = 0
     in_other_bin: int = 0
@@ -284,12 +288,15 @@ class Moves:
 
 
 def find_moves(a: Side, b: Side, num_sequences: int, max_examples: int) -> Moves:
-    """Match the sequences of two sides by their content.
+    """Match the sequences of two sides by hashes of their content.
+
+    Each sequence has a hash of its tokens and one of its tokens and masks. Those of millions of sequences go through
+    temporary files, partitioned by the first hash, so that memory is bounded.
 
     Args:
         a, b: the sides.
         num_sequences: of the larger side.
-        max_examples: of each kind, the first ones.
+        max_examples: how many examples of each kind to keep.
     """
     splits = list(dict.fromkeys([*a.splits, *b.splits]))
     num_parts = max(1, -(-num_sequences // SEQUENCES_AT_ONCE))
@@ -305,7 +312,7 @@ def find_moves(a: Side, b: Side, num_sequences: int, max_examples: int) -> Moves
 
 
 def sequence_hashes(chunk: Chunk) -> tuple[UInt64, UInt64]:
-    """Return for each sequence a hash of its tokens, and one of its tokens and masks.
+    """Return a hash of the tokens of each sequence, and one of its tokens and masks.
 
     Example:
         >>> chunk = Chunk(np.array([5, 6, 5, 6], np.int32), np.array([1, 0, 0, 0], np.float32), np.array([4]),
@@ -366,7 +373,7 @@ def _keys_of(side: Side, splits: list[str]) -> Iterator[Keys]:
 
 
 def _match(a: Keys, b: Keys, moves: Moves, splits: list[str], max_examples: int) -> None:
-    """Match two sides in three steps, each with what the one before left: so of equal sequences, some stayed first."""
+    """Match sequences of the same bin, then the rest by content, then the rest by tokens alone."""
 
     def note(name: str, *sides: Keys) -> None:
         some = moves.examples.setdefault(name, [])
@@ -395,7 +402,7 @@ def _match(a: Keys, b: Keys, moves: Moves, splits: list[str], max_examples: int)
 
 
 def _unmatched(own: UInt64, other: UInt64) -> npt.NDArray[np.bool_]:
-    """Return which values have no partner: of n equal ones, as many are matched as the other side has.
+    """Return which values have no partner; of equal values, as many are matched as the other side has.
 
     Example:
         >>> _unmatched(np.array([7, 7, 5], np.uint64), np.array([7, 8], np.uint64)).tolist()
@@ -416,6 +423,6 @@ def _in_bin(keys: Keys) -> UInt64:
 
 
 def _partners(some: Keys, others: Keys, name: str) -> Any:
-    """Return for each of a few sequences one of the same content, or of the same tokens, on the other side."""
+    """Return the partners of a few sequences on the other side: the same content, or the same tokens."""
     order = np.argsort(others[name], kind="stable")
     return others[order[np.searchsorted(others[name][order], some[name])]] if len(some) else some

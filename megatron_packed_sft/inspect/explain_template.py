@@ -1,4 +1,8 @@
-"""Small chats that show what a template does: each asks one question, and examples show all of it at once."""
+"""Explain a chat template: what it writes around each kind of turn, and what it loses, changes or refuses.
+
+The source of the template is not analysed. Small chats (the probes) are rendered by the engine of `prepare`, which
+knows who wrote each character, and the result is described.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation
 
-_ID = "abcdefghi"  # nine characters, which Mistral's templates insist on
+_ID = "abcdefghi"  # Mistral's templates require nine characters
 _WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -38,18 +42,18 @@ _WEATHER: dict[str, Any] = {
 
 
 def user(text: str) -> dict[str, Any]:
-    """Return a question."""
+    """Return a user message."""
     return {"role": "user", "content": text}
 
 
 def answer(text: str, reasoning: str | None = None) -> dict[str, Any]:
-    """Return an answer."""
+    """Return an assistant message."""
     message = {"role": "assistant", "content": text}
     return message if reasoning is None else {**message, "reasoning_content": reasoning}
 
 
 def calling(*cities: str, text: str = "", reasoning: str | None = None) -> dict[str, Any]:
-    """Return a message with one call for each city."""
+    """Return an assistant message with one tool call for each city."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
         for city in cities or ("Oslo",)
@@ -58,7 +62,7 @@ def calling(*cities: str, text: str = "", reasoning: str | None = None) -> dict[
 
 
 def result(text: str) -> dict[str, Any]:
-    """Return what a tool gave back."""
+    """Return a tool message."""
     return {"role": "tool", "tool_call_id": _ID, "name": "get_weather", "content": text}
 
 
@@ -68,16 +72,16 @@ def chat(*messages: dict[str, Any], tools: bool = False) -> Conversation:
 
 
 class Probe(NamedTuple):
-    """A chat that asks a template one question.
+    """A chat that tests one behaviour of a template.
 
     Args:
-        name: what the chat has.
+        name: what is special about the chat.
         conversation: the chat.
-        message: the message that it is about.
-        changed: what to say if the template shows its content differently.
-        inside: what to say if it stands inside another turn.
-        by_turns: whether each turn must look as it did when it was the last one.
-        about_start: whether the template begins with words of its own.
+        message: the number of the message under test.
+        changed: the finding if the template writes its content differently.
+        inside: the finding if it is written inside another turn.
+        by_turns: test whether each turn looks as it did when it was the last one.
+        about_start: test whether the template begins with words of its own.
     """
 
     name: str
@@ -89,7 +93,7 @@ class Probe(NamedTuple):
     about_start: bool = False
 
     def counts(self, loss: Loss) -> bool:
-        """Whether a loss answers the question."""
+        """Whether a loss is about the message under test."""
         return loss.message == self.message
 
 
@@ -127,7 +131,7 @@ PROBES = (
 
 _BRIEF = {"role": "system", "content": "You are a helpful assistant. Be brief."}
 _QUESTION, _SUM = user("Do I need an umbrella in Oslo?"), user("Thanks! And 2 + 2?")
-# From what shows most to what every template takes.
+# From the richest chat to one that every template accepts.
 EXAMPLES = {
     "system prompt, reasoning, a tool call, its result, two answers": chat(
         _BRIEF,
@@ -174,9 +178,9 @@ class Around(NamedTuple):
 
     Args:
         kind: of the text.
-        before, after: what stands there; both empty if the template has nothing for it.
-        trained_before, trained_after: the parts of them that the assistant writes, so that they are trained.
-        example: the text itself, where it is no plain text: a call as it is written.
+        before, after: what it writes before and after the text.
+        trained_before, trained_after: the parts next to the text that the assistant writes and that are trained.
+        example: the text itself where it is not plain text, such as a tool call.
     """
 
     kind: str
@@ -188,12 +192,12 @@ class Around(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What the template makes of one kind of chat.
+    """How the template handles one kind of chat.
 
     Args:
-        probe: the chat that was rendered.
+        probe: the name of the chat.
         outcome: kept, changed, lost or refused.
-        sentence: what happened.
+        sentence: the details.
     """
 
     probe: str
@@ -202,7 +206,7 @@ class Finding(NamedTuple):
 
 
 class ExampleText(NamedTuple):
-    """A chat as it is rendered, and what it shows."""
+    """A rendered chat with its title."""
 
     title: str
     conversation: Conversation
@@ -211,12 +215,12 @@ class ExampleText(NamedTuple):
 
 @dataclass
 class TemplateExplanation:
-    """What is known of a template.
+    """Renders probes and describes a template.
 
     Args:
-        tokenizer: whose control tokens and variables it gets.
-        template: what to explain.
-        options: what the user says about it.
+        tokenizer: provides control tokens and variables.
+        template: the template to explain.
+        options: the user's settings for it.
     """
 
     tokenizer: Tokenizer
@@ -231,7 +235,7 @@ class TemplateExplanation:
         except InvalidInputError:
             if self.options.date is not None:
                 raise
-            # Templates that write today's date want one; which one does not matter here.
+            # Templates that write today's date need one; any date will do here.
             self.options = replace(self.options, date=_ANY_DATE)
             self._encoder = self._made()
             self._encoder.marker()
@@ -249,12 +253,12 @@ class TemplateExplanation:
 
     @cached_property
     def around(self) -> list[Around]:
-        """What it writes around each kind of text; kinds that it has no place for are left out."""
+        """What it writes around each kind of text, without kinds that it does not support."""
         return list(self._arounds())
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """What it makes of chats of many kinds."""
+        """How it handles many kinds of chats."""
         found = [self._finding(probe) for probe in PROBES]
         if self.needs_date:
             found.insert(0, Finding("a chat", _CHANGED, "writes today's date, so template.date must be set"))
@@ -262,7 +266,7 @@ class TemplateExplanation:
 
     @cached_property
     def example(self) -> ExampleText | None:
-        """The richest of a few chats that it renders without a loss, or at least renders."""
+        """The richest chat that it renders without a loss, otherwise the richest that it renders."""
         first: ExampleText | None = None
         for title, conversation in EXAMPLES.items():
             try:
@@ -344,7 +348,7 @@ class TemplateExplanation:
         yield Around(kind, before, text[start:first], text[last:end], text[end : turn.end])
 
     def _of_kind(self, conversation: Conversation, kind: TurnKind, name: str) -> Iterator[Around]:
-        """Yield what is written around reasoning or a call, if the template shows it."""
+        """Yield what it writes around reasoning or a call, if it shows them."""
         marked = self._marked(conversation)
         if marked is None:
             return
@@ -357,7 +361,7 @@ class TemplateExplanation:
         if kind is TurnKind.TOOL_CALL:
             yield Around(name, example=text[own[0].start : own[-1].end])
             return
-        # A tag that the generation prompt opens is given: what the header has more than that of a plain answer.
+        # A tag that the generation prompt opens is given: the part of the header that a plain answer's header lacks.
         given = text[outline.turns[1].start : own[0].start]
         header = self._header
         opened = given[len(header) :] if given.startswith(header) else ""
@@ -407,7 +411,7 @@ class TemplateExplanation:
 
 
 class _WithTemplate:
-    """A tokenizer, with the template that is explained for its own."""
+    """A tokenizer whose chat template is the explained one."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -419,7 +423,7 @@ class _WithTemplate:
 
 
 def _change(probe: Probe, outline: ChatOutline) -> str:
-    """Return what to say about a message that is shown, but not as it is; nothing if it is."""
+    """Return how a message is changed, or an empty text if it is written unchanged."""
     if probe.message < 0:
         return ""
     turn = outline.turns[probe.message]
@@ -436,12 +440,12 @@ def _change(probe: Probe, outline: ChatOutline) -> str:
     if shown.strip() != content.strip():
         return probe.changed
     is_left, is_right = shown.startswith(content[0]), shown.endswith(content[-1])
-    where = "behind it" if is_left else "before it" if is_right else "on both sides"
+    where = "after it" if is_left else "before it" if is_right else "on both sides"
     return probe.changed.format(where)
 
 
 def _own_beginning(outline: ChatOutline) -> str:
-    """Return what to say about a template that begins every chat with words of its own."""
+    """Return the finding about a template that begins every chat with words of its own."""
     first, third = outline.turns[0], outline.turns[2]
     text = outline.chat.text
     if not first.said or not third.said:

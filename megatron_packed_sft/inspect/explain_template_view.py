@@ -1,4 +1,4 @@
-"""What `packed-sft explain-template` does."""
+"""`packed-sft explain-template`: show the explanation of a template, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, control_pattern
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted
@@ -20,12 +19,12 @@ from megatron_packed_sft.support.terminal import show, show_json, shows_colours
 
 
 def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_json: bool = False) -> int:
-    """Explain a template, and return the exit code.
+    """Print the explanation of a template, and return the exit code.
 
     Args:
-        words: a tokenizer, a template file or a built-in name, and settings KEY=VALUE.
-        tokenizer: the path of the tokenizer that a template is for.
-        as_json: print plain values.
+        words: a tokenizer, a template file or the name of a built-in template, and settings KEY=VALUE.
+        tokenizer: the path of the tokenizer to render a named template with.
+        as_json: print JSON.
     """
     from megatron_packed_sft.encode.templates.load import load_template
     from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
@@ -37,7 +36,7 @@ def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_j
     path, settings = split_words(words)
     named = path if path is not None and is_template(path) else None
     if path is None and tokenizer is None:
-        raise InvalidInputError("name a tokenizer, a Jinja file or a built-in template, such as chatml")
+        raise InvalidInputError("name a tokenizer, a Jinja file or a built-in template such as chatml")
     if named is None and path is not None:
         if tokenizer is not None:
             raise InvalidInputError(f"{path} and --tokenizer {tokenizer} are two tokenizers; leave one out")
@@ -47,7 +46,7 @@ def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_j
     made = None if tokenizer is None else load_tokenizer(given.path, kind=given.kind, fast=False)
     template = load_template(named or config.template.name, made)
     whose: Tokenizer = made if made is not None else TemplateAlone(template)
-    logging.getLogger("megatron_packed_sft.encode").setLevel(logging.ERROR)  # what it would warn of is shown
+    logging.getLogger("megatron_packed_sft.encode").setLevel(logging.ERROR)  # warnings repeat the findings
     found = TemplateExplanation(whose, template, config.template)
     if as_json:
         show_json(template_json(found))
@@ -71,10 +70,10 @@ _LONGEST = 400
 
 
 def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[RenderableType]:
-    """Yield what to show of a template.
+    """Yield what to print about a template.
 
     Args:
-        found: what is known of it.
+        found: its explanation.
         painter: for its text.
     """
     from rich.text import Text
@@ -84,7 +83,7 @@ def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[Rend
     yield Text(quoted(name, longest=200), style="bold")
     yield Text(_facts(found))
     if is_alone:
-        words = "no tokenizer was given: what looks like a control token is taken for one; --tokenizer shows it exactly"
+        words = "no tokenizer was given, so control tokens are guessed by their looks; add --tokenizer PATH to be exact"
         yield Text(words, style="dim")
     yield Text("")
     yield Text("what it writes around each kind of text", style=LABEL)
@@ -122,7 +121,7 @@ def template_json(found: TemplateExplanation) -> dict[str, Any]:
 
 
 def example_stretches(marked: MarkedText, control_tokens: Any) -> Iterator[Stretch]:
-    """Yield a marked text in stretches, cut at its control tokens and where training begins and ends."""
+    """Yield a marked text in stretches, split at its control tokens and where training begins or ends."""
     trained = [False] * len(marked.text)
     for start, end in marked.trained:
         trained[start:end] = [True] * (end - start)
@@ -172,16 +171,16 @@ def _findings_view(findings: Sequence[Finding]) -> Iterator[RenderableType]:
 
     kept = [one.probe for one in findings if one.outcome == "kept"]
     yield Text("")
-    yield Text("what becomes of chats with ...", style=LABEL)
+    yield Text("how it handles chats with ...", style=LABEL)
     for (outcome, sentence), probes in _by_sentence(findings).items():
         said = quoted(sentence, longest=240)
         yield Text.assemble(f"  {', '.join(probes)}: ", (f"{outcome}", NOTE), f", {said}")
     if kept:
-        yield Text.assemble("  ", ("kept as they are: ", "green"), ", ".join(kept))
+        yield Text.assemble("  ", ("kept unchanged: ", "green"), ", ".join(kept))
 
 
 def _by_sentence(findings: Sequence[Finding]) -> dict[tuple[str, str], list[str]]:
-    """Return what happens, and to which chats."""
+    """Return the chats of each (outcome, sentence)."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in findings:
         if one.outcome != "kept":
@@ -215,9 +214,9 @@ _LOOKS_LIKE_CONTROL = re.compile(
 
 
 class TemplateAlone:
-    """What stands in for the tokenizer of a template: it renders, and cannot encode.
+    """Stands in for the tokenizer of a template that is rendered without one; it cannot encode.
 
-    What looks like a control token in the template is taken for one; `bos_token` and `eos_token` are shown by name.
+    It guesses control tokens by how they look in the template, and shows `bos_token` and `eos_token` by name.
 
     Example:
         >>> list(TemplateAlone(ChatTemplate("mine", "[INST]{{ messages[0].content }}[/INST]")).control_tokens)[:2]
@@ -238,9 +237,9 @@ class TemplateAlone:
         self.stop_tokens: Sequence[str] = [_EOS]
 
     def encode_many(self, texts: Sequence[MarkedText]) -> Sequences:
-        """Refuse: there are no ids."""
-        raise InvalidInputError(f"{self.name} is a template alone; give a tokenizer to see ids")
+        """Raise an error, because there are no ids."""
+        raise InvalidInputError(f"{self.name} is a template without a tokenizer; give a tokenizer to see ids")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Refuse: there are no ids."""
-        raise InvalidInputError(f"{self.name} is a template alone; give a tokenizer to see ids")
+        """Raise an error, because there are no ids."""
+        raise InvalidInputError(f"{self.name} is a template without a tokenizer; give a tokenizer to see ids")

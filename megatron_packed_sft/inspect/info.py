@@ -1,4 +1,7 @@
-"""One dispatch: what kind of thing a path is, and one sentence when it is none that we know."""
+"""`packed-sft info`: find out what a path is, collect what is recorded there, and show it.
+
+describe ─▶ the kind of the path ─▶ info_of_data or info_of_training: the facts ─▶ view
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rich.text import Text
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.inspect import info_of_data, info_of_training
-from megatron_packed_sft.prepare.how_to_use import path_line, path_setting
+from megatron_packed_sft.prepare.report import path_line, path_setting
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline
@@ -56,11 +59,11 @@ KINDS = (
 
 
 def describe(path: str | os.PathLike[str]) -> Facts:
-    """Return what a path is and what is recorded of it: plain values, as `packed-sft info --json` prints them.
+    """Return what a path is and what is recorded there, as `packed-sft info --json` prints it.
 
     Args:
         path: a dataset directory, a shard, file or stream of any storage, a token store, a plan, a checkpoint or a run;
-            or the URL of one: of directories documents and headers are read, single files are fetched.
+            or the URL of one. Of directories, documents and headers are read; single files are fetched.
 
     Example:
         >>> import tempfile
@@ -85,53 +88,64 @@ def describe(path: str | os.PathLike[str]) -> Facts:
 
 
 def _describe_url(url: str) -> Facts:
-    """Describe a dataset or shard of a store by its documents and headers alone."""
-    if object_info(url) is not None:  # one file, whose facts may be anywhere in it
+    """Describe a URL: a single file by a copy, a directory by its documents and headers."""
+    if object_info(url) is not None:  # a single file may have its facts anywhere
         path = copy_of(url)
         try:
-            return _at_home(describe(path), path, url)
+            return _with_url(describe(path), path, url)
         except PackedSFTError as error:
             error.args = (str(error).replace(str(path), redacted(url)),)
             raise
     with Outline.of(url) as outline:
-        return _at_home(describe(outline.path), outline.path, url)
+        return _with_url(describe(outline.path), outline.path, url)
 
 
-def _at_home(facts: Facts, path: Path, url: str) -> Facts:
-    """Return facts about a copy as ones about the store; lines to paste are quoted as the URL needs it."""
+def _with_url(facts: Facts, path: Path, url: str) -> Facts:
+    """Return facts with the path of a copy replaced by its URL, which is quoted in the lines to paste."""
     quoted = {path_setting(str(path)): path_setting(redacted(url)), path_line(str(path)): path_line(redacted(url))}
     for number, line in enumerate(facts.get("how_to_use") or ()):
         for old, new in quoted.items():
             facts["how_to_use"][number] = line = line.replace(old, new)
     place, name = (json.dumps(one)[1:-1] for one in (str(path), redacted(url)))
-    at_home: Facts = json.loads(json.dumps(facts).replace(place, name))
-    return at_home
+    renamed: Facts = json.loads(json.dumps(facts).replace(place, name))
+    return renamed
 
 
 def _what_else(path: Path) -> str:
-    """Say what a path is instead, as far as a look at its names tells."""
+    """Return what a path is that is none of `KINDS`, judging by names, and what to do with it."""
     if path.is_dir():
         names = set(os.listdir(path))
         if not names:
             return "is an empty directory; check the path"
         if {"tokens", "plans"} <= names:
             return (
-                "is the work directory of a preparation; look at what it holds, such as "
+                "is the work directory of a preparation; describe a part of it, such as "
                 f"{path / 'tokens' / 'train'} or {path / 'plans' / 'train.npz'}"
             )
         if names & set(_MODEL_FILES):
-            return "is the folder of a model or a tokenizer, not data; tokenizer.path and model.path take it"
+            return "is the folder of a model or a tokenizer, not data; use it as tokenizer.path or model.path"
         if any(name.endswith(_RECORD_SUFFIXES) for name in names):
-            return "is a directory of records; `packed-sft prepare` makes a dataset of them"
+            return "is a directory of records; `packed-sft prepare` turns them into a dataset"
     elif path.suffix == ".model":
-        return "is a tokenizer's model, not data; tokenizer.path takes it"
+        return "is the model of a tokenizer, not data; use it as tokenizer.path"
     elif path.suffix in _RECORD_SUFFIXES:
-        return "is a file of records; `packed-sft prepare` makes a dataset of it"
+        return "is a file of records; `packed-sft prepare` turns it into a dataset"
     *kinds, last = (kind.name for kind in KINDS)
-    return f"is no {', '.join(kinds)} or {last}; check the path"
+    return f"is not a {', '.join(kinds)} or {last}; check the path"
 
 
 _STYLES = {"trained": "green", "dropped": "yellow", "": "cyan"}
+_SPLIT_COLUMNS = {
+    "shards": "num_shards",
+    "bins": "num_bins",
+    "sequences": "num_sequences",
+    "tokens": "num_tokens",
+    "trained": "trained_share",
+    "pack size": "pack_size",
+    "full": "fullness",
+    "sequences/bin": "sequences_per_bin",
+    "longest": "max_seq_len",
+}
 _PERCENTAGES = ("trained_share", "fullness", "padding_share", "data_share")
 _LOSSES = ("loss", "first_loss")
 _WORDS = {
@@ -146,7 +160,7 @@ _WORDS = {
 
 
 def view(facts: Facts) -> Iterator[RenderableType]:
-    """Yield what to show of the facts that `describe` returns."""
+    """Yield what to print of the facts that `describe` returns."""
     storage = f", storage {facts['storage']}" if facts.get("storage") else ""
     yield Text.assemble((facts["path"], "bold"), f": {facts['kind']}{storage}, {_size(facts)}")
     if facts.get("splits"):
@@ -174,28 +188,8 @@ def view(facts: Facts) -> Iterator[RenderableType]:
 
 
 def _splits(splits: Facts) -> RenderableType:
-    header = [
-        "split",
-        "shards",
-        "bins",
-        "sequences",
-        "tokens",
-        "trained",
-        "pack size",
-        "full",
-        "sequences/bin",
-        "longest",
-    ]
-    rows = [
-        [
-            name,
-            *(_value(key, one.get(key)) for key in ("num_shards", "num_bins", "num_sequences", "num_tokens")),
-            *(_value(key, one.get(key)) for key in ("trained_share", "pack_size", "fullness", "sequences_per_bin")),
-            _value("max_seq_len", one.get("max_seq_len")),
-        ]
-        for name, one in splits.items()
-    ]
-    return table(header, rows, styles=_STYLES)
+    rows = [[name, *(_value(key, one.get(key)) for key in _SPLIT_COLUMNS.values())] for name, one in splits.items()]
+    return table(["split", *_SPLIT_COLUMNS], rows, styles=_STYLES)
 
 
 def _sources(sources: Facts) -> RenderableType:
@@ -234,7 +228,7 @@ def _checkpoints(found: Sequence[Facts]) -> RenderableType:
 
 
 def _made_with(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield names and values of what identifies the thing and what it was made with."""
+    """Yield names and values of what it was made with and what identifies it."""
     tokenizer, template = facts.get("tokenizer"), facts.get("chat_template")
     if tokenizer:
         where = f", {facts['tokenizer_path']}" if facts.get("tokenizer_path") else ""

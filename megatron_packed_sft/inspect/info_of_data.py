@@ -1,4 +1,4 @@
-"""Facts about packed data, token stores and plans. Manifests, headers and sizes are read, never an array."""
+"""Facts about packed data, token stores and plans, from manifests, headers and sizes; no array is read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.packing.plan_file import read_plan_header
-from megatron_packed_sft.prepare.how_to_use import how_to_use
 from megatron_packed_sft.prepare.origins import PreparedFrom
+from megatron_packed_sft.prepare.report import how_to_use
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
@@ -21,8 +21,8 @@ from megatron_packed_sft.tokens.store import open_token_store
 
 Facts = dict[str, Any]
 
-_MOST_SHARDS_MEASURED = 1000  # the sizes of more are estimated: asking a file system for each takes too long
-# Names on disk are older than the glossary.
+_MOST_SHARDS_MEASURED = 1000  # the size of more shards is estimated, because asking for each takes too long
+# Names on disk that differ from the glossary.
 _RENAMED = {"num_loss_tokens": "num_trained_tokens"}
 _OF_A_SHARD = ("dtype", "bin_checksum_algorithm", "plan_fingerprint", "created_by")
 _NUMBERS = (
@@ -76,7 +76,7 @@ def dataset_facts(path: Path) -> Facts:
 
 
 def shards_facts(path: Path) -> Facts:
-    """Return what is recorded of a shard or file, or of a directory of them, without reading a bin."""
+    """Return what is recorded of a shard, a file or a directory of them, without reading a bin."""
     storage = storage_of(path)
     found = [(path, storage)] if storage is not None else shards_inside(path)
     parts = [_shard(shard, its_storage) for shard, its_storage in found if its_storage is not None]
@@ -105,11 +105,10 @@ def shards_facts(path: Path) -> Facts:
 
 
 def token_store_facts(path: Path) -> Facts:
-    """Return what the manifests of a token store's parts record."""
+    """Return what the manifests of a token store record."""
     store = open_token_store(path)
     manifests = [part.manifest for part in store.parts]
     num_trained = sum(one.num_trained_tokens for one in manifests)
-    note = store.verification_note
     return {
         "num_parts": len(manifests),
         "total": {
@@ -123,8 +122,8 @@ def token_store_facts(path: Path) -> Facts:
             "has_weights": store.has_weights,
         },
         "dtype": store.manifest.dtype,
-        "sequence_checksum_algorithm": None if note else SEQUENCE_CHECKSUM_ALGORITHM,
-        "notes": [] if note is None else [note],
+        "sequence_checksum_algorithm": SEQUENCE_CHECKSUM_ALGORITHM,
+        "notes": [],
         "num_bytes": sum(record.bytes for one in manifests for record in one.files.values()),
         "tokenizer": store.manifest.tokenizer,
         "chat_template": _template(store.manifest.chat_template_fingerprint),
@@ -134,7 +133,7 @@ def token_store_facts(path: Path) -> Facts:
 
 
 def plan_facts(path: Path) -> Facts:
-    """Return what a plan's file notes of the plan."""
+    """Return what the header of a plan's file records."""
     header = read_plan_header(path)
     accounting = header["accounting"]
     num_tokens = (
@@ -165,7 +164,7 @@ def plan_facts(path: Path) -> Facts:
 
 
 def bin_facts(figures: Mapping[str, Any]) -> Facts:
-    """Return the known numbers of some bins with what follows from them.
+    """Return the known numbers of some bins, and the shares and means that follow from them.
 
     Example:
         >>> bin_facts({"num_bins": 2, "pack_size": 8, "num_tokens": 12, "num_loss_tokens": 6})["fullness"]
@@ -184,7 +183,7 @@ def bin_facts(figures: Mapping[str, Any]) -> Facts:
 
 
 def total_of(parts: Sequence[Mapping[str, Any]]) -> Facts:
-    """Return the numbers of several parts together; what one of them does not know is not known."""
+    """Return the numbers of several parts together, without those that are unknown for one of them."""
     sums = (
         "num_shards",
         "num_files",
@@ -210,7 +209,7 @@ def _shard(path: Path, storage: Storage) -> Facts:
     recorded = storage.recorded(path)
     notes = list(recorded.get("notes", ()))
     if storage.in_memory and recorded.get("num_loss_tokens") is None:
-        notes.append(f"a {storage.name} file records little of itself; `packed-sft report` reads it")
+        notes.append(f"a {storage.name} file records little about itself; `packed-sft report` reads the data")
     return {
         "storage": storage.name,
         **bin_facts(recorded),
@@ -225,7 +224,7 @@ def _shard(path: Path, storage: Storage) -> Facts:
 
 
 def _size_of(dataset: DatasetDirectory) -> Facts:
-    """Return the bytes of all shards; of very many, some are measured and the others are taken to be like them."""
+    """Return the bytes of all shards; of very many, some are measured and the rest is estimated from them."""
     entries = [(split, entry) for split, listed in dataset.splits.items() for entry in listed]
     recorded = [entry.num_bytes for _, entry in entries]
     if all(one is not None for one in recorded):
@@ -245,7 +244,7 @@ def _size_of(dataset: DatasetDirectory) -> Facts:
 
 
 def _verification(dataset: DatasetDirectory, split: str) -> list[str]:
-    """Return what the first shard says of itself, such as that its bins cannot be verified; dataset.json does not."""
+    """Return the notes of the first shard, for example that its bins cannot be verified."""
     path = dataset.shard_path(split, dataset.splits[split][0])
     if dataset.url is not None or not dataset.storage.has_manifest or not os.path.lexists(path):
         return []
@@ -253,20 +252,17 @@ def _verification(dataset: DatasetDirectory, split: str) -> list[str]:
 
 
 def _source(recorded: Mapping[str, Any]) -> Facts:
-    """Return what is told of a source: its files, what was read, what was dropped and why, and what was kept."""
-    in_bins = recorded.get("in_bins")  # not recorded by earlier releases
-    splits = [in_bins] if in_bins else list(recorded.get("splits", {}).values())
-    num_tokens = sum(one["num_tokens"] for one in splits)
-    num_trained = sum(one["num_trained_tokens"] for one in splits)
+    """Return the files of a source, what was read, what was dropped and why, and what was kept."""
+    in_bins = recorded.get("in_bins", {})
     dropped = dict(recorded.get("dropped", {}))
     for reason, count in recorded.get("dropped_by_plan", {}).items():
         dropped[reason] = dropped.get(reason, 0) + count
     return {
         "num_records": recorded.get("num_rows"),
         "dropped": dropped,
-        "num_sequences": sum(one["num_sequences"] for one in splits),
-        "num_tokens": num_tokens,
-        "trained_share": _share(num_trained, num_tokens),
+        "num_sequences": in_bins.get("num_sequences", 0),
+        "num_tokens": in_bins.get("num_tokens", 0),
+        "trained_share": _share(in_bins.get("num_trained_tokens"), in_bins.get("num_tokens")),
         "weight": recorded.get("weight"),
         "schema": recorded.get("schema"),
         "files": recorded.get("files", []),

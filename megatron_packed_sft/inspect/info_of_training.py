@@ -1,6 +1,6 @@
-"""Facts about checkpoints and runs, by the JSON files that training leaves; neither torch nor Megatron is imported.
+"""Facts about checkpoints and runs, from the JSON files of training; neither torch nor Megatron is imported.
 
-RUN/metrics.jsonl                              one record per line; its beginning and its end are read
+RUN/metrics.jsonl                              one record per line; only its beginning and its end are read
     checkpoints/step_000100/training_state.json
 """
 
@@ -18,7 +18,7 @@ from megatron_packed_sft.support.atomic import os_errors
 
 Facts = dict[str, Any]
 
-# What the room `train` writes. It must not be imported here, so a test compares the names.
+# The files that train/ writes. It must not be imported here, so a test compares the names.
 TRAINING_STATE = "training_state.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -26,7 +26,7 @@ PRETRAINED = "pretrained.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _TEXTS = ("event", "name", "loss_kind")  # the rest of a record is numbers
 _MAX_DOCUMENT_BYTES = 64 << 20
-_END_BYTES = 1 << 20  # of metrics.jsonl: about 2,500 records, so that of every validation there is one
+_END_BYTES = 1 << 20  # of metrics.jsonl: about 2,500 records, enough for one of every validation dataset
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -45,7 +45,7 @@ def is_foreign_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_facts(path: Path) -> Facts:
-    """Return what a checkpoint records of itself, and whether its files are there in their size."""
+    """Return what a checkpoint records, and whether all of its files have their size."""
     file = path / TRAINING_STATE
     state = _document(file)
     fields = json_document.Fields(state, str(file))
@@ -78,7 +78,7 @@ def checkpoint_facts(path: Path) -> Facts:
 
 
 def foreign_checkpoint_facts(path: Path) -> Facts:
-    """Return what can be told of a checkpoint of Megatron-LM or Megatron-Bridge: its back end and its size."""
+    """Return the back end and the size of a checkpoint of Megatron-LM or Megatron-Bridge."""
     recorded = _document(path / "metadata.json")
     files = [one for one in path.rglob("*") if one.is_file()]
     return {
@@ -90,7 +90,7 @@ def foreign_checkpoint_facts(path: Path) -> Facts:
 
 
 def run_facts(path: Path) -> Facts:
-    """Return where a run is: its last losses, its speed, its checkpoints."""
+    """Return the state of a run: its last losses, its speed, its checkpoints."""
     records = list(_first_and_last_records(path / METRICS))
     steps = [one for one in records if one.get("event") == "step"]
     validations = {str(one.get("name")): one for one in records if one.get("event") == "validation"}  # the last of each
@@ -136,7 +136,7 @@ def _short(step: int, path: Path) -> Facts:
 
 
 def _first_and_last_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records at the beginning and at the end of a metrics file, however long it is."""
+    """Yield the records at the beginning and the end of a metrics file of any length."""
     if not file.is_file():
         return
     with os_errors("read", file), open(file, "rb") as stream:
@@ -149,7 +149,7 @@ def _first_and_last_records(file: Path) -> Iterator[dict[str, Any]]:
     for line in b"".join(parts).splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # half a line: where the parts meet, or where a killed run stopped
+        except (ValueError, RecursionError):  # half a line, where the parts meet or a run was killed
             continue
         if isinstance(record, dict):
             yield {

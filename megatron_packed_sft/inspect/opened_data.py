@@ -1,4 +1,4 @@
-"""Packed data opened to be looked at: its splits, what it records, and what its work directory still knows."""
+"""Open packed data for preview, report and compare: its splits, what it records, and the tokenizer that made it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed_sft.data.factory import open_bins
+from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
-from megatron_packed_sft.prepare.origins import PreparedFrom
+from megatron_packed_sft.prepare.origins import PreparedFrom, noted_tokenizer_paths
 from megatron_packed_sft.remote.filesystem import base_name
-from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
+from megatron_packed_sft.storage.dataset_directory import DATASET, has_dataset, open_dataset
 from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
@@ -27,14 +27,14 @@ class OpenedData:
     """Packed data of any storage.
 
     Args:
-        path: where it is; of a URL, where the cache has it.
+        path: the data; of a URL, its copy in the node's cache.
         storage: the name of its storage.
-        splits: the bins of each split; data without splits is one, called train.
-        provenance: what its dataset.json says it was made from.
-        prepared_from: the work directory that made it, if it is still there.
+        splits: the bins of each split; data without splits has one, called train.
+        provenance: what it was made from, according to its dataset.json.
+        prepared_from: its work directory, if that still exists.
         num_shards: of each split, where it is known.
         is_dataset: whether it is a dataset directory.
-        url: where it is, if it is in an object store.
+        url: its URL, if it is in an object store.
     """
 
     path: Path
@@ -48,29 +48,31 @@ class OpenedData:
 
     @property
     def name(self) -> str:
-        """Its last name."""
+        """The last part of its path or URL."""
         return self.path.name if self.url is None else base_name(self.url)
 
     @property
     def location(self) -> str:
-        """Where it is, for messages: a path, or a URL without credentials."""
+        """Its path or URL for messages, without credentials."""
         return str(self.path) if self.url is None else redacted(self.url)
 
     @property
     def recorded_tokenizer(self) -> Mapping[str, Any] | None:
-        """Name and fingerprint of the tokenizer that made it, as far as anybody recorded."""
+        """Name and fingerprint of the tokenizer that made it, if they are recorded."""
         return next((one.figures.tokenizer for one in self.splits.values() if one.figures.tokenizer), None)
 
     def find_tokenizer(self, given: str | os.PathLike[str] | None = None) -> FoundTokenizer:
-        """Return its tokenizer: the given one, the one that prepared it, or one of its name beside the data."""
-        recorded = self.recorded_tokenizer
+        """Return its tokenizer: the given one, the one that prepared it, or one of the same name beside the data."""
         candidates: list[str | os.PathLike[str]] = []
+        beside = [Path.cwd()]
         if self.prepared_from is not None and self.prepared_from.tokenizer_path:
             candidates.append(self.prepared_from.tokenizer_path)
-        if recorded and recorded.get("name"):
-            beside = [] if self.url is not None else [self.path.parent]
-            candidates += [folder / Path(str(recorded["name"])).name for folder in (*beside, Path.cwd())]
-        return find_tokenizer(recorded, given=given, candidates=candidates)
+        if self.url is None:
+            beside.insert(0, self.path.parent)
+            dataset = self.path.resolve().parent.parent
+            if (dataset / DATASET).exists():  # the data is one shard of a dataset
+                candidates += noted_tokenizer_paths(dataset.with_name(f"{dataset.name}.work"))
+        return find_tokenizer(self.recorded_tokenizer, given=given, candidates=candidates, beside=beside)
 
 
 def open_data(
@@ -82,8 +84,8 @@ def open_data(
     """Open packed data: a dataset directory, a shard or file of any storage, or a directory of shards.
 
     Args:
-        path: the data, or its URL: its shards are fetched into the cache of the node when they are read.
-        work_dir: the work directory that made it, if that is not where `prepare` puts it.
+        path: the data or its URL; shards are fetched into the node's cache when they are read.
+        work_dir: its work directory, if that is not where `prepare` puts it by default.
         stream: how to read a token stream.
     """
     url = os.fspath(path) if is_url(path) else None
@@ -109,7 +111,7 @@ def open_data(
 
 
 class FoundTokenizer(NamedTuple):
-    """A tokenizer, or in one sentence why there is none."""
+    """A tokenizer, or a sentence that says why there is none."""
 
     tokenizer: Tokenizer | None
     note: str = ""
@@ -120,13 +122,18 @@ def find_tokenizer(
     *,
     given: str | os.PathLike[str] | None = None,
     candidates: Iterable[str | os.PathLike[str]] = (),
+    beside: Iterable[Path] = (),
 ) -> FoundTokenizer:
     """Return the tokenizer that made some data.
 
+    Data records the name and the fingerprint of its tokenizer, never the path, so that equal data has equal bytes. Only
+    a tokenizer with the recorded fingerprint is returned.
+
     Args:
         recorded: name and fingerprint, as the data records them; None if it records none.
-        given: the path that the user names; one with another fingerprint is refused.
-        candidates: paths where it may be, such as the one it was loaded from when the data was made.
+        given: the path that the user named; a tokenizer with another fingerprint is an error.
+        candidates: paths to try, such as the one that the work directory of `prepare` noted.
+        beside: folders to try for a tokenizer of the recorded name.
 
     Example:
         >>> find_tokenizer({"name": "qwen3", "fingerprint": "ab12"}).note
@@ -143,7 +150,8 @@ def find_tokenizer(
         return FoundTokenizer(tokenizer)
     if not fingerprint:
         return FoundTokenizer(None, "the data records no tokenizer; give its path with --tokenizer to see text")
-    for path in dict.fromkeys(os.fspath(one) for one in candidates):
+    by_name = [folder / Path(str(name)).name for folder in beside] if name else []
+    for path in dict.fromkeys(os.fspath(one) for one in (*candidates, *by_name)):
         if not is_url(path) and not Path(path).exists():
             continue
         try:

@@ -1,7 +1,11 @@
-"""Text of records, made safe and visible: nothing that it holds can move a cursor, hide or turn other text.
+r"""Show tokens to people: in colour on a terminal, with brackets in a pipe, and with every character visible.
 
-a line break       ⏎ and a new line        a tab              ⇥
-ESC and its kind   ␛ ␀ ␡                   what cannot be seen  ‹U+202E›
+on a terminal    green: trained    dim: given    bold or blue: control tokens    underlined: text like a control token
+in a pipe        ⟦trained⟧  ⟦×0.5 trained with a weight⟧  given  ‹text:<|im_end|>›
+a line break     ⏎ and a new line        a tab                ⇥
+ESC and others   ␛ ␀ ␡                   invisible characters ‹U+202E›
+
+No text of a record can move the cursor, hide text or reverse its direction.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.inspect.tokens_of_bin import Token
 from megatron_packed_sft.support.wording import plural
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 LINE_END = "⏎"
 OPEN_NOTE, CLOSE_NOTE = (
@@ -23,19 +30,26 @@ OPEN_NOTE, CLOSE_NOTE = (
 )
 _TAB = "⇥ "
 _DELETE = 0x7F
-# Format characters that belong to how a script or an emoji is written.
+# Format characters that scripts and emoji need.
 _JOINERS = frozenset("\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _PRINTABLE_ASCII = re.compile(r"[ -~]*")
+TRAINED, GIVEN = "green", "dim"
+TRAINED_CONTROL, GIVEN_CONTROL = "bold green", "cyan"
+TEXT_ONLY, CUT, NOTE, WEIGHT, LABEL = "underline", "red strike", "red", "magenta", "bold cyan"
+OPEN, CLOSE, OPEN_CUT, CLOSE_CUT = "⟦", "⟧", "⟪", "⟫"
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_RESERVED = OPEN + CLOSE + OPEN_CUT + CLOSE_CUT + OPEN_NOTE
+_FEWEST_PADS = 2
 
 
 def visible(text: str, *, reserved: str = "", breaks: bool = True) -> str:
-    r"""Return a text in which every character can be seen and none controls a terminal.
+    r"""Return text with every character visible and none that controls a terminal.
 
     Args:
-        text: anything.
-        reserved: characters that mean something where it is shown, and are written by their number.
-        breaks: write a new line behind the sign of a line break.
+        text: any text.
+        reserved: characters with a meaning in the output, to be written by their number.
+        breaks: start a new line after the sign of a line break.
 
     Example:
         >>> visible("a\x1b[31mb\tc\u202e", breaks=False)
@@ -49,7 +63,7 @@ def visible(text: str, *, reserved: str = "", breaks: bool = True) -> str:
 
 
 def quoted(text: str, *, longest: int = 60) -> str:
-    r"""Return a text on one line, cut in the middle if it is long.
+    r"""Return text on one line, cut in the middle if it is long.
 
     Example:
         >>> quoted("<|im_end|>\n"), quoted("x" * 100, longest=11)
@@ -63,7 +77,7 @@ def quoted(text: str, *, longest: int = 60) -> str:
 
 
 def note(text: str) -> str:
-    """Return words of ours that stand inside a text.
+    """Return a note to insert into a text.
 
     Example:
         >>> note("U+202E")
@@ -81,34 +95,22 @@ def _shown(character: str, reserved: str, breaks: bool) -> str:
         return _TAB
     code = ord(character)
     if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's own pictures of them
+        return chr(0x2400 + code)  # Unicode's pictures of control characters
     if code == _DELETE:
         return "\N{SYMBOL FOR DELETE}"
     is_hidden = unicodedata.category(character) in _HIDDEN and character not in _JOINERS
     return note(f"U+{code:04X}") if is_hidden or character in reserved else character
 
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-TRAINED, GIVEN = "green", "dim"
-TRAINED_CONTROL, GIVEN_CONTROL = "bold green", "cyan"
-TEXT_ONLY, CUT, NOTE, WEIGHT, LABEL = "underline", "red strike", "red", "magenta", "bold cyan"
-OPEN, CLOSE, OPEN_CUT, CLOSE_CUT = "⟦", "⟧", "⟪", "⟫"
-_TIMES = "\N{MULTIPLICATION SIGN}"
-_RESERVED = OPEN + CLOSE + OPEN_CUT + CLOSE_CUT + OPEN_NOTE
-_FEWEST_PADS = 2
-
-
 class Stretch(NamedTuple):
     """Neighbouring tokens that are shown the same way.
 
     Args:
-        text: what they say.
+        text: of all tokens.
         weight: of their loss, 0 if they are not trained.
         is_control: they are control tokens.
-        is_lookalike: they spell a control token, and are text.
-        is_padding: they fill a sequence up.
+        is_lookalike: they are text that spells a control token.
+        is_padding: they are padding at the end of a sequence.
     """
 
     text: str
@@ -119,12 +121,12 @@ class Stretch(NamedTuple):
 
 
 class Painter:
-    """Shows tokens.
+    """Turns tokens into rich text.
 
     Args:
-        control_tokens: texts of the tokenizer's control tokens, to find text that only looks like one.
-        in_colour: colours, or brackets.
-        pad_id: what fills sequences up, if that is known.
+        control_tokens: texts of the tokenizer's control tokens, to find text that looks like one.
+        in_colour: use colours, otherwise brackets.
+        pad_id: the padding id, if it is known.
     """
 
     def __init__(self, control_tokens: Iterable[str] = (), *, in_colour: bool, pad_id: int | None = None) -> None:
@@ -145,11 +147,11 @@ class Painter:
         for is_trained, run in groupby(stretches, key=lambda one: (one.weight > 0, one.weight)):
             self._append_run(shown, list(run), *is_trained)
         if shown.plain.endswith("\n"):
-            shown.right_crop(1)  # whoever prints it begins a new line
+            shown.right_crop(1)  # printing it ends the line
         return shown
 
     def cut(self, tokens: Sequence[Token], *, longest: int = 300) -> Text:
-        """Return what was cut off, shortened if it is long."""
+        """Return tokens that were cut off, shortened if they are long."""
         from rich.text import Text
 
         text = "".join(token.text for token in tokens)
@@ -161,18 +163,18 @@ class Painter:
         return Text(f"{OPEN_CUT}{shown}{CLOSE_CUT}")
 
     def legend(self) -> Text:
-        """Say what is shown how."""
+        """Return a legend of the colours or brackets."""
         from rich.text import Text
 
         parts: list[tuple[str, str]]
         if self._in_colour:
             parts = [("trained", TRAINED), ("given", GIVEN)]
             parts += [("<trained control token>", TRAINED_CONTROL), ("<given control token>", GIVEN_CONTROL)]
-            parts += [("<text, not a control token>", f"{TEXT_ONLY} {GIVEN}")] if self.has_lookalikes else []
-            parts += [(f"{_TIMES}0.5", WEIGHT), ("its loss weight", "")] if self.has_weights else []
+            parts += [("<text like a control token>", f"{TEXT_ONLY} {GIVEN}")] if self.has_lookalikes else []
+            parts += [(f"{_TIMES}0.5", WEIGHT), ("loss weight", "")] if self.has_weights else []
             return Text.assemble(*(part for one in parts for part in (one, "  ")))
         words = f"{OPEN}trained{CLOSE}  given"
-        words += f"  {note('text:<...>')} looks like a control token and is text" if self.has_lookalikes else ""
+        words += f"  {note('text:<...>')} text like a control token" if self.has_lookalikes else ""
         words += f"  {OPEN}{_TIMES}0.5 trained with a loss weight{CLOSE}" if self.has_weights else ""
         return Text(words)
 
@@ -200,7 +202,7 @@ class Painter:
                 style, text = NOTE, one.text
             shown.append(text, style=style if self._in_colour else "")
         if is_trained and not self._in_colour:
-            # A line break inside the brackets would put the closing one on a line of its own.
+            # The closing bracket belongs in front of the line break.
             if shown.plain.endswith("\n"):
                 shown.right_crop(1)
                 shown.append(f"{CLOSE}\n")
@@ -222,7 +224,7 @@ class Painter:
             yield Stretch(note(plural(num_pads, "padding token")), 0.0, is_padding=True)
 
     def _ordinary(self, tokens: Sequence[Token]) -> Iterator[Stretch]:
-        """Yield text that is no control token, cut where it looks like one and where its weight changes."""
+        """Yield ordinary text, split where it looks like a control token and where its weight changes."""
         text = "".join(token.text for token in tokens)
         hits = [(*match.span(), True) for match in self._pattern.finditer(text)] if text else []
         edges = [0, *(edge for start, end, _ in hits for edge in (start, end)), len(text)]

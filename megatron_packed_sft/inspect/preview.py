@@ -1,4 +1,4 @@
-"""What `packed-sft preview` does: records or packed data, on a terminal, in a pipe or as JSON."""
+"""`packed-sft preview`: preview records or packed data on a terminal, in a pipe or as JSON."""
 
 from __future__ import annotations
 
@@ -6,69 +6,44 @@ import contextlib
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.settings import prepare_settings, split_words
+from megatron_packed_sft.inspect.settings import PreviewRequest, prepare_settings, split_words
 from megatron_packed_sft.support.terminal import show, show_json, shows_colours
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from megatron_packed_sft.inspect.chosen_records import ChosenRecord
-    from megatron_packed_sft.inspect.preview_bins import BinPreview
+    from megatron_packed_sft.inspect.preview_bins import BinPreview, PackedPreviewer
     from megatron_packed_sft.prepare.config import PrepareConfig
 
-_DEFAULT_SEED = 1234  # that of datasets and of the training recipe
+_DEFAULT_SEED = 1234  # the default of datasets and of the training recipe
 _OF_RECORDS = ("row", "config_name", "config_dir")
 _OF_PACKED = ("bin_number", "sample", "sequence", "split", "plan", "work_dir", "seq_length", "pack_sequences", "eos_id")
 
 
-@dataclass(frozen=True)
-class PreviewRequest:
-    """What was asked for; the options of the command by name."""
-
-    words: Sequence[str] = ()
-    row: int | None = None
-    bin_number: int | None = None
-    sample: int | None = None
-    sequence: int | None = None
-    count: int | None = None
-    seed: int | None = None
-    split: str | None = None
-    tokenizer: str | None = None
-    plan: str | None = None
-    work_dir: str | None = None
-    seq_length: int | None = None
-    pack_sequences: bool | None = None
-    eos_id: int | None = None
-    ids: bool = False
-    config_name: str | None = None
-    config_dir: str | None = None
-    as_json: bool = False
-
-
 def preview(request: PreviewRequest) -> int:
-    """Show what was asked for, and return the exit code."""
+    """Print the requested previews, and return the exit code."""
     path, settings = split_words(request.words)
     options = {"--config-name": request.config_name, "--config-dir": request.config_dir}
     settings += [f"{option}={value}" for option, value in options.items() if value is not None]
     if path is None and not settings:
         raise InvalidInputError("name a file of chats or packed data; see packed-sft preview --help")
     if path is not None:
-        from megatron_packed_sft.inspect.preview_bins import is_packed, refuse_nothing
+        from megatron_packed_sft.inspect.preview_bins import is_packed, refuse_unusable
 
-        refuse_nothing(path)
+        refuse_unusable(path)
         if is_packed(path):
             return _preview_packed(path, settings, request)
     return _preview_records(path, settings, request)
 
 
 def _preview_records(path: str | None, settings: Sequence[str], request: PreviewRequest) -> int:
-    _refuse(request, _OF_PACKED, f"{path or 'the input'} is not packed data")
+    _refuse_options(request, _OF_PACKED, "packed data", f"{path or 'the input'} is not packed")
     config = prepare_settings(settings, tokenizer=request.tokenizer)
     chosen, note = _chosen_records(path, config, request)
     from megatron_packed_sft.inspect.painting import Painter
@@ -76,17 +51,13 @@ def _preview_records(path: str | None, settings: Sequence[str], request: Preview
     from megatron_packed_sft.inspect.preview_records import RecordPreviewer
 
     previewer = RecordPreviewer(config)
-    with _warning_once():
+    with _each_warning_once():
         previews = [previewer.preview(one) for one in chosen]
     if request.as_json:
         return _print_json([record_json(one, previewer) for one in previews], request)
     painter = Painter(previewer.tokenizer.control_tokens, in_colour=shows_colours())
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
-    _print(
-        (record_view(one, previewer, painter, width=width, ids=request.ids) for one in previews),
-        note,
-    )
-    return 0
+    return _print((record_view(one, previewer, painter, width=width, ids=request.ids) for one in previews), note)
 
 
 def _chosen_records(path: str | None, config: PrepareConfig, request: PreviewRequest) -> tuple[list[ChosenRecord], str]:
@@ -103,79 +74,69 @@ def _chosen_records(path: str | None, config: PrepareConfig, request: PreviewReq
         drawn = draw_records(files, request.count, request.seed)
         return drawn.records, drawn.note
     if request.seed is not None:
-        raise InvalidInputError("--seed goes with --random; leave it out, or add --random")
+        raise InvalidInputError("--seed needs --random; leave it out, or add --random")
     return [first_record(files) if request.row is None else record_numbered(files, request.row)], ""
 
 
 def _preview_packed(path: str, settings: Sequence[str], request: PreviewRequest) -> int:
-    _refuse(request, _OF_RECORDS, f"{path} is packed data")
+    _refuse_options(request, _OF_RECORDS, "chats", f"{path} is packed data")
     tokenizer = request.tokenizer
     for setting in settings:
         key, _, value = setting.partition("=")
         if key != "tokenizer.path":
             raise InvalidInputError(
-                f"{setting} is for chats, and {path} is packed data, tokenized already; leave it out (tokenizer.path "
-                "names the tokenizer that made it)"
+                f"{setting} is a setting for chats, but {path} is packed data; leave it out (only tokenizer.path, the "
+                "tokenizer that made the data, is accepted)"
             )
         tokenizer = tokenizer or value
     from megatron_packed_sft.inspect.painting import Painter
     from megatron_packed_sft.inspect.preview_bins import PackedPreviewer, bin_json, bin_view
 
-    previewer = PackedPreviewer(
-        path,
-        split=request.split,
-        tokenizer=tokenizer,
-        plan=request.plan,
-        work_dir=request.work_dir,
-        seq_length=request.seq_length,
-        pack_sequences=bool(request.pack_sequences),
-        eos_id=request.eos_id,
-    )
-    previews: Iterator[BinPreview] = (make() for make in _wanted_bins(previewer, request))
+    previewer = PackedPreviewer(path, request, tokenizer)
+    previews = _requested_bins(previewer, request)
     if request.as_json:
         return _print_json([bin_json(one, previewer) for one in previews], request)
     found = previewer.found.tokenizer
     tokens = [] if found is None else found.control_tokens
-    _print(
+    return _print(
         bin_view(one, previewer, Painter(tokens, in_colour=shows_colours(), pad_id=one.pad_id), ids=request.ids)
         for one in previews
     )
-    return 0
 
 
-def _wanted_bins(previewer: Any, request: PreviewRequest) -> list[Callable[[], BinPreview]]:
-    asked = {
+def _requested_bins(previewer: PackedPreviewer, request: PreviewRequest) -> Iterator[BinPreview]:
+    """Yield the bins or sequences to show; they are read one at a time."""
+    options = {
         "--bin": request.bin_number,
         "--sample": request.sample,
         "--sequence": request.sequence,
         "--random": request.count,
     }
-    given = [option for option, value in asked.items() if value is not None]
+    given = [option for option, value in options.items() if value is not None]
     if len(given) > 1:
         raise InvalidInputError(f"{given[0]} and {given[1]} exclude each other; leave one out")
     if request.seed is not None and given not in (["--random"], ["--sample"]):
-        raise InvalidInputError("--seed goes with --random or --sample; leave it out, or add one of them")
+        raise InvalidInputError("--seed needs --random or --sample; leave it out, or add one of them")
     if request.count is not None:
-        numbers = previewer.draw(request.count, request.seed)
-        return [partial(previewer.entry, number) for number in numbers]
-    if request.sample is not None:
-        seed = _DEFAULT_SEED if request.seed is None else request.seed
-        return [lambda: previewer.sample(request.sample, seed)]
-    if request.sequence is not None:
-        return [lambda: previewer.sequence(request.sequence)]
-    if request.bin_number is not None:
-        return [lambda: previewer.bin(request.bin_number)]
-    return [lambda: previewer.entry(0)]
+        yield from (previewer.entry(number) for number in previewer.draw(request.count, request.seed))
+    elif request.sample is not None:
+        yield previewer.sample(request.sample, _DEFAULT_SEED if request.seed is None else request.seed)
+    elif request.sequence is not None:
+        yield previewer.sequence(request.sequence)
+    elif request.bin_number is not None:
+        yield previewer.bin(request.bin_number)
+    else:
+        yield previewer.entry(0)
 
 
 @contextlib.contextmanager
-def _warning_once() -> Iterator[None]:
-    """Let what is said about a template be said once, although a preview renders with several encoders."""
-    said: set[str] = set()
+def _each_warning_once() -> Iterator[None]:
+    """Log every warning about the template once, although a preview renders with several encoders."""
+    logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
         sentence = record.getMessage()
-        return not (sentence in said or said.add(sentence))  # type: ignore[func-returns-value]
+        return not (sentence in logged or logged.add(sentence))  # type: ignore[func-returns-value]
 
     from megatron_packed_sft.encode.masks.rendering_marker import RenderingMarker
 
@@ -187,23 +148,25 @@ def _warning_once() -> Iterator[None]:
         logger.removeFilter(is_new)
 
 
-def _refuse(request: PreviewRequest, names: Sequence[str], because: str) -> None:
+def _refuse_options(request: PreviewRequest, names: Sequence[str], kind: str, reason: str) -> None:
+    """Raise an error if an option was given that is for the other kind of input."""
     for name in names:
         if getattr(request, name) is not None:
             option = "--bin" if name == "bin_number" else f"--{name.replace('_', '-')}"
-            raise InvalidInputError(f"{option} does not go with it: {because}; see packed-sft preview --help")
+            raise InvalidInputError(f"{option} is for {kind}, but {reason}; leave it out")
 
 
-def _print(views: Iterable[Iterable[RenderableType]], note: str = "") -> None:
+def _print(views: Iterable[Iterable[RenderableType]], note: str = "") -> int:
     from rich.text import Text
 
     for number, view in enumerate(views):
         show(*([Text("")] if number else []), *view)
     if note:
         show(Text(note, style="dim"))
+    return 0
 
 
 def _print_json(documents: list[dict[str, Any]], request: PreviewRequest) -> int:
-    """Print one document, or a list of them if several were asked for."""
+    """Print one document, or a list of them if several were requested."""
     show_json(documents if request.count is not None else documents[0])
     return 0

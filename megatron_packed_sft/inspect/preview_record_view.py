@@ -1,4 +1,4 @@
-"""What a preview of a record shows: its text, its turns, and what became of the rest; for people and as JSON."""
+"""Show the preview of a record, for people and as JSON: its text, its turns, and what is cut, lost or dropped."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatron_packed_sft.support.wording import plural
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_NARROW = 100  # columns; below, tables leave out what the text shows anyway
+_NARROW = 100  # columns; on narrower terminals, tables omit what the text shows as well
 _LONGEST_RECORD = 600
-_MOST_ESCAPED = 12  # different ones that are listed; all of them are marked in the text
+_MOST_ESCAPED = 12  # different texts in the list; the text itself marks all of them
 
 
 def record_view(
     preview: RecordPreview, previewer: RecordPreviewer, painter: Painter, *, width: int, ids: bool = False
 ) -> Iterator[RenderableType]:
-    """Yield what to show of a record.
+    """Yield what to print about a record.
 
     Args:
         preview: the record.
-        previewer: what made it.
+        previewer: what made the preview.
         painter: for the text.
         width: columns of the terminal.
-        ids: show every token on a line of its own, with its id.
+        ids: print one token per line, with its id.
     """
     from rich.text import Text
 
@@ -57,7 +57,8 @@ def record_view(
         yield from _notes(one, previewer)
     for sentence in preview.lost:
         yield Text.assemble(
-            ("lost: ", NOTE), f"{visible(sentence, breaks=False)}; encode.on_lost decides about such records"
+            ("lost: ", NOTE),
+            f"{visible(sentence, breaks=False)}; encode.on_lost decides what prepare does",
         )
     if preview.shown_text:
         yield Text(f"the record: {quoted(preview.shown_text, longest=_LONGEST_RECORD)}", style="dim")
@@ -105,7 +106,7 @@ def tokens_json(tokens: Sequence[Token], kinds: Sequence[int] = ()) -> list[dict
 
 
 def tokens_table(tokens: Sequence[Token], painter: Painter, kinds: Sequence[int] = ()) -> RenderableType:
-    """Return tokens one below the other: position, id, weight, kind and text."""
+    """Return one line per token: position, id, weight, kind and text."""
     from rich.text import Text
 
     shown = Text()
@@ -168,9 +169,9 @@ def _notes(one: SequencePreview, previewer: RecordPreviewer) -> Iterator[Rendera
     if one.left_out:
         numbers = ", ".join(map(str, one.left_out))
         limit = f"encode.max_len={previewer.config.encode.max_len} encode.truncation=turns"
-        yield Text.assemble(("cut: ", NOTE), f"messages {numbers} are left out by {limit}")
+        yield Text.assemble(("cut: ", NOTE), f"messages {numbers}, by {limit}")
     for start, end, masked in one.chunks:
-        again = f", the first {masked} not trained again" if masked else ""
+        again = f", the first {masked} of them not trained again" if masked else ""
         yield Text(f"chunk: tokens {start}-{end - 1}{again}, by packing.overflow=split")
     for (text, message), count in Counter(one.escaped).most_common(_MOST_ESCAPED):
         where = "" if message is None else f" in message {message}"

@@ -1,4 +1,10 @@
-"""The turns of a rendered chat in tokens: which tokens each message became, and which of them are trained."""
+"""Preview one record as `packed-sft prepare` will tokenize it: its sequences, its turns, and what is cut or lost.
+
+a record ─▶ prepare's reader ─▶ prepare's encoder ─▶ ids and train mask ─▶ tokens with text
+                                       └▶ the same without a length limit: what is cut
+
+Ids and masks are those of `RecordEncoder.encode_records` with prepare's settings; nothing is computed in another way.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,8 @@ import numpy as np
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
-from megatron_packed_sft.encode.masks.turn_outline import TurnOutline
-from megatron_packed_sft.encode.record_marker import MarkedRecord
-from megatron_packed_sft.encode.shorter_conversations import shorter_by_turns
+from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
+from megatron_packed_sft.encode.record_marker import MarkedRecord, shorter_by_turns
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
@@ -46,15 +51,15 @@ class TurnTokens(NamedTuple):
 
     Args:
         message: its number in the conversation.
-        role: who speaks.
+        role: its role.
         start, end: its tokens; None if tokens and characters do not match one to one.
-        before, after: what the template writes around its own text.
-        num_trained: its trained tokens.
-        kinds: what they are part of, and how many of each.
-        weights: the loss weights that they have.
-        is_inside: it stands inside the turn of another message.
-        characters: where it is in the rendered text.
-        is_cut: a limit left some of its tokens out.
+        before, after: what the template writes around its text.
+        num_trained: number of its trained tokens.
+        kinds: number of trained tokens of each kind, such as answer or tool call.
+        weights: loss weights of its trained tokens.
+        is_inside: it is inside the turn of another message.
+        characters: its range in the rendered text.
+        is_cut: a limit removed some of its tokens.
     """
 
     message: int
@@ -71,95 +76,8 @@ class TurnTokens(NamedTuple):
     is_cut: bool = False
 
 
-def turn_tokens(
-    marker: ChatMarker,
-    made_of: MarkedRecord,
-    tokens: Sequence[Token],
-    kinds: Sequence[int] = (),
-    kept: tuple[int, int] | None = None,
-) -> list[TurnTokens]:
-    """Return the messages of a sequence.
-
-    Args:
-        marker: what rendered it.
-        made_of: its text and its conversation.
-        tokens: of the whole text, before any cut.
-        kinds: of the tokens that are left; may be empty.
-        kept: which tokens are left after a cut, all by default; turns count from the first of them.
-    """
-    if made_of.conversation is None:
-        return []
-    try:
-        outline = marker.outline(made_of.conversation)
-    except RecordRefusedError:
-        return []
-    if outline.chat.text != made_of.marked.text:
-        return []
-    starts = _character_starts(tokens, made_of.marked.text)
-    low, high = kept or (0, len(tokens))
-    found = []
-    for turn in outline.turns:
-        before, after = _edges(turn, made_of.marked, marker.ends)
-        one = TurnTokens(turn.message, turn.role, None, None, before, after)
-        one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
-        if starts is not None:
-            # A token that spans two turns belongs to the first.
-            begin, end = (bisect_left(starts, at) for at in (turn.start, turn.end))
-            first, last = (min(max(at, low), high) for at in (begin, end))
-            trained = [number for number in range(max(first, low + 1), last) if tokens[number].is_trained]
-            known = [kinds[number - low] for number in trained if number - low < len(kinds)]
-            counts = Counter(KIND_NAMES[TurnKind(kind)] for kind in known)
-            one = one._replace(
-                start=first - low,
-                end=last - low,
-                num_trained=len(trained),
-                is_cut=(begin, end) != (first, last),
-                kinds=dict(counts),
-                weights=sorted({round(tokens[number].weight, 4) for number in trained}),
-            )
-        found.append(one)
-    return found
-
-
-def _edges(turn: TurnOutline, marked: MarkedText, ends: Sequence[str]) -> tuple[str, str]:
-    """Return what a turn begins with before anything is trained or said, and its end from the end of turn on."""
-    text = marked.text
-    before, after = turn.before(text), turn.after(text)
-    trained = [start for start, end in marked.trained if turn.start <= start < turn.end]
-    if trained and trained[0] - turn.start < len(before):
-        before = text[turn.start : trained[0]]
-    at = max((after.rfind(end) for end in ends if end), default=-1)
-    return before, after[max(at, 0) :]
-
-
-def escaped_texts(marked: MarkedText, turns: Sequence[TurnTokens]) -> list[tuple[str, int | None]]:
-    """Return the texts that look like control tokens and are none, each with its message if there is one."""
-    found = []
-    for start, end in marked.literal:
-        own = [turn.message for turn in turns if turn.characters[0] <= start < turn.characters[1]]
-        found.append((marked.text[start:end], own[0] if own else None))
-    return found
-
-
-def _character_starts(tokens: Sequence[Token], text: str) -> list[int] | None:
-    """Return where each token begins in a text; None if the tokens do not spell it.
-
-    A control token may stand before or behind the text, and some tokenizers write a blank of their own before words.
-    """
-    starts, position = [], 0
-    for token in tokens:
-        starts.append(position)
-        if text.startswith(token.text, position):
-            position += len(token.text)
-        elif token.text.startswith(" ") and text.startswith(token.text[1:], position):
-            position += len(token.text) - 1
-        elif not (token.is_control and position in (0, len(text))):
-            return None
-    return starts if position == len(text) else None
-
-
 class Drop(NamedTuple):
-    """Why a record, or one of its sequences, is not trained on; reason and detail are those of the rejects file."""
+    """Why a record or a sequence is dropped. Reason and detail are those of the rejects file."""
 
     reason: DropReason
     detail: str
@@ -167,7 +85,7 @@ class Drop(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Tokens that a limit cut off."""
+    """Tokens that a limit removed."""
 
     limit: str  # the key and its value
     tokens: Sequence[Token]
@@ -180,15 +98,15 @@ class SequencePreview:
 
     Args:
         tokens: as prepare stores them.
-        kinds: what each trained token is part of; empty if that cannot be said.
-        turns: the messages as the template writes them, with their tokens; empty for text and tokenized records.
-        cuts: what is not in `tokens` although the template wrote it.
-        left_out: numbers of the messages that encode.truncation=turns left out.
-        chunks: where packing splits it: (first token, one past the last, tokens trained in the chunk before).
+        kinds: the kind of each token, such as answer or tool call; empty if it is unknown.
+        turns: the messages with their tokens; empty for text and tokenized records.
+        cuts: tokens that the template wrote and a limit removed.
+        left_out: numbers of the messages that encode.truncation=turns removed.
+        chunks: the parts that packing splits it into: (first token, one past the last, tokens already trained before).
         drop: why it is not packed.
-        escaped: texts of control tokens that are plain text here, with their messages.
-        is_turn: it is one turn of a longer chat, with what came before.
-        is_stored: prepare keeps it; False for what a limit leaves nothing of.
+        escaped: texts that look like control tokens but are plain text, with their messages.
+        is_turn: it is one turn of a longer chat, with the turns before it.
+        is_stored: prepare keeps it.
     """
 
     tokens: Sequence[Token]
@@ -204,24 +122,24 @@ class SequencePreview:
 
     @property
     def num_trained(self) -> int:
-        """Trained tokens; the first token of a sequence is never predicted."""
+        """Number of trained tokens; the first token of a sequence has no prediction."""
         return sum(token.is_trained for token in self.tokens[1:])
 
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """What became of a record.
+    """What prepare makes of a record.
 
     Args:
-        path, number, noun: where it is.
+        path, number, noun: its file, its number, and whether that counts lines or records.
         source: the name of its source.
-        kind: conversation, text or tokenized; empty if it could not be read.
-        split: where it goes.
+        kind: conversation, text or tokenized; empty if it cannot be read.
+        split: the split that it goes to.
         num_copies: how often it is packed.
-        sequences: what it gives.
-        drops: why it gives none, or fewer.
-        lost: sentences about what the template left out.
-        shown_text: the beginning of the record as it is in the file, if it could not be encoded.
+        sequences: its sequences.
+        drops: why it, or some of its sequences, are dropped.
+        lost: sentences about text that the template loses.
+        shown_text: the record itself, if it cannot be encoded.
     """
 
     path: str
@@ -238,13 +156,13 @@ class RecordPreview:
 
     @property
     def where(self) -> str:
-        """File and line, as errors write it."""
+        """File and line, as in error messages."""
         return f"{self.path}, {self.noun} {self.number}"
 
 
 @dataclass
 class RecordPreviewer:
-    """Shows records as a preparation with some settings would encode them.
+    """Previews records as `packed-sft prepare` with some settings would encode them.
 
     Args:
         config: the settings of `packed-sft prepare`.
@@ -257,9 +175,9 @@ class RecordPreviewer:
         given = self.config.tokenizer
         self._packing = self.config.packing.options()
         check_packing(self._packing)
-        # The fast path gives the same ids, or is not taken; for a few records it is not worth loading.
+        # The fast path gives the same ids, and takes longer to load than a few records to encode.
         self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=False)
-        # As in prepare's workers: what leaves nothing to train is reported with its place, not raised.
+        # As in prepare's workers: a record without trained tokens is reported, not raised.
         options = replace(self.config.encode, on_empty="drop")
         template = self.config.template
         self._encoder = RecordEncoder(self.tokenizer, template, options)
@@ -269,11 +187,11 @@ class RecordPreviewer:
 
     @property
     def template_name(self) -> str:
-        """What turns chats into text."""
+        """The name of the template that turns chats into text."""
         return self.config.template.name or "the tokenizer's template"
 
     def preview(self, chosen: ChosenRecord) -> RecordPreview:
-        """Return what becomes of a record."""
+        """Return what prepare makes of a record."""
         source, raw = chosen
         where = raw.where
         found = RecordPreview(without_url_secrets(where.path), where.number, where.noun, source.name)
@@ -288,7 +206,7 @@ class RecordPreviewer:
         copies = rule.num_copies(read.content, source.weight) if split == TRAIN else 1
         found = replace(found, kind=_kind(read.record), split=split, num_copies=copies)
         if copies == 0:
-            detail = f"sources.{source.name}.weight is {source.weight:g}, and its content is not in that share"
+            detail = f"sources.{source.name}.weight is {source.weight:g}, and this record is not in that share"
             found = replace(found, drops=[self._drop(DropReason.SAMPLED_OUT, detail)])
         return self._encoded(found, read)
 
@@ -306,7 +224,7 @@ class RecordPreviewer:
         )
 
     def _sequences(self, record: Record, encoded: EncodedRecords) -> list[SequencePreview]:
-        """Return the sequences that a record gives; if a limit leaves none, what there was before it."""
+        """Return the sequences of a record; if a limit removes all of them, return them as they were before it."""
         uncut = self._uncut.encode_records([record])
         marked = self._marked(record)
         by_kind = self._by_kind.encode_records([record]) if not isinstance(record, TokenizedRecord) else encoded
@@ -377,7 +295,7 @@ class RecordPreviewer:
     def _shorter(
         self, conversation: Conversation, tokens: Sequence[Token]
     ) -> tuple[MarkedRecord | None, list[int] | None]:
-        """Find the shorter conversation that a sequence was made of, and which messages are in it."""
+        """Return the shorter conversation that a sequence was made of, and the numbers of its messages."""
         for shorter in shorter_by_turns(conversation, self.config.encode.turns_to_keep):
             encoded = self._uncut.encode_records([shorter])
             if len(encoded.sequences.lengths) == 1 and encoded.sequences.input_ids.tolist() == _ids(tokens):
@@ -397,15 +315,14 @@ class RecordPreviewer:
     def _packed(
         self, tokens: Sequence[Token]
     ) -> tuple[Sequence[Token], Drop | None, list[tuple[int, int, int]], list[Cut]]:
-        """Return what packing makes of a sequence: what is left, why it is dropped, its chunks, what is cut."""
+        """Return what packing makes of a sequence: the tokens left, why it is dropped, its chunks, and what it cuts."""
         options, length = self._packing, len(tokens)
         reason = _packing_reason(length, options)
         if reason is not None:
             detail = f"{length} tokens, but at most {options.longest_item} fit into a bin"
             if reason is not DropReason.LONGER_THAN_PACK:
-                detail = f"{length} tokens, but packing.min_len is {options.min_len} and packing.max_len " + (
-                    "null" if options.max_len is None else str(options.max_len)
-                )
+                most = "null" if options.max_len is None else options.max_len
+                detail = f"{length} tokens, but packing.min_len is {options.min_len} and packing.max_len {most}"
             return tokens, self._drop(reason, detail), [], []
         if length <= options.longest_item:
             return tokens, None, [], []
@@ -425,13 +342,13 @@ class RecordPreviewer:
         config = self.config
         consequence = "it is dropped and counted"
         if reason.severity is Severity.ERROR and config.on_error != "skip":
-            consequence = "prepare stops here; on_error=skip drops such records and counts them"
+            consequence = "prepare stops here; set on_error=skip to drop and count such records"
         elif reason in NOTHING_LEFT and config.encode.on_empty == "error":
-            consequence = "prepare stops here; encode.on_empty=drop drops such records and counts them"
+            consequence = "prepare stops here; set encode.on_empty=drop to drop and count such records"
         elif reason is DropReason.LONGER_THAN_PACK and config.packing.overflow == "error":
-            consequence = "prepare stops here; choose another packing.overflow, or a larger packing.pack_size"
+            consequence = "prepare stops here; choose another packing.overflow or a larger packing.pack_size"
         elif reason.severity is Severity.HARMLESS:
-            consequence = "left out, as the settings ask"
+            consequence = "as the settings ask"
         return Drop(reason, detail, consequence)
 
 
@@ -453,16 +370,12 @@ def _kind(record: Record) -> str:
 def _tokens(encoded: EncodedRecords, number: int, decoder: TokenDecoder) -> list[Token]:
     sequences = encoded.sequences
     own = slice(int(sequences.ends[number] - sequences.lengths[number]), int(sequences.ends[number]))
-    ids = sequences.input_ids[own].tolist()
-    weights = np.where(sequences.train[own] > 0, sequences.all_weights()[own], 0).tolist()
-    return [
-        Token(text, one, position, number, weight, one in decoder.control_ids)
-        for position, (text, one, weight) in enumerate(zip(decoder.texts(ids), ids, weights, strict=True))
-    ]
+    weights = np.where(sequences.train[own] > 0, sequences.all_weights()[own], 0)
+    return decoder.tokens(sequences.input_ids[own], weights, sequence=number)
 
 
 def _kinds(by_kind: EncodedRecords, encoded: EncodedRecords, number: int) -> list[int]:
-    """Return what each token is part of, if the render that tells it gave the same sequences."""
+    """Return the kind of each token, if rendering with kinds gave the same sequences."""
     one, other = by_kind.sequences, encoded.sequences
     is_same = np.array_equal(one.input_ids, other.input_ids) and np.array_equal(one.train, other.train)
     if not is_same or one.kinds is None:
@@ -474,3 +387,90 @@ def _kinds(by_kind: EncodedRecords, encoded: EncodedRecords, number: int) -> lis
 
 def _ids(tokens: Sequence[Token]) -> list[int]:
     return [token.id for token in tokens]
+
+
+def turn_tokens(
+    marker: ChatMarker,
+    made_of: MarkedRecord,
+    tokens: Sequence[Token],
+    kinds: Sequence[int] = (),
+    kept: tuple[int, int] | None = None,
+) -> list[TurnTokens]:
+    """Return the messages of a sequence with their tokens.
+
+    Args:
+        marker: what rendered the conversation.
+        made_of: the rendered text and its conversation.
+        tokens: of the whole text, before any cut.
+        kinds: of the remaining tokens; may be empty.
+        kept: the range of tokens that remains after a cut, by default all; positions count from its start.
+    """
+    if made_of.conversation is None:
+        return []
+    try:
+        outline = marker.outline(made_of.conversation)
+    except RecordRefusedError:
+        return []
+    if outline.chat.text != made_of.marked.text:
+        return []
+    starts = _character_starts(tokens, made_of.marked.text)
+    low, high = kept or (0, len(tokens))
+    found = []
+    for turn in outline.turns:
+        before, after = _edges(turn, made_of.marked, marker.ends)
+        one = TurnTokens(turn.message, turn.role, None, None, before, after)
+        one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
+        if starts is not None:
+            # A token that spans two turns belongs to the first.
+            begin, end = (bisect_left(starts, at) for at in (turn.start, turn.end))
+            first, last = (min(max(at, low), high) for at in (begin, end))
+            trained = [number for number in range(max(first, low + 1), last) if tokens[number].is_trained]
+            known = [kinds[number - low] for number in trained if number - low < len(kinds)]
+            counts = Counter(KIND_NAMES[TurnKind(kind)] for kind in known)
+            one = one._replace(
+                start=first - low,
+                end=last - low,
+                num_trained=len(trained),
+                is_cut=(begin, end) != (first, last),
+                kinds=dict(counts),
+                weights=sorted({round(tokens[number].weight, 4) for number in trained}),
+            )
+        found.append(one)
+    return found
+
+
+def _edges(turn: TurnOutline, marked: MarkedText, ends: Sequence[str]) -> tuple[str, str]:
+    """Return the text of a turn before its first trained or written text, and from its end-of-turn token on."""
+    text = marked.text
+    before, after = turn.before(text), turn.after(text)
+    trained = [start for start, end in marked.trained if turn.start <= start < turn.end]
+    if trained and trained[0] - turn.start < len(before):
+        before = text[turn.start : trained[0]]
+    at = max((after.rfind(end) for end in ends if end), default=-1)
+    return before, after[max(at, 0) :]
+
+
+def escaped_texts(marked: MarkedText, turns: Sequence[TurnTokens]) -> list[tuple[str, int | None]]:
+    """Return the texts that look like control tokens but are plain text, each with its message if it has one."""
+    found = []
+    for start, end in marked.literal:
+        own = [turn.message for turn in turns if turn.characters[0] <= start < turn.characters[1]]
+        found.append((marked.text[start:end], own[0] if own else None))
+    return found
+
+
+def _character_starts(tokens: Sequence[Token], text: str) -> list[int] | None:
+    """Return where each token begins in a text, or None if the tokens do not spell the text.
+
+    A control token may precede or follow the text, and some tokenizers add a blank before words.
+    """
+    starts, position = [], 0
+    for token in tokens:
+        starts.append(position)
+        if text.startswith(token.text, position):
+            position += len(token.text)
+        elif token.text.startswith(" ") and text.startswith(token.text[1:], position):
+            position += len(token.text) - 1
+        elif not (token.is_control and position in (0, len(text))):
+            return None
+    return starts if position == len(text) else None

@@ -1,7 +1,7 @@
-"""A packed bin as tokens that a person can read: text, id, position, and whether each is trained.
+"""The tokens of a packed bin: text, id, position, and whether each is trained.
 
-input_ids    11 12 13 14 15 | 21 22 23        loss mask: that of the prediction made at a position,
-loss_mask     0  1  1  1  0 |  1  1  0        so a token is trained if the position before it counts
+input_ids    11 12 13 14 15 | 21 22 23        the loss mask at a position is that of the prediction made there,
+loss_mask     0  1  1  1  0 |  1  1  0        so a token is trained if the mask of the position before it is set
 trained       .  .  T  T  T |  .  T  T
 """
 
@@ -17,19 +17,19 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.storage.bins import PackedBin
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
-_LONGEST_CHARACTER = 16  # tokens; bytes of a character are at most four, but some decoders need more to settle
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # decoders write it for a part of a character
+_LONGEST_CHARACTER = 16  # tokens; a character has at most four bytes, but some decoders need more context
 
 
 class Token(NamedTuple):
     """One token of a bin.
 
     Args:
-        text: what it adds to the text; empty for the later tokens of a character that several tokens spell.
-        id: its number in the vocabulary.
-        position: inside its sequence.
-        sequence: its sequence, counted inside the bin.
-        weight: how much its loss counts; 0 if it is not trained.
+        text: what it adds to the text; if several tokens spell one character, the first has it.
+        id: its id.
+        position: its position in the sequence.
+        sequence: the number of its sequence in the bin.
+        weight: the weight of its loss; 0 if it is not trained.
         is_control: whether it is a control token, such as an end of turn.
     """
 
@@ -42,15 +42,15 @@ class Token(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether its prediction counts in the loss."""
+        """Whether the loss includes its prediction."""
         return self.weight > 0
 
 
 class TokenDecoder:
-    """The text of each token; without a tokenizer, its id.
+    """Decodes tokens one by one; without a tokenizer, their text is their id.
 
     Args:
-        tokenizer: the one that made the data, or None.
+        tokenizer: the tokenizer that made the data, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -64,14 +64,14 @@ class TokenDecoder:
                 {*tokenizer.control_tokens.values()}
                 | {one for one in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if one is not None}
             )
-            # Decoders drop a blank at the very beginning, so tokens are decoded behind an ordinary letter.
+            # Decoders drop a blank at the start of a text, so each token is decoded after an ordinary letter.
             self._before = tokenizer.encode_many([MarkedText("a")]).input_ids.tolist()[-1:]
             self._length_before = len(tokenizer.decode(self._before))
 
     def texts(self, ids: npt.NDArray[Any] | Sequence[int]) -> list[str]:
         """Return what each token of a sequence adds to the text.
 
-        A character that several tokens spell is the text of the first one; the others have none.
+        If several tokens spell one character, the first has it and the others are empty.
 
         Example:
             >>> TokenDecoder(None).texts([5, 6])
@@ -90,21 +90,31 @@ class TokenDecoder:
         return texts
 
     def text(self, number: int) -> str:
-        """Return the text of one token as it is inside a text."""
+        """Return the text of one token in the middle of a text."""
         known = self._texts.get(number)
         if known is None:
             known = self._texts[number] = self._decoded([number])
         return known
 
+    def tokens(self, ids: npt.NDArray[Any], weights: npt.NDArray[Any], sequence: int = 0) -> list[Token]:
+        """Return the tokens of a sequence, given their ids and the weights of their losses."""
+        numbers: list[int] = ids.tolist()
+        return [
+            Token(text, one, position, sequence, weight, one in self.control_ids)
+            for position, (one, text, weight) in enumerate(
+                zip(numbers, self.texts(numbers), weights.tolist(), strict=True)
+            )
+        ]
+
     def _decoded(self, numbers: list[int]) -> str:
         if self.tokenizer is None:
             return "".join(f"{number} " for number in numbers)
         if any(not 0 <= number < self.tokenizer.vocab_size for number in numbers):
-            return "".join(f"[{number}]" for number in numbers)  # padding of the vocabulary, or another tokenizer's
+            return "".join(f"[{number}]" for number in numbers)  # of a padded vocabulary or another tokenizer
         return self.tokenizer.decode([*self._before, *numbers])[self._length_before :]
 
     def _whole_characters(self, numbers: list[int], start: int) -> tuple[int, str]:
-        """Return where the characters that begin at a token end, and their text."""
+        """Return the characters that begin at a token, and the end of their tokens."""
         for end in range(start + 2, min(start + _LONGEST_CHARACTER, len(numbers)) + 1):
             text = self._decoded(numbers[start:end])
             if _BROKEN not in text:
@@ -113,7 +123,7 @@ class TokenDecoder:
 
 
 def trained_weights(packed: PackedBin) -> npt.NDArray[np.float32]:
-    """Return how much each token's loss counts, at the token's own position; 0 if it is not trained.
+    """Return the weight of each token's loss at the token's own position; 0 if it is not trained.
 
     Example:
         >>> bin = PackedBin(np.array([7, 8, 9, 5, 6]), np.array([0, 1, 0, 1, 0]), np.array([0, 3]))
@@ -122,7 +132,7 @@ def trained_weights(packed: PackedBin) -> npt.NDArray[np.float32]:
     """
     weights = np.zeros(len(packed.input_ids), np.float32)
     weights[1:] = packed.loss_mask[:-1]
-    weights[packed.seq_start_id] = 0  # nothing before it predicts a sequence's first token
+    weights[packed.seq_start_id] = 0  # the first token of a sequence has no prediction
     return weights
 
 
@@ -145,12 +155,7 @@ def tokens_of_bin(packed: PackedBin, decoder: TokenDecoder) -> Iterator[list[Tok
     for number, (start, end) in enumerate(
         zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True)
     ):
-        ids = packed.input_ids[start:end].tolist()
-        texts = decoder.texts(ids)
-        yield [
-            Token(text, one, position, number, weight, one in decoder.control_ids)
-            for position, (one, text, weight) in enumerate(zip(ids, texts, weights[start:end].tolist(), strict=True))
-        ]
+        yield decoder.tokens(packed.input_ids[start:end], weights[start:end], number)
 
 
 _ESCAPED = re.compile(
@@ -158,11 +163,11 @@ _ESCAPED = re.compile(
 )
 
 
-def visible(text: str) -> str:
-    r"""Return text with characters that cannot be seen, or that would turn the rest around, written as escapes.
+def escape_invisible(text: str) -> str:
+    r"""Return text with escapes for characters that are invisible or change the direction of the text.
 
     Example:
-        >>> visible("a\u202eb\tc\n")
+        >>> escape_invisible("a\u202eb\tc\n")
         'a\\u202eb\tc\n'
     """
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""The one place that decides what a run computes on: NCCL and Transformer Engine with CUDA, gloo and torch without.
+"""Choose what a run computes on, in this place only: NCCL and Transformer Engine with CUDA, gloo and torch without.
 
 choose_backend() ─▶ Backend ─▶ start_distributed(backend, ...) ─▶ train ─▶ stop_distributed()
                       └─▶ layer_spec, device, default_dtype for `build_gpt_model`
@@ -38,7 +38,7 @@ _starts: Final = itertools.count()  # per process; the same on all ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """What this process computes on; the only place in the recipe that decides it.
+    """The device of this process, and the libraries that go with it.
 
     Example:
         >>> Backend(device_type="cpu", distributed_backend="gloo", device=torch.device("cpu")).default_dtype
@@ -140,7 +140,7 @@ def start_distributed(
 
 
 def seed_random_numbers(seed: int) -> None:
-    """Seed what this rank draws for weights and dropout.
+    """Seed the random numbers of this rank for weights and dropout.
 
     Each stage draws its own numbers, as in Megatron-LM. Tensor-parallel ranks share a seed; their trackers differ.
     """

@@ -1,18 +1,11 @@
-"""Megatron-Bridge: a dataset provider that a recipe selects by configuration alone.
+"""Megatron-Bridge 0.6 and later: a dataset provider that a recipe selects by configuration alone.
 
     dataset:
       _target_: megatron_packed_sft.megatron.bridge.PackedSFTDatasetProvider
       path: my_dataset
       seq_length: 4096
 
-`PackedSFTDatasetProvider` is created on first use from the classes of the installed Megatron-Bridge:
-
-| Bridge     | derives from                             | says that data is packed | batches       | samples asked by |
-|------------|------------------------------------------|--------------------------|---------------|------------------|
-| 0.3, 0.4   | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_3`  | `batch`          |
-| 0.5        | FinetuningDatasetConfig, DatasetProvider | packed_sequence_specs    | `bridge_0_5`  | `batch`          |
-| 0.6        | DatasetProvider                          | offline_packing_specs    | `bridge_0_6`  | `single`         |
-| later      | DatasetProvider                          | offline_packing_specs    | `bridge_main` | `single`         |
+`PackedSFTDatasetProvider` is created on first use from `PackedSFTSettings` and Bridge's own `DatasetProvider`.
 
 Bridge only logs an error in a provider's constructor and then trains on the recipe's own dataset. So every field has a
 default here, and `build_datasets`, whose errors do stop the run, reports what is missing or wrong.
@@ -26,13 +19,14 @@ import logging
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.options import options_of_bridge
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.storage.dataset_directory import DATASET, open_dataset
@@ -54,7 +48,7 @@ class BuildContext(Protocol):
 
 @dataclass(kw_only=True)
 class PackedSFTSettings:
-    """The provider's own fields, and how they become datasets; the same for every Megatron-Bridge version.
+    """The provider's fields, and the datasets made from them.
 
     Args:
         path: packed data, as `create_sft_dataset` takes it, or a list of such paths.
@@ -67,11 +61,12 @@ class PackedSFTSettings:
         seq_length: the model's sequence length.
         seed: of the order of samples.
         max_train_samples: start over after this many samples (not with `single`); by default there are always enough.
-        dataloader_type: which of Bridge's samplers draws the samples; see docs/megatron_bridge.md.
+        dataloader_type: which of Bridge's samplers draws the samples: `single`, or `batch`, which mixes epochs; see
+            docs/megatron_bridge.md.
         pad_to_max_length: pad every batch to `seq_length`; pipeline parallelism and CUDA graphs need it.
         pad_cu_seqlens: pad the boundaries to one shape, for CUDA graphs.
         contract: which keys batches have; `auto` chooses those of the installed Megatron-Bridge.
-        dataset_kwargs: further arguments of `PackedDataset`; recipes of Megatron-Bridge set some of them.
+        dataset_kwargs: fields of `BatchOptions` and `OpenOptions`; recipes of Megatron-Bridge set some of them.
 
     Example:
         >>> PackedSFTSettings(path="my_dataset", seq_length=4096).validation_split
@@ -91,24 +86,51 @@ class PackedSFTSettings:
     seq_length: int | None = None
     seed: int = 1234
     max_train_samples: int | None = None
-    dataloader_type: str | None = "batch"
+    dataloader_type: str | None = "single"
     pad_to_max_length: bool = False
     pad_cu_seqlens: bool = False
     contract: str = "auto"
     dataset_kwargs: dict[str, Any] | None = None
+    enable_offline_packing = True  # Bridge's checks look it up; not a field, because it cannot be changed
+
+    @property
+    def offline_packing_specs(self) -> Any:
+        """Megatron-Bridge's own description of packed data, which its checks read and its recipes change."""
+        specs: Any = vars(self).get("_specs")
+        if specs is None:
+            specs = vars(self)["_specs"] = _import("megatron.bridge.data.packing.config").PackedSequenceSpecs(
+                packed_sequence_size=self.seq_length or -1, pad_cu_seqlens=self.pad_cu_seqlens
+            )
+            vars(self)["_asked"] = (specs.packed_sequence_size, specs.pad_cu_seqlens)
+        # A field of ours that was set since then wins.
+        asked = (self.seq_length or -1, self.pad_cu_seqlens)
+        if asked != vars(self)["_asked"]:
+            specs.packed_sequence_size, specs.pad_cu_seqlens = vars(self)["_asked"] = asked
+        return specs
+
+    def _pads_boundaries(self) -> bool:
+        return bool(self.offline_packing_specs.pad_cu_seqlens) if "_specs" in vars(self) else self.pad_cu_seqlens
 
     def build_datasets(
         self, context: BuildContext
     ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
         """Return the training, validation and test datasets, as long as the run needs; None where there is no data."""
+        if "_specs" in vars(self):
+            self._refuse_contradicting_specs()
+        if self.dataloader_type == "batch":
+            logger.warning(
+                "dataset.dataloader_type=batch of Megatron-Bridge shuffles the samples of all epochs together, and "
+                "differently when the number of iterations changes; set dataset.dataloader_type=single to keep epochs "
+                "apart"
+            )
         if not self.path:
             raise InvalidInputError("dataset.path is not set; set it to the packed data to train on")
         if not self.seq_length:
             raise InvalidInputError("dataset.seq_length is not set; set it to the model's sequence length")
         if not context.train_samples and not context.valid_samples and not context.test_samples:
-            # How Megatron-Bridge asks for a dataset's own length. Ours are as long as a run asks for.
+            # Megatron-Bridge asks for a dataset's own length like this. Ours are as long as the run needs.
             raise InvalidInputError(
-                "Megatron-Bridge asks for no samples at all, as it does for train.num_epochs; set train.train_iters "
+                "train.num_epochs of Megatron-Bridge works with its own datasets only; set train.train_iters "
                 "instead, to what megatron_packed_sft.megatron.bridge.iterations_of(path, num_epochs, "
                 "global_batch_size) returns"
             )
@@ -131,7 +153,7 @@ class PackedSFTSettings:
     def _evaluation_paths(self, given: str | list[str] | None, split: str) -> list[str]:
         if given:
             return _listed(given)
-        # A single shard has no splits: it would be opened whole, and the run would evaluate on its training data.
+        # A single shard has no splits: opening it would evaluate on the training data.
         found = [path for path in _listed(self.path) if _has_split(path, split)]
         if not found:
             logger.info("no dataset of %s has a split %r; there is no evaluation on it", self.path, split)
@@ -149,89 +171,33 @@ class PackedSFTSettings:
                 "dataset.dataset_kwargs.return_cu_seqlen is false, and Megatron-Bridge's mask, which comes instead of "
                 "boundaries, lets the sequences of a bin see each other; leave the key out"
             )
-        # Megatron-Bridge turns fields on where it needs them; a recipe's arguments must not turn them off again.
+        # Megatron-Bridge switches fields on where it needs them; a recipe's arguments must not switch them off again.
         arguments["pad_to_max_length"] = self.pad_to_max_length or arguments.get("pad_to_max_length", False)
-        arguments["pad_cu_seqlens"] = self._pads_boundaries() or arguments.get("pad_cu_seqlens", False)
+        specs = vars(self).get("_specs", self)
+        arguments["pad_cu_seqlens"] = bool(specs.pad_cu_seqlens) or arguments.get("pad_cu_seqlens", False)
         layout = _layout(context)
         # Sequence parallelism shares whole bins; whether it is on is not known here, and a longer padding does no harm.
         multiple = math.lcm(arguments.get("pad_seq_length_to_mult", _LENGTH_MULTIPLE), layout.bin_multiple)
         arguments["pad_seq_length_to_mult"] = multiple
+        contract = contract_of(installed_version()) if self.contract == "auto" else self.contract
+        batch, opening = options_of_bridge(contract, arguments)
         dataset = create_sft_dataset(
             paths if len(paths) > 1 else paths[0],
             context.tokenizer,
             self.seq_length,
             split=split,
-            packed_storage=self.packed_storage,
             weights=weights,
             max_num_samples=num_samples,
             seed=self.seed,
-            contract=contract_of(installed_version()) if self.contract == "auto" else self.contract,
-            **arguments,
+            contract=batch,
+            opening=replace(opening, storage=self.packed_storage),
         )
         needed = ParallelLayout(context=layout.context)
         needed.refuse_unpadded((part.where, part.pad_seq_to_mult) for part in dataset.source.made_with())
         return dataset
 
-    def _pads_boundaries(self) -> bool:
-        return self.pad_cu_seqlens
-
-    def _packing_specs(self, module: str) -> Any:
-        """Return Megatron-Bridge's own description of packed data, which its checks read; its paths are not used."""
-        return _import(module).PackedSequenceSpecs(
-            packed_sequence_size=self.seq_length or -1, pad_cu_seqlens=self.pad_cu_seqlens
-        )
-
-
-@dataclass(kw_only=True)
-class _SettingsBefore06(PackedSFTSettings):
-    """The specs are a field of FinetuningDatasetConfig; a recipe's own are replaced."""
-
-    def __post_init__(self) -> None:
-        self.packed_sequence_specs = self._packing_specs("megatron.bridge.data.datasets.packed_sequence")
-
-    def _pads_boundaries(self) -> bool:
-        return self.pad_cu_seqlens or bool(self.packed_sequence_specs.pad_cu_seqlens)
-
-
-@dataclass(kw_only=True)
-class _SettingsSince06(PackedSFTSettings):
-    """Bridge's checks look the specs up by name. Its `batch` sampler reshuffles all samples across epochs."""
-
-    dataloader_type: str | None = "single"
-    enable_offline_packing = True  # not a field, because it cannot be changed
-
-    @property
-    def offline_packing_specs(self) -> Any:
-        """Megatron-Bridge's own description of packed data: one object, because its recipes write into it."""
-        specs: Any = vars(self).get("_specs")
-        if specs is None:
-            specs = vars(self)["_specs"] = self._packing_specs("megatron.bridge.data.packing.config")
-            vars(self)["_asked"] = (specs.packed_sequence_size, specs.pad_cu_seqlens)
-        # A field that was set since is news, too: what was changed last wins.
-        asked = (self.seq_length or -1, self.pad_cu_seqlens)
-        if asked != vars(self)["_asked"]:
-            specs.packed_sequence_size, specs.pad_cu_seqlens = vars(self)["_asked"] = asked
-        return specs
-
-    def _pads_boundaries(self) -> bool:
-        return bool(self.offline_packing_specs.pad_cu_seqlens) if "_specs" in vars(self) else self.pad_cu_seqlens
-
-    def build_datasets(
-        self, context: BuildContext
-    ) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
-        """As in `PackedSFTSettings`."""
-        if "_specs" in vars(self):  # somebody looked at them
-            self._refuse_contradicting_specs()
-        if self.dataloader_type == "batch":
-            logger.warning(
-                "dataset.dataloader_type=batch of this Megatron-Bridge shuffles the samples of all epochs together, "
-                "and differently when the number of iterations changes; set dataset.dataloader_type=single to keep "
-                "epochs apart"
-            )
-        return super().build_datasets(context)
-
     def _refuse_contradicting_specs(self) -> None:
-        """Refuse what was written into the specs and cannot be followed, because the data is packed already."""
+        """Refuse settings in the specs that have no effect, because the data is packed already."""
         specs = self.offline_packing_specs
         if self.seq_length and specs.packed_sequence_size != self.seq_length:
             raise InvalidInputError(
@@ -247,9 +213,13 @@ class _SettingsSince06(PackedSFTSettings):
 
 
 def iterations_of(path: str | list[str], num_epochs: float, global_batch_size: int, split: str = "train") -> int:
-    """Return the `train.train_iters` of so many passes over packed data (a `path` as the provider's), rounded up.
+    """Return the `train.train_iters` for a number of epochs, rounded up; Bridge's `train.num_epochs` refuses providers.
 
-    Megatron-Bridge's `train.num_epochs` is for its own datasets only, and refuses every other one.
+    Args:
+        path: packed data, as the provider takes it.
+        num_epochs: passes over it.
+        global_batch_size: bins per iteration.
+        split: of dataset directories.
     """
     if num_epochs <= 0 or global_batch_size < 1:
         raise InvalidInputError(
@@ -261,12 +231,12 @@ def iterations_of(path: str | list[str], num_epochs: float, global_batch_size: i
 
 
 def installed_version() -> str:
-    """Return the version of the installed Megatron-Bridge, such as 0.3.1."""
+    """Return the version of the installed Megatron-Bridge, such as 0.6.2."""
     try:
         return importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError as error:
         raise MissingDependencyError(
-            f"{PROVIDER} needs Megatron-Bridge, which is not installed; install megatron-bridge 0.3 or later"
+            f"{PROVIDER} needs Megatron-Bridge, which is not installed; install megatron-bridge 0.6 or later"
         ) from error
 
 
@@ -274,27 +244,20 @@ def contract_of(version: str) -> str:
     """Return the batch contract of a Megatron-Bridge version.
 
     Example:
-        >>> [contract_of(version) for version in ("0.3.1", "0.5.1", "0.6.2", "0.7.0rc0")]
-        ['bridge_0_3', 'bridge_0_5', 'bridge_0_6', 'bridge_main']
+        >>> [contract_of(version) for version in ("0.6.2", "0.7.0rc0")]
+        ['bridge_0_6', 'bridge_main']
     """
     parts = re.match(r"(\d+)\.(\d+)", version)
     numbers = (int(parts[1]), int(parts[2])) if parts else (0, 0)
-    if numbers < (0, 3):
-        raise MissingDependencyError(f"Megatron-Bridge {version} is too old for {PROVIDER}; install 0.3 or later")
-    if numbers < (0, 5):
-        return "bridge_0_3"
-    return {(0, 5): "bridge_0_5", (0, 6): "bridge_0_6"}.get(numbers, "bridge_main")
+    if numbers < (0, 6):
+        raise MissingDependencyError(f"Megatron-Bridge {version} is too old for {PROVIDER}; install 0.6 or later")
+    return "bridge_0_6" if numbers == (0, 6) else "bridge_main"
 
 
 def allow_as_target() -> None:
-    """Add this package to the `_target_` allow-list of Megatron-Bridge 0.4 and later.
-
-    Call it in the start script, before the configuration is read. Before 0.4 it does nothing.
-    """
+    """Add this package to the `_target_` allow-list of Megatron-Bridge; call it before the configuration is read."""
     installed_version()
-    utilities = _import("megatron.bridge.utils.instantiate_utils")
-    if hasattr(utilities, "register_allowed_target_prefix"):
-        utilities.register_allowed_target_prefix("megatron_packed_sft.")
+    _import("megatron.bridge.utils.instantiate_utils").register_allowed_target_prefix("megatron_packed_sft.")
 
 
 def __getattr__(name: str) -> Any:
@@ -306,14 +269,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _make_provider() -> type:
-    bases: tuple[type, ...]
-    if contract_of(installed_version()) in ("bridge_0_3", "bridge_0_5"):
-        config = _import("megatron.bridge.training.config")
-        # FinetuningDatasetConfig: only those get Bridge's checks of micro batch size, sequence length and context
-        # parallelism. DatasetProvider: only on those does Bridge call `build_datasets`.
-        bases = (_SettingsBefore06, config.FinetuningDatasetConfig, config.DatasetProvider)
-    else:
-        bases = (_SettingsSince06, _import("megatron.bridge.data.base").DatasetProvider)
+    contract_of(installed_version())  # refuses releases that are too old
+    bases = (PackedSFTSettings, _import("megatron.bridge.data.base").DatasetProvider)
     # Bridge writes the class's name into checkpoints and looks it up by that.
     names = {"__module__": __name__, "__doc__": PackedSFTSettings.__doc__}
     return dataclass(kw_only=True)(type(PROVIDER, bases, names))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_packed_sft.data.batch.collate import widen
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
-from megatron_packed_sft.megatron.gradients import divide_by
+from megatron_packed_sft.megatron.parameters import divide_by
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -1,7 +1,6 @@
 """Write Megatron's indexed datasets with megatron-core's own builder: every sequence of a bin becomes a document.
 
-The index has no place for loss masks: whoever reads the files trains on every token. So tokens that were not trained
-are refused, unless the caller says that their masks may go.
+The format has no loss masks: a reader trains on every token. So untrained tokens are refused unless `drop_masks` is on.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class IndexedDatasetWriter(OrderedShardWriter):
 
     Args:
         output_path: the prefix, or either file.
-        drop_masks: accept tokens that were not trained; they will be.
+        drop_masks: accept untrained tokens; readers of the files will train them.
         overwrite: replace published files.
         options: the others of `OrderedShardWriter`; `vocab_size` decides the dtype, as in megatron-core.
     """

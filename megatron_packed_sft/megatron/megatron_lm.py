@@ -18,7 +18,8 @@ import torch
 
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset
-from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed
+from megatron_packed_sft.data.made_with import refuse_mixed
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions, Tolerance
 from megatron_packed_sft.data.order.sample_order import Int64Array, SampleOrder
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.datasets.utils import Split
 
-_PARTS = "packed_sft_parts"  # of the configuration: what the paths opened so far were made with
+_PARTS = "packed_sft_parts"  # attribute of the configuration: tokenizers and templates of the paths opened so far
 _LOCK = threading.Lock()
 
 
@@ -88,13 +89,13 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
             dataset_path,
             config.tokenizer,
             config.sequence_length,
-            contract="mcore",
             # Ranks without a data loader receive a bin into a buffer of this size.
-            pad_to_max_length=True,
-            allow_tokenizer_mismatch=tolerance.tokenizer,
-            allow_template_mismatch=tolerance.template,
+            contract=BatchOptions("mcore", pad_to_max_length=True),
+            opening=OpenOptions(
+                allow_tokenizer_mismatch=tolerance.tokenizer, allow_template_mismatch=tolerance.template
+            ),
         )
-        # The paths of a blend are opened one by one, or by threads; only the configuration knows of all of them.
+        # The paths of a blend are opened one by one, or by threads; only the configuration is shared by all of them.
         with _LOCK:
             before = getattr(config, _PARTS, [])
             known = {part.where for part in before}
@@ -127,7 +128,7 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} ({self.dataset_path})")
         batch: dict[str, Any] = self.dataset.fetch_batch([self._first_bin + self._order[index]])
-        # Where sequences were padded for context parallelism, Megatron-LM wants boundaries that include it.
+        # Megatron-LM expects boundaries that include the padding for context parallelism.
         boundaries = batch["cu_seqlens_q_padded"] if "cu_seqlens_q_padded" in batch else batch["cu_seqlens_q"]
         return {
             "tokens": batch["tokens"][0],

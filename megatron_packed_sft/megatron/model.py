@@ -62,7 +62,7 @@ def build_gpt_model(
         pre_process, post_process: whether this part has the embedding and the output layer; by default the first and
             the last pipeline stage have.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the tensor-parallel size;
-            what was added never gets a probability.
+            the padding never gets a probability.
         calculate_per_token_loss: average gradients over the trained tokens of the global batch, not over bins.
         transformer_config: further fields of Megatron-Core's `TransformerConfig`, such as `hidden_dropout`; a pipeline
             whose batches differ in length needs `variable_seq_lengths=True`.
@@ -133,7 +133,7 @@ def build_gpt_model(
 
 
 def _hide_padding(model: GPTModel, num_real: int, num_logits: int) -> None:
-    """Give the padding of the vocabulary no probability: else the loss would differ with the tensor-parallel size.
+    """Give the padding of the vocabulary no probability; otherwise the loss would depend on the tensor-parallel size.
 
     Args:
         model: with an output layer.
@@ -153,14 +153,16 @@ def _hide_padding(model: GPTModel, num_real: int, num_logits: int) -> None:
 
 
 def _refuse_other_models(transformer_config: Mapping[str, Any]) -> None:
-    """Refuse what the layer spec here does not build: the model would silently be a plain one."""
+    """Refuse models that the layer spec here does not build; they would silently be plain ones."""
     for name, kind in {
         "num_moe_experts": "a mixture of experts (MoE)",
         "mtp_num_layers": "multi-token prediction (MTP)",
         "multi_latent_attention": "multi-latent attention",
     }.items():
         if transformer_config.get(name):
-            raise InvalidInputError(f"{name}={transformer_config[name]} asks for {kind}, which is not built here")
+            raise InvalidInputError(
+                f"{name}={transformer_config[name]} asks for {kind}, which is not supported; leave it out"
+            )
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_parallel: int = 1) -> int:

@@ -1,10 +1,17 @@
-"""Parameters of a GPT model by name: which of them are frozen, and which weight decay leaves alone.
+"""Parameters of a GPT model by name, frozen or without weight decay; and gradients with denominators of any kind.
 
     norms, biases, embeddings, output, first_4_layers     words that every model understands
     decoder.layers.0.mlp.*                                patterns of Megatron-Core's names
 
 Each pipeline stage counts its own layers from 0. Names here count over the whole model, so that a setting means the
-same for any layout of the ranks.
+same in every parallel layout.
+
+    micro batches ─ backward ─▶ gradients of the summed loss      ─┐
+                            └─▶ denominators, summed in float64   ─┴─ finalize: over all ranks, then divide
+
+Megatron-Core's schedules add the numbers of tokens up in an int32 and divide by the result. A sum of weights is not an
+integer, so `FinalizeGradients` carries it past the schedule and hands it to Megatron-Core's own last step, which adds
+it up over the ranks and divides.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from megatron_packed_sft.errors import InvalidInputError
 
@@ -77,7 +85,7 @@ def choose_parameters(model: GPTModel, choices: Sequence[str], key: str) -> set[
         if not names and choice not in ("norms", "biases"):  # not every model has these
             remedy = "use embeddings, which are tied to it" if choice == "output" else f"the first is {own[0]}"
             raise InvalidInputError(
-                f"{key} has {choice!r}, which is the name of no parameter; choose from {', '.join(_WORDS)}, "
+                f"{key} has {choice!r}, which matches no parameter; choose from {', '.join(_WORDS)}, "
                 f"first_N_layers, or a pattern of names ({remedy})"
             )
         if (first := _FIRST_LAYERS.fullmatch(choice)) and int(first[1]) > model.config.num_layers:
@@ -108,9 +116,9 @@ def freeze(model: GPTModel, choices: Sequence[str], key: str = "model.freeze") -
 
 
 def keep_gradients_when_recomputing(model: GPTModel) -> None:
-    """Let recomputed layers above frozen embeddings have gradients; call it after anything was frozen.
+    """Give recomputed layers above frozen embeddings their gradients; call it after freezing.
 
-    A recomputed layer none of whose inputs needs a gradient gives none to its weights either, and says nothing.
+    Without it a recomputed layer whose inputs need no gradient silently gives none to its weights either.
     """
     if model.config.recompute_granularity is None or not model.pre_process:
         return
@@ -126,3 +134,63 @@ def without_weight_decay(model: GPTModel, choices: Sequence[str], key: str = "op
     exempt = {id(parameters[name]) for name in choose_parameters(model, choices, key)}
     predicate = ParamWithNamePredicate(name="no_weight_decay", fn=lambda parameter, _: id(parameter) in exempt)
     return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
+
+
+class FinalizeGradients:
+    """A model's `config.finalize_model_grads_func`: Megatron-Core's own, with denominators that need not be integers.
+
+    Without weights it does what Megatron-Core's does. The micro batches of a step are of one kind: all with weights (or
+    `loss="per_conversation"`), or none.
+
+    Example:
+        >>> finalize = FinalizeGradients()
+        >>> finalize.add(torch.tensor(0.5)); finalize.add(torch.tensor(2))
+        >>> finalize.take().item()
+        2.5
+    """
+
+    def __init__(self) -> None:
+        self._denominator: Tensor | None = None
+
+    def add(self, denominator: Tensor) -> None:
+        """Add the denominator of a micro batch; called in the backward pass, so that an evaluation adds nothing."""
+        amount = denominator.detach().to(torch.float64)
+        self._denominator = amount if self._denominator is None else self._denominator + amount
+
+    def take(self) -> Tensor | None:
+        """Return the sum since the last call; None if no micro batch had a denominator of its own."""
+        denominator, self._denominator = self._denominator, None
+        return denominator
+
+    def __call__(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **arguments: Any) -> None:
+        """Reduce the gradients over the ranks and divide them, as Megatron-Core's schedules ask for."""
+        from megatron.core.distributed import finalize_model_grads
+
+        denominator = self.take()
+        finalize_model_grads(model, num_tokens if denominator is None else denominator, **arguments)
+
+
+def divide_by(denominator: Tensor, output: Tensor, model: torch.nn.Module) -> None:
+    """Have the gradients of `output` divided by `denominator`, summed over the micro batches and ranks of the step.
+
+    Args:
+        denominator: what this rank's part of the micro batch adds; 0 on ranks that share it with one that adds it.
+        output: of the model, on any stage of a pipeline.
+        model: a GPT model of Megatron-Core, with `FinalizeGradients` in its configuration.
+    """
+    from megatron.core.utils import get_model_config
+
+    if not output.requires_grad:
+        return
+    config = get_model_config(model)
+    finalize = config.finalize_model_grads_func
+    if finalize is None:  # the caller divides
+        return
+    if not isinstance(finalize, FinalizeGradients) or not config.calculate_per_token_loss:
+        raise InvalidInputError(
+            "the loss mask holds weights, and Megatron-Core divides by an integer; build the model with "
+            "calculate_per_token_loss=True and set config.finalize_model_grads_func to "
+            "megatron_packed_sft.megatron.parameters.FinalizeGradients()"
+        )
+    amount = denominator.to(output.device, torch.float64)
+    output.register_hook(lambda gradient: finalize.add(amount))  # type: ignore[no-untyped-call]

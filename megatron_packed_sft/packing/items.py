@@ -1,4 +1,4 @@
-"""Lengths in, items out: what is filtered, dropped, truncated or split before anything is packed.
+"""Lengths in, items out: what is filtered, dropped, truncated or split before packing, and the count of all of it.
 
 An item is what a bin holds. Usually it is a sequence, and its number is the sequence's. Where sequences are cut
 (overflow `truncate` or `split`) items are chunks, ordered by sequence and start; `Chunks` says what each of them is.
@@ -13,14 +13,13 @@ tokens are L - 1 inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.accounting import Accounting
 from megatron_packed_sft.packing.strategies.packing_problem import Int32, Int64
 from megatron_packed_sft.support.drop_reasons import DropReason
 
@@ -28,6 +27,57 @@ Overflow = Literal["error", "drop", "truncate", "split", "single"]
 OVERFLOWS: tuple[str, ...] = get_args(Overflow)
 Measure = Literal["tokens", "inputs"]
 MEASURES: tuple[str, ...] = get_args(Measure)
+
+# Why packing drops something. TRUNCATED and SHORT_TAIL count tokens only: their sequences are packed.
+REASONS = (
+    DropReason.BELOW_MIN_LEN,
+    DropReason.ABOVE_MAX_LEN,
+    DropReason.LONGER_THAN_PACK,
+    DropReason.TRUNCATED,
+    DropReason.SHORT_TAIL,
+    DropReason.HELD_BACK,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """What was packed, dropped and cut, and why. Sums are exact: in + overlap == packed + dropped.
+
+    Example:
+        >>> Accounting(num_sequences=3, num_tokens=30, dropped_sequences={"below_min_len": 1}).num_sequences_packed
+        2
+    """
+
+    num_sequences: int
+    num_tokens: int
+    dropped_sequences: dict[str, int] = field(default_factory=dict)
+    dropped_tokens: dict[str, int] = field(default_factory=dict)
+    num_truncated: int = 0
+    num_split: int = 0
+    num_chunks: int = 0  # chunks of the split sequences, dropped tails not counted
+    num_overlap_tokens: int = 0  # tokens that are in two chunks
+    num_oversized: int = 0  # sequences longer than the pack, in bins of their own (overflow=single)
+
+    @property
+    def num_sequences_packed(self) -> int:
+        """Sequences of which at least one token is packed."""
+        return self.num_sequences - sum(self.dropped_sequences.values())
+
+    @property
+    def num_tokens_packed(self) -> int:
+        """Tokens in the bins; tokens of overlaps count twice."""
+        return self.num_tokens + self.num_overlap_tokens - sum(self.dropped_tokens.values())
+
+    def with_drop(self, reason: DropReason, num_sequences: int, num_tokens: int) -> Accounting:
+        """Return a copy that counts one more drop; zeros are left out."""
+        name = str(reason)
+        sequences = {**self.dropped_sequences, name: num_sequences} if num_sequences else self.dropped_sequences
+        tokens = {**self.dropped_tokens, name: num_tokens} if num_tokens else self.dropped_tokens
+        return replace(self, dropped_sequences=sequences, dropped_tokens=tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers and dictionaries, as stored with a plan."""
+        return asdict(self)
 
 
 def sizes_of(lengths: Int32, measure: str, pad_seq_to_mult: int) -> Int32:
@@ -97,7 +147,7 @@ def make_items(
 ) -> Items:
     """Check lengths, filter them, and treat those above `limit` as `overflow` says.
 
-    `remedy` ends the message about sequences that are too long, in the words of whoever set the options.
+    `remedy` ends the message about sequences that are too long; it names options as the user wrote them.
 
     Example:
         >>> items = make_items([5, 30], limit=12, overflow="split", stride=3)
@@ -131,7 +181,7 @@ def make_items(
 
 def _check(lengths: npt.ArrayLike, limit: int) -> tuple[Int32, Int64, int, int, int]:
     """Return lengths as int32, their histogram, the longest, the shortest and the sum."""
-    from megatron_packed_sft.packing.search.deal_kernel import check_and_count
+    from megatron_packed_sft.packing.search.sequence_kernel import check_and_count
 
     try:
         array = np.asarray(lengths)
@@ -142,20 +192,20 @@ def _check(lengths: npt.ArrayLike, limit: int) -> tuple[Int32, Int64, int, int, 
             f"lengths must have one dimension, not shape {array.shape}; pass one length per sequence"
         )
     if array.size == 0:
-        raise InvalidInputError("there is nothing to pack: lengths is empty; check what was read")
+        raise InvalidInputError("lengths is empty; pass at least one length")
     if array.dtype.kind not in "iu":
         raise InvalidInputError(f"lengths must be integers, not {array.dtype}")
     if array.size >= 2**31:
         raise InvalidInputError(f"a plan holds at most 2,147,483,647 sequences, not {array.size:,}; pack in parts")
-    # Two types only, or the kernel is compiled for every one; a length beyond int64 turns negative, and is refused.
+    # Only two types, because the kernel is compiled for each; a length beyond int64 turns negative and is refused.
     kind = np.int32 if array.dtype == np.int32 else np.int64
     checked = np.empty(array.size, np.int32)
     histogram = np.zeros(limit + 2, np.int64)
     shortest, longest, total, first_bad = check_and_count(np.ascontiguousarray(array, kind), limit, checked, histogram)
     if first_bad >= 0:
         raise InvalidInputError(
-            f"sequence {first_bad} has length {array[first_bad]}; lengths are from 1 to 2,147,483,647: "
-            "leave out empty sequences before packing"
+            f"sequence {first_bad} has length {array[first_bad]}; lengths are 1 to 2,147,483,647: leave out empty "
+            "sequences before packing"
         )
     return checked, histogram, int(longest), int(shortest), int(total)
 

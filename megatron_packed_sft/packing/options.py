@@ -1,4 +1,4 @@
-"""Every option of packing, declared and checked once: for `pack`, for prepare's configuration and for the help."""
+"""The options of packing, declared and checked once for `pack`, for prepare's configuration and for the help."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_packed_sft.packing.strategies.registry import check_strategy
 Balance = Literal["none", "attention", "trained_tokens"]
 BALANCES: tuple[str, ...] = get_args(Balance)
 
-# What a shard can hold: `single` makes bins that are longer than pack_size.
+# `single` makes bins that are longer than pack_size, which no shard can hold.
 STORABLE_OVERFLOWS = tuple(overflow for overflow in OVERFLOWS if overflow != "single")
 
-# Searches keep tables with one entry per possible length; beyond this they would cost more than the data.
+# Searches keep tables with one entry per possible length; beyond this limit they would cost more than the data.
 LARGEST_PACK_SIZE = 1 << 22
 
 
@@ -26,7 +26,7 @@ LARGEST_PACK_SIZE = 1 << 22
 class PackOptions:
     """How sequences are packed. The defaults are those of `pack`; a configuration may start from others.
 
-    Only simple types, so that it is a Hydra schema as it stands.
+    It has only simple types, so it is also the Hydra schema of `packing` in prepare's configuration.
 
     Args:
         pack_size: what a bin holds, in `measure`.
@@ -34,21 +34,22 @@ class PackOptions:
             `allow_code` the dotted path of a function of yours, such as my_package.my_packer.
         overflow: what happens to a sequence longer than a bin: error | drop | truncate | split. `split` makes chunks
             that overlap by `stride` tokens. (`pack` also has `single`, a longer bin of its own, for plans alone.)
-        stride: tokens that two neighbouring chunks of a split sequence share; they are trained once.
-        min_len: shorter sequences, and shorter last chunks of split ones, are dropped and counted.
-        max_len: longer sequences are dropped and counted, before `overflow` looks at the rest.
+        stride: tokens shared by neighbouring chunks of a split sequence; they are trained once.
+        min_len: shorter sequences, and shorter last chunks of split sequences, are dropped and counted.
+        max_len: longer sequences are dropped and counted before `overflow` applies to the rest.
         max_seqs_per_bin: the most sequences or chunks in a bin.
-        pad_seq_to_mult: each sequence takes its inputs rounded up to this multiple; 2 * context_parallel_size.
-        measure: what a bin counts: tokens (what shards store) | inputs (what the model computes, one less a sequence).
-        order_window: pack stretches of this many sequences on their own, so that bins stay near the data's order.
-        shuffle_output: read the bins in shuffled order (inside a stretch, with `order_window`).
+        pad_seq_to_mult: the inputs of each sequence are rounded up to this multiple; 2 * context_parallel_size.
+        measure: what a bin counts: tokens (what shards store) | inputs (what the model computes: one fewer per
+            sequence).
+        order_window: pack windows of this many sequences separately, so that bins stay close to the data's order.
+        shuffle_output: read the bins in shuffled order (inside each window, with `order_window`).
         global_batch: bins to an optimizer step; needed by `balance` and `whole_batches`.
-        balance: which bins share a step: none (as they come) | attention (equal sums of squared lengths, so that no
-            rank waits) | trained_tokens (equal counts, so that averaging over ranks weighs every token the same).
-        whole_batches: hold back the emptiest bins, so that no step is short; they are counted and named.
+        balance: which bins share a step: none (in plan order) | attention (equal sums of squared lengths, so that no
+            rank waits) | trained_tokens (equal counts, so that averaging over ranks gives every token the same weight).
+        whole_batches: hold back the emptiest bins so that no step is short; held-back sequences are counted and listed.
         seed: of everything that is shuffled.
-        allow_code: your word that a `strategy` given by its dotted path may be imported and run.
-        work_limit: steps of search after which `optimal` and `window` settle for the best packing found so far.
+        allow_code: allow a `strategy` given by its dotted path to be imported and run.
+        work_limit: search steps after which `optimal` and `window` settle for the best packing found so far.
     """
 
     pack_size: int = 4096
@@ -103,7 +104,7 @@ class PackOptions:
         limit = self.longest_item
         if self.stride >= limit:
             raise InvalidInputError(
-                f"{prefix}stride {self.stride} must be below the {limit} tokens of a chunk, or splitting never ends"
+                f"{prefix}stride is {self.stride}; it must be below the {limit} tokens that a chunk can have"
             )
         if self.min_len > limit or (self.max_len is not None and self.max_len < self.min_len):
             raise InvalidInputError(
@@ -119,37 +120,37 @@ class PackOptions:
             )
         for name, asked in (("whole_batches", self.whole_batches), ("balance", self.balance != "none")):
             if asked and self.global_batch is None:
-                raise InvalidInputError(f"{prefix}{name} needs to know the batch: set {prefix}global_batch")
+                raise InvalidInputError(f"{prefix}{name} needs the batch size: set {prefix}global_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """How bins become optimizer steps: `global_batch` bins each, alike in cost.
-
-    `PackOptions` documents both fields.
+    """How bins become optimizer steps: `global_batch` bins each, of similar cost. `PackOptions` documents the fields.
 
     Example:
         >>> Steps(global_batch=8, balance="attention")
-        Steps(global_batch=8, balance='attention')
+        Steps(global_batch=8, balance='attention', whole_batches=False)
     """
 
     global_batch: int
     balance: str = "none"
+    whole_batches: bool = False
 
     def __post_init__(self) -> None:
         check_count("steps.global_batch", self.global_batch)
         _check_choice("steps.balance", self.balance, BALANCES)
 
 
-def steps_from(given: Steps | Mapping[str, Any] | None) -> Steps | None:
-    """Accept a mapping as well, such as {"global_batch": 8, "balance": "attention"}."""
-    if given is None or isinstance(given, Steps):
+def steps_from(given: Steps | Mapping[str, Any]) -> Steps:
+    """Return the steps that a caller passed, or make them from a mapping such as {"global_batch": 8}."""
+    if isinstance(given, Steps):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidInputError(f"steps must be a mapping with global_batch and balance, not {given!r}")
-    unknown = set(given) - {"global_batch", "balance"}
-    if unknown or "global_batch" not in given:
-        raise InvalidInputError(f"steps needs global_batch and may have balance; it has {', '.join(sorted(given))}")
+        raise InvalidInputError(f"steps must be a mapping with global_batch, not {given!r}")
+    if "global_batch" not in given or set(given) - {"global_batch", "balance", "whole_batches"}:
+        raise InvalidInputError(
+            f"steps needs global_batch and may have balance and whole_batches; it has {', '.join(sorted(given))}"
+        )
     return Steps(**given)
 
 
@@ -167,7 +168,7 @@ def check_count(name: str, given: Any, least: int = 1) -> None:
 def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
     if given == "single" and "single" not in known:
         raise InvalidInputError(
-            f"{name} 'single' makes bins longer than the pack, which no shard can hold; choose from {', '.join(known)}"
+            f"{name}='single' makes bins longer than pack_size, which no shard can hold; choose from {', '.join(known)}"
         )
     if given not in known:
         raise InvalidInputError(f"{name} {given!r} is unknown; choose from {', '.join(known)}")

@@ -1,12 +1,11 @@
-"""To what multiple sequences must be padded so that ranks can share them: computed here, and nowhere else.
+"""How ranks share packed data: the multiple that sequences are padded to, and the bins of an optimizer step.
 
     context parallelism    each rank takes two slices of every sequence        2 x context
     sequence parallelism   tensor-parallel ranks share the rest of each slice  tensor x context
     fp8                    matrix multiplications take positions in blocks     16, or 32 for mxfp8
 
-`prepare` pads to the least common multiple of these, and training and Megatron-Bridge's provider compare it with what
-the data records. Without context parallelism no sequence is cut: it is enough that whole bins are padded, as batches
-always are.
+`prepare` pads to the least common multiple of these; training and Megatron-Bridge's provider compare it with what the
+data records. Without context parallelism no sequence is cut, so it is enough that batches pad whole bins.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final
 
 from megatron_packed_sft.errors import InvalidInputError
 
-# What the recipes of Transformer Engine need; the names are Megatron-Core's.
+# What Transformer Engine's recipes need; the names are Megatron-Core's.
 FP8_MULTIPLES: Final = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
@@ -30,7 +29,7 @@ class ParallelLayout:
         tensor: ranks that share each layer.
         context: ranks that share each sequence.
         sequence_parallel: tensor-parallel ranks also split the activations between their matrix multiplications.
-        fp8: delayed, tensorwise, blockwise or mxfp8; null computes in a wider type.
+        fp8: delayed, tensorwise, blockwise or mxfp8; null: no fp8.
 
     Example:
         >>> ParallelLayout(tensor=2, context=2, sequence_parallel=True).sequence_multiple
@@ -53,7 +52,7 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What every sequence is padded to a multiple of, when the data is prepared."""
+        """Every sequence is padded to a multiple of this when the data is prepared."""
         return math.lcm(
             2 * self.context if self.context > 1 else 1,
             self.tensor * self.context if self.sequence_parallel and self.tensor > 1 else 1,
@@ -62,13 +61,13 @@ class ParallelLayout:
 
     @property
     def bin_multiple(self) -> int:
-        """What a whole bin is padded to a multiple of, in a batch: each rank's share of it is a multiple of fp8's."""
+        """Every bin is padded to a multiple of this in a batch, so that each rank's share of it fits fp8's blocks."""
         num_shares = self.context * (self.tensor if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, FP8_MULTIPLES.get(self.fp8 or "", 1) * num_shares)
 
     @property
     def override(self) -> str:
-        """What to add to the command line of `packed-sft prepare`.
+        """The argument that sets this layout on the command line of `packed-sft prepare`.
 
         Example:
             >>> ParallelLayout(tensor=2, context=4, sequence_parallel=True).override
@@ -80,10 +79,10 @@ class ParallelLayout:
         return f"'packing.for_parallel={{{shown}}}'"
 
     def refuse_unpadded(self, parts: Iterable[tuple[str, int | None]]) -> None:
-        """Refuse data whose sequences the ranks cannot share, with the line that prepares it.
+        """Refuse data whose sequences the ranks cannot share, and say how to prepare it.
 
         Args:
-            parts: (where it is, the multiple that it records or None) of all data.
+            parts: (path, the multiple it records or None) of every dataset.
 
         Example:
             >>> ParallelLayout(context=2).refuse_unpadded([("my_dataset", 8)])
@@ -94,7 +93,78 @@ class ParallelLayout:
         for where, recorded in parts:
             if (recorded or 1) % multiple:
                 raise InvalidInputError(
-                    f"{where}: sequences are padded to a multiple of {recorded or 1}, but context-parallel ranks of "
-                    f"this layout share sequences of a multiple of {multiple}; run the packed-sft prepare that made "
-                    f"the data again, with the additional arguments --overwrite {self.override}"
+                    f"{where}: sequences are padded to a multiple of {recorded or 1}, but this layout's "
+                    f"context-parallel ranks need a multiple of {multiple}; run the packed-sft prepare command that "
+                    f"made the data again and add: --overwrite {self.override}"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveBatch:
+    """The batch to train with: every optimizer step reads `bins_per_step` bins, `sequences_per_step` on average."""
+
+    micro_batch: int
+    gradient_accumulation: int
+    bins_per_step: int
+    sequences_per_step: float
+
+
+def effective_batch(
+    wanted: int | None = None,
+    *,
+    ranks: int,
+    micro_batch: int,
+    gradient_accumulation: int = 1,
+    packed_micro_batch: int = 1,
+    packing_factor: float | None = None,
+) -> EffectiveBatch:
+    """Return the gradient accumulation that keeps the global batch when packing sets the micro batch.
+
+    Args:
+        wanted: the global batch. None keeps the batch before packing: micro_batch * gradient_accumulation * ranks.
+        ranks: data-parallel ranks.
+        micro_batch: what the user configured per rank.
+        gradient_accumulation: what the user configured.
+        packed_micro_batch: bins per rank and micro step with packing; trainers force 1.
+        packing_factor: mean sequences per bin (`stats().mean_items_per_bin`). When given, the global batch counts
+            sequences, as before packing, and the nearest number of bins is taken. None counts bins.
+
+    Example:
+        >>> effective_batch(64, ranks=8, micro_batch=4).gradient_accumulation
+        8
+        >>> effective_batch(ranks=8, micro_batch=4, gradient_accumulation=2).bins_per_step
+        64
+    """
+    for name, value in {
+        "wanted": wanted,
+        "ranks": ranks,
+        "micro_batch": micro_batch,
+        "gradient_accumulation": gradient_accumulation,
+        "packed_micro_batch": packed_micro_batch,
+    }.items():
+        if value is None and name == "wanted":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{name} must be a positive integer, not {value!r}")
+    if packing_factor is not None and not packing_factor >= 1:
+        raise InvalidInputError(f"packing_factor must be at least 1 sequence per bin, not {packing_factor!r}")
+    batch = micro_batch * gradient_accumulation * ranks if wanted is None else wanted
+    per_micro_step = packed_micro_batch * ranks
+    if packing_factor is None:
+        if batch % per_micro_step:
+            lower = batch // per_micro_step * per_micro_step
+            nearest = f"{lower} or {lower + per_micro_step}" if lower else f"{per_micro_step}"
+            raise InvalidInputError(
+                f"a global batch of {batch} bins is not a multiple of {ranks} ranks with {packed_micro_batch} bins "
+                f"each; choose {nearest}"
+            )
+        accumulation = batch // per_micro_step
+    else:
+        accumulation = max(1, int(batch / packing_factor / per_micro_step + 0.5))
+    bins_per_step = accumulation * per_micro_step
+    return EffectiveBatch(
+        micro_batch=packed_micro_batch,
+        gradient_accumulation=accumulation,
+        bins_per_step=bins_per_step,
+        sequences_per_step=bins_per_step * (packing_factor or 1.0),
+    )

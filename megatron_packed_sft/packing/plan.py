@@ -4,8 +4,8 @@
     indices       int32 [num_packed]       numbers of items: sequences, or chunks of them where `chunks` is not None
     item_lengths  int32 [num_items]        tokens of every item, packed or not
 
-Canonical order: indices ascend inside a bin, bins are ordered by their smallest index. `order`, if there is one, says
-in which order bins are read; it never changes what is in a bin.
+Canonical order: indices ascend inside a bin, and bins are ordered by their smallest index. `order`, if there is one, is
+the order in which bins are read; it never changes what is in a bin.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.accounting import Accounting
-from megatron_packed_sft.packing.items import Chunks, sizes_of
+from megatron_packed_sft.packing.items import Accounting, Chunks, sizes_of
 from megatron_packed_sft.packing.strategies.packing_problem import Int32, Int64
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _logger = logging.getLogger(__name__)
 class PackPlan:
     """A packing of sequences into bins: a pure function of lengths, options and seed, the same everywhere.
 
-    Made by `pack`, or read by `PackPlan.load`. Its arrays are read-only.
+    `pack` makes it, and `PackPlan.load` reads it. Its arrays are read-only.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -46,7 +45,7 @@ class PackPlan:
     item_lengths: Int32
     pack_size: int
     strategy: str
-    method: str  # how the strategy found it, when it has more than one way
+    method: str  # how the strategy found it, where it has several ways
     measure: str
     pad_seq_to_mult: int
     accounting: Accounting
@@ -87,7 +86,7 @@ class PackPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Checksum of what is in the bins: equal for equal plans, on every machine."""
+        """Checksum of the bins' content: equal for equal plans, on every machine."""
         parts: list[str | int | npt.NDArray[Any]] = ["pack plan 1", self.pack_size]
         parts += [self.bin_offsets, self.indices, self.item_lengths]
         if self.chunks is not None:
@@ -100,7 +99,7 @@ class PackPlan:
         return self.fingerprint_of_bins(self.bin_order)
 
     def fingerprint_of_bins(self, bins: Int32) -> str:
-        """Checksum of these bins one after the other; `fingerprint` when they are all, in canonical order."""
+        """Return the checksum of these bins in this order; it is `fingerprint` for all bins in canonical order."""
         if bins.size == self.num_bins and np.array_equal(bins, np.arange(self.num_bins)):
             return self.fingerprint
         return _fingerprint_of(self.fingerprint, np.ascontiguousarray(bins, np.int32))
@@ -117,19 +116,19 @@ class PackPlan:
 
     @cached_property
     def bin_room(self) -> Int64:
-        """What each bin uses of pack_size, in the plan's measure, padding of sequences included."""
+        """The part of pack_size that each bin uses, in the plan's measure, with the padding of sequences."""
         return self._sum_by_bin(sizes_of(self.item_lengths, self.measure, self.pad_seq_to_mult))
 
     @cached_property
     def bin_squared_lengths(self) -> Int64:
-        """Sum of squared lengths of each bin: what attention costs there."""
+        """Sum of squared lengths of each bin: its cost of attention."""
         return self._sum_by_bin(self.item_lengths.astype(np.int64) ** 2)
 
     def _sum_by_bin(self, values: Int32 | Int64) -> Int64:
         return np.add.reduceat(values[self.indices], self.bin_offsets[:-1], dtype=np.int64)
 
     def stats(self) -> PlanStats:
-        """Return the plan in numbers: how full, how wasteful, what was dropped, how far from the bound."""
+        """Return the plan in numbers: how full it is, what was dropped, how far it is from the lower bound."""
         return _stats(self)
 
     def aligned(self, world_size: int, drop_last: bool) -> AlignedPlan:
@@ -146,13 +145,13 @@ class PackPlan:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidInputError(f"world_size must be a positive integer, not {world_size!r}")
         if self.num_bins == 0:
-            raise InvalidInputError("the plan has no bins to share among ranks; check what was packed")
+            raise InvalidInputError("the plan has no bins to share among ranks; check the lengths that were packed")
         aligned = _aligned(self, world_size, drop_last)
         aligned.log()
         return aligned
 
     def reordered(self, order: Int32, global_batch: int | None = None) -> PackPlan:
-        """Return the same bins, read in another order."""
+        """Return the same bins in another reading order."""
         order = np.array(order, np.int32)
         if order.shape != (self.num_bins,) or not np.array_equal(np.sort(order), np.arange(self.num_bins)):
             raise InvalidInputError(f"order must hold each of the {self.num_bins} bins once")
@@ -182,14 +181,14 @@ class PackPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlignedPlan:
-    """What training reads: `bins` are canonical bin numbers of `plan`, in reading order, a multiple of world_size."""
+    """The bins that training reads: canonical numbers, in reading order, a multiple of world_size."""
 
     plan: PackPlan
     world_size: int
     drop_last: bool
     bins: Int32
-    repeated_bins: Int32  # appended at the end, so that all ranks have equally many
-    dropped_bins: Int32  # the last ones, which no rank reads
+    repeated_bins: Int32  # appended at the end, so that all ranks have the same number
+    dropped_bins: Int32  # from the end; no rank reads them
     fingerprint: str
 
     @property
@@ -201,7 +200,7 @@ class AlignedPlan:
         return self.num_bins
 
     def lines(self) -> list[str]:
-        """Return what alignment did, for comparison between ranks and runs.
+        """Return what alignment did, one line each, for comparison between ranks and runs.
 
         Example:
             >>> from megatron_packed_sft.packing.packer import pack
@@ -251,7 +250,7 @@ def _aligned(plan: PackPlan, world_size: int, drop_last: bool) -> AlignedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStats:
-    """How full a plan is, what it costs, what it left out, and how far it is from the best possible.
+    """How full a plan is, what it costs, what it left out, and how far it is from the lower bound.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -263,12 +262,12 @@ class PlanStats:
     num_bins: int
     num_items: int  # sequences, or chunks of them, in the bins
     utilization: float  # used positions / all positions
-    num_padding: int  # positions that hold nothing
+    num_padding: int  # unused positions
     mean_items_per_bin: float
     max_items_per_bin: int
     longest_item: int
     max_bin_tokens: int  # a shard's bins must be at least this wide to hold the plan
-    mean_squared_lengths: float  # per bin: what attention costs
+    mean_squared_lengths: float  # per bin: the cost of attention
     max_squared_lengths: int
     step_imbalance: float | None  # slowest bin of a step over its mean, averaged; None without steps
     lower_bound: int

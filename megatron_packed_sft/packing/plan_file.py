@@ -1,18 +1,20 @@
-"""A plan as one file: an uncompressed .npz that NumPy reads, checked in full before it becomes a plan again.
+"""A plan as one file: an uncompressed .npz that NumPy reads, checked completely before it becomes a plan again.
 
     plan.json        uint8, JSON: version, options, accounting, fingerprints
     bin_offsets, indices, unit_lengths               (unit_lengths: `item_lengths` of the plan)
-    order, held_back                                                     when there are any
-    chunk_sequence, chunk_start, chunk_masked_prefix                     when sequences were cut
+    order, held_back                                 if the plan has them
+    chunk_sequence, chunk_start, chunk_masked_prefix if sequences were cut
 
-It is not pickled, nothing in it is compressed, and names, types and sizes are checked before anything is allocated.
+Nothing is pickled or compressed, and names, types and sizes are checked before anything is allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
-from megatron_packed_sft.packing.accounting import REASONS, Accounting
-from megatron_packed_sft.packing.items import MEASURES, Chunks
+from megatron_packed_sft.packing.items import MEASURES, REASONS, Accounting, Chunks
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.uploads import uploading
@@ -99,7 +100,7 @@ def _write(path: Path, header: bytes, arrays: dict[str, npt.NDArray[Any] | None]
 
 
 class _PositionedFile:
-    """What zipfile needs of a file, on `write_at`: its writes are large and few, so a buffer would only copy them."""
+    """The methods of a file that zipfile uses, on `write_at`; writes are few and large, so no buffer."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -124,35 +125,25 @@ class _PositionedFile:
 
 def load_plan(path: str | os.PathLike[str]) -> PackPlan:
     """See `PackPlan.load`."""
-    name, path = redacted(os.fspath(path)), _local(path)
-    try:
-        with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            size = os.fstat(file.fileno()).st_size
-            header = _read_header(archive, name, size)
-            arrays = {key: _read_array(archive, key, name, size) for key in _array_names(archive, name)}
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise _broken(name, f"it is not a whole .npz file ({error})") from None
+    with _opened(path) as (archive, name, size):
+        header = _read_header(archive, name, size)
+        arrays = {key: _read_array(archive, key, name, size) for key in _array_names(archive, name)}
     plan = _assemble(header, arrays, name)
     _check(plan, name)
     for key, found in (("fingerprint", plan.fingerprint), ("order_fingerprint", plan.order_fingerprint)):
         if header[key] != found:
-            raise _broken(name, f"its {key} is {found}, not {header[key]} as noted inside")
+            raise _broken(name, f"its {key} is {found}, but the file records {header[key]}")
     return plan
 
 
 def read_plan_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a plan notes of itself, and its number of bins and items; its arrays are not read."""
-    name, path = redacted(os.fspath(path)), _local(path)
-    try:
-        with os_errors("read the plan", path), open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            size = os.fstat(file.fileno()).st_size
-            header = _read_header(archive, name, size)
-            names = _array_names(archive, name)
-            counts = {
-                key: (archive.getinfo(f"{key}.npy").file_size - _NPY_HEADER) // int(_TYPES[key][2]) for key in names
-            }
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise _broken(name, f"it is not a whole .npz file ({error})") from None
+    """Return the header of a plan's file with its number of bins and items; its arrays are not read."""
+    with _opened(path) as (archive, name, size):
+        header = _read_header(archive, name, size)
+        counts = {
+            key: (archive.getinfo(f"{key}.npy").file_size - _NPY_HEADER) // int(_TYPES[key][2])
+            for key in _array_names(archive, name)
+        }
     return {
         **header,
         "num_bins": counts["bin_offsets"] - 1,
@@ -161,9 +152,16 @@ def read_plan_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a plan, or of its copy in the cache of the node."""
-    return copy_of(os.fspath(path), kind="a plan") if is_url(path) else Path(path)
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[zipfile.ZipFile, str, int]]:
+    """Open a plan's file, or the cached copy of a URL; yield it with its name for messages and its size."""
+    name = redacted(os.fspath(path))
+    local = copy_of(os.fspath(path), kind="a plan") if is_url(path) else Path(path)
+    try:
+        with os_errors("read the plan", local), open(local, "rb") as file, zipfile.ZipFile(file) as archive:
+            yield archive, name, os.fstat(file.fileno()).st_size
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise _broken(name, f"it is not a whole .npz file ({error})") from None
 
 
 def _broken(name: str, what: str) -> ShardFileError:
@@ -182,7 +180,7 @@ def _array_names(archive: zipfile.ZipFile, name: str) -> list[str]:
 
 
 def _read_array(archive: zipfile.ZipFile, key: str, name: str, file_size: int) -> npt.NDArray[Any]:
-    """Read one array, after its header was found to agree with the bytes that are really there."""
+    """Read one array whose header agrees with its bytes."""
     entry = archive.getinfo(f"{key}.npy")
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > file_size or entry.flag_bits & 1:
         raise _broken(name, f"{key} is compressed, encrypted or longer than the file")
@@ -196,7 +194,7 @@ def _read_array(archive: zipfile.ZipFile, key: str, name: str, file_size: int) -
             raise _broken(name, f"{key} is {dtype.str} with shape {shape}, not {expected} with one dimension")
         data = member.read()
     if len(data) != shape[0] * dtype.itemsize:
-        raise _broken(name, f"{key} says {shape[0]} values and has {len(data)} bytes")
+        raise _broken(name, f"{key} should have {shape[0]} values and has {len(data)} bytes")
     return np.frombuffer(data, dtype)
 
 
@@ -263,8 +261,8 @@ def _count(value: Any) -> int:
 
 
 def _check(plan: PackPlan, name: str) -> None:
-    """Refuse a plan that breaks a rule; `name` is the file it came from."""
-    # In this order: each check relies on the ones before it.
+    """Refuse a plan that breaks a rule; `name` is its file."""
+    # Each check relies on the ones before it.
     for check in (_arrays, _canonical_order, _capacity, _chunks, _extras, _counts):
         what = check(plan)
         if what:
@@ -287,14 +285,14 @@ def _arrays(plan: PackPlan) -> str:
 
 
 def _held_back(plan: PackPlan) -> int:
-    """The most bins that can have been held back; each had at least one item."""
+    """The most bins that can have been held back: each had at least one item."""
     return 0 if plan.held_back is None else plan.held_back.size
 
 
 def _canonical_order(plan: PackPlan) -> str:
     firsts = plan.indices[plan.bin_offsets[:-1]]
     is_rising = np.diff(plan.indices) > 0
-    is_rising[plan.bin_offsets[1:-1] - 1] = True  # from one bin to the next
+    is_rising[plan.bin_offsets[1:-1] - 1] = True  # between bins
     if not is_rising.all() or (np.diff(firsts) <= 0).any():
         return "items or bins are not in canonical order"
     return ""
@@ -347,8 +345,8 @@ def _extras(plan: PackPlan) -> str:
 def _counts(plan: PackPlan) -> str:
     accounting = plan.accounting
     if int(plan.bin_tokens.sum()) != accounting.num_tokens_packed:
-        return f"its bins hold {int(plan.bin_tokens.sum())} tokens, not {accounting.num_tokens_packed} as noted inside"
+        return f"its bins hold {int(plan.bin_tokens.sum())} tokens, not {accounting.num_tokens_packed} as accounted"
     packed = plan.indices if plan.chunks is None else np.unique(plan.chunks.sequence[plan.indices])
     if packed.size != accounting.num_sequences_packed:
-        return f"it packs {packed.size} sequences, not {accounting.num_sequences_packed} as noted inside"
+        return f"it packs {packed.size} sequences, not {accounting.num_sequences_packed} as accounted"
     return ""

@@ -69,7 +69,7 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
 def _run(config: PrepareConfig, make_page: PageMaker | None) -> None:
     # --help and mistakes in the settings do not wait for these.
     from megatron_packed_sft.prepare.pipeline import Pipeline
-    from megatron_packed_sft.prepare.summary import summary
+    from megatron_packed_sft.prepare.report import summary
     from megatron_packed_sft.support.terminal import show, show_json
 
     write_page = None

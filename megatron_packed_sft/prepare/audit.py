@@ -1,9 +1,13 @@
-"""What is trained of each source, in numbers: tokens by kind, extremes, and records whose masks look odd."""
+"""What is trained: per sequence for `prepare audit=true` and `packed-sft report`, and per source for the audit.
+
+flat mask ─▶ TrainedTokens: trained tokens of each sequence, the first of them, odd masks ─▶ Audit, suspicions
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,8 +34,59 @@ _ODD = {
     EVERYTHING: "trained on everything",
     LATE: "trained on nothing before its last twentieth",
 }
-_LATE_SHARE, _LATE_LENGTH = 0.95, 512  # a short question before a short answer is nothing odd
+LATE_SHARE, LATE_LENGTH = 0.95, 512  # in a short sequence, a long question before a short answer is normal
 _MAX_EXAMPLES = 3
+
+Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class TrainedTokens:
+    """Which tokens of some sequences are trained.
+
+    Args:
+        is_trained: of all tokens, sequences end to end.
+        starts: where each sequence begins.
+
+    Example:
+        >>> masks = TrainedTokens(np.array([0, 1, 1, 0, 0], bool), np.array([0, 3]))
+        >>> masks.num_trained.tolist(), masks.first_trained.tolist()
+        ([2, 0], [1, 2])
+    """
+
+    def __init__(self, is_trained: Flags, starts: Int64) -> None:
+        self.is_trained = is_trained
+        self.starts = starts
+
+    @cached_property
+    def ends(self) -> Int64:
+        """Where each sequence ends."""
+        return np.append(self.starts[1:], len(self.is_trained))
+
+    @cached_property
+    def lengths(self) -> Int64:
+        """Tokens of each sequence."""
+        return self.ends - self.starts
+
+    @cached_property
+    def num_trained(self) -> Int64:
+        """Trained tokens of each sequence."""
+        return np.add.reduceat(self.is_trained, self.starts, dtype=np.int64)
+
+    @cached_property
+    def first_trained(self) -> Int64:
+        """Position of the first trained token of each sequence; its length if there is none."""
+        places = np.flatnonzero(self.is_trained)
+        following = np.append(places, len(self.is_trained))[np.searchsorted(places, self.starts)]
+        first: Int64 = np.minimum(following, self.ends) - self.starts
+        return first
+
+    @cached_property
+    def is_late(self) -> Flags:
+        """Whether a long sequence is trained only in its last twentieth."""
+        is_long = (self.lengths >= LATE_LENGTH) & (self.num_trained > 0)
+        late: Flags = is_long & (self.first_trained >= LATE_SHARE * self.lengths)
+        return late
 
 
 class Extreme(NamedTuple):
@@ -61,8 +116,8 @@ class Audit:
             return
         train = sequences.train.astype(bool)
         kinds = sequences.all_kinds()
-        starts = sequences.ends - sequences.lengths
-        num_trained = np.add.reduceat(train, starts, dtype=np.int64)
+        masks = TrainedTokens(train, sequences.ends - sequences.lengths)
+        num_trained = masks.num_trained
         places = [where[record] for record in sequences.record.tolist()]
         few, many = int(num_trained.argmin()), int(num_trained.argmax())
         self.add(
@@ -77,13 +132,10 @@ class Audit:
             )
         )
         is_end = train & (kinds == TurnKind.END_OF_TURN)
-        # The first trained token of each sequence: all tokens before it have the mask 0.
-        position = np.arange(len(train)) - np.repeat(starts, sequences.lengths)
-        first = np.minimum.reduceat(np.where(train, position, len(train)), starts)
         found = {
-            ONLY_END: num_trained == np.add.reduceat(is_end, starts, dtype=np.int64),
-            EVERYTHING: num_trained >= np.maximum(sequences.lengths - 1, 1),
-            LATE: (first >= _LATE_SHARE * sequences.lengths) & (sequences.lengths >= _LATE_LENGTH),
+            ONLY_END: num_trained == np.add.reduceat(is_end, masks.starts, dtype=np.int64),
+            EVERYTHING: num_trained >= np.maximum(masks.lengths - 1, 1),
+            LATE: masks.is_late,
         }
         for name, is_odd in found.items():
             if is_odd.any():

@@ -10,7 +10,7 @@ from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.prepare.sources import Source, SplitRule
-from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
+from megatron_packed_sft.records.record import MAX_RECORD_BYTES
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that must be given
 INPUT = "input"  # the source that input= stands for

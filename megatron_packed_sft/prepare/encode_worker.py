@@ -1,12 +1,20 @@
-"""One slice of the encode stage: records in, parts of the token store out. Runs in any process."""
+"""Encode one slice, in any process: records in, parts of the token store out.
+
+    file slice ─▶ raw records ─▶ records ─▶ sequences ─▶ a part per split
+                  `records`      schemas    `encode`     `tokens`, split and weight decided by content
+
+`try_first_records` does the same with a few records of every source before anything else, so that mistakes that
+concern all of them show at once.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +31,7 @@ from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts
 from megatron_packed_sft.prepare.sources import TRAIN, Source, SplitRule
 from megatron_packed_sft.prepare.work_directory import record_numbers_path
+from megatron_packed_sft.records.files import InputFile, expand_path, find_files
 from megatron_packed_sft.records.record import (
     Conversation,
     NotTakenError,
@@ -33,27 +42,30 @@ from megatron_packed_sft.records.record import (
     too_deep,
 )
 from megatron_packed_sft.records.schemas.registry import Adapter, adapter
-from megatron_packed_sft.records.slices import FileSlice, RawRecord, read_slice
+from megatron_packed_sft.records.slices import FileSlice, RawRecord, first_repeated_key, read_slice, scan_slices
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
 from megatron_packed_sft.support.processes import rare_garbage_collection
-from megatron_packed_sft.tokens.store import TokenPart
+from megatron_packed_sft.support.wording import plural
+from megatron_packed_sft.tokens.part import TokenPart
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 
 _RECORDS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 8 << 20  # a tokenizer needs some 50 bytes for each
+_NUM_FILES_TO_TRY, _NUM_RECORDS_TO_TRY = 4, 4  # of each source, of each file
+_BYTES_TO_TRY = 1 << 16
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """Everything that decides what the encode stage makes of its sources; sent once to every process."""
+    """Everything that decides how sources are encoded; sent once to every process."""
 
     tokenizer: Tokenizer
     template: TemplateOptions
     options: EncodeOptions
     split_rule: SplitRule
-    tokens: Path | None  # where parts are written; None: only count
+    tokens: Path | None  # where parts are written; None counts only
     skip_errors: bool = False
     max_errors: int = 0
     deduplicate: bool = False
@@ -61,7 +73,7 @@ class EncodeSettings:
     audit: bool = False  # also count what is trained by kind
 
     def to_json(self) -> dict[str, Any]:
-        """Return what decides the tokens of a record, in plain values."""
+        """Return everything that decides the tokens of a record, in plain values."""
         template = load_template_if_any(self.template.name, self.tokenizer)
         return {
             "tokenizer": {"name": self.tokenizer.name, "fingerprint": self.tokenizer.fingerprint},
@@ -72,7 +84,7 @@ class EncodeSettings:
 
 
 class SliceTask(NamedTuple):
-    """One slice, and what the parent knows about it."""
+    """A slice to encode, and what the parent process knows about it."""
 
     number: int
     source: Source
@@ -100,7 +112,7 @@ class SliceResult(NamedTuple):
     counts: Counts
     parts: Mapping[str, str] = {}  # split -> fingerprint of the part
     record_numbers: Mapping[str, str] = {}  # split -> checksum of the file with the records' lines
-    drops: tuple[Drop, ...] = ()  # those that are no mere matter of options
+    drops: tuple[Drop, ...] = ()  # except those that options ask for
     lengths: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> tokens of each sequence, when only counting
     trained: Mapping[str, npt.NDArray[np.int32]] = {}  # split -> trained tokens of each sequence, likewise
     audit: Audit | None = None
@@ -116,7 +128,7 @@ class HashedSlice(NamedTuple):
 
 
 class ReadRecord(NamedTuple):
-    """A record that could be read, with where it came from and the hash of its content."""
+    """A record, with the raw record it came from and the hash of its content."""
 
     raw: RawRecord
     record: Record
@@ -124,7 +136,7 @@ class ReadRecord(NamedTuple):
 
 
 class SliceEncoder:
-    """Encodes slices; keeps the tokenizer and the compiled template for the next one."""
+    """Encodes slices; loads the tokenizer and compiles the template once for all of them."""
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
@@ -134,7 +146,7 @@ class SliceEncoder:
         self._encoder = RecordEncoder(settings.tokenizer, settings.template, options, with_kinds=settings.audit)
 
     def encode(self, task: SliceTask) -> SliceResult:
-        """Read, adapt, encode and store the records of one slice."""
+        """Read, adapt, encode and store the records of a slice."""
         fingerprint = None if self._template is None else self._template.fingerprint
         with rare_garbage_collection(), _Sink(self.settings, fingerprint, task) as sink:
             records = self._records(task, sink)
@@ -170,7 +182,7 @@ class SliceEncoder:
             sink.counts.lose(kind, f"{batch[index].raw.where}: {detail}")
 
     def _store(self, source: Source, batch: list[ReadRecord], sequences: Sequences, sink: _Sink) -> None:
-        """Give every sequence to its split, as often as the weight of its source says."""
+        """Append every sequence to its split, as often as the weight of its source says."""
         numbers = np.array([one.raw.number for one in batch], np.int64)
         rule = self.settings.split_rule
         if source.weight == 1 and (source.split or not rule.holds_out) and len(sequences.record):
@@ -191,7 +203,7 @@ class SliceEncoder:
                 sink.append(split, taken, numbers[taken.record])
 
     def _drop(self, sink: _Sink, raw: RawRecord, reason: DropReason, detail: str, problem: str | None = None) -> None:
-        """Count a record that is dropped; an error stops the run unless the user wants to skip errors."""
+        """Count a dropped record; stop the run if it is an error and the user does not skip errors."""
         where = str(raw.where)
         problem = problem or (f"{where}: {detail}" if detail else where)
         if reason.severity is Severity.ERROR and not self.settings.skip_errors:
@@ -206,7 +218,7 @@ class SliceEncoder:
 
 
 def _batches(records: Iterator[ReadRecord]) -> Iterator[list[ReadRecord]]:
-    """Yield records to encode together, few of very long ones; what a record gives does not depend on the others."""
+    """Yield records to encode together, few of very long ones; the result of a record does not depend on the others."""
     batch: list[ReadRecord] = []
     num_characters = 0
     for one in records:
@@ -226,14 +238,14 @@ def _num_characters(record: Record) -> int:
 
 
 def read_records(task: SliceTask) -> Iterator[tuple[RawRecord, ReadRecord | RecordError]]:
-    """Yield the records of a slice in one form; the error in place of a record that cannot be read."""
+    """Yield the records of a slice, adapted; the error in place of a record that cannot be read."""
     adapt = adapter(task.source.schema, task.source.mapping or None, task.source.take)
     for raw in islice(read_slice(task.slice), task.max_records):
         yield raw, read_record(raw, adapt)
 
 
 def read_record(raw: RawRecord, adapt: Adapter) -> ReadRecord | RecordError:
-    """Return a record in one form, or the error if it cannot be read."""
+    """Return a record, adapted; the error if it cannot be read."""
     if isinstance(raw.value, RecordError):
         return raw.value
     try:
@@ -241,12 +253,12 @@ def read_record(raw: RawRecord, adapt: Adapter) -> ReadRecord | RecordError:
         return ReadRecord(raw, record, content_hash(record))
     except RecordError as error:
         return error.at(raw.where)
-    except RecursionError:  # in a part of the record that no content hash covers
+    except RecursionError:  # in a part of the record that the content hash leaves out
         return too_deep().at(raw.where)
 
 
 def hash_slice(task: SliceTask) -> HashedSlice:
-    """Hash the records of a slice; those that cannot be read count as different from all others."""
+    """Return the content hashes of a slice's records; one that cannot be read differs from all others."""
     digests = [
         (task.number << 32 | position).to_bytes(16, "big") if isinstance(read, RecordError) else read.content
         for position, (_, read) in enumerate(read_records(task))
@@ -256,7 +268,7 @@ def hash_slice(task: SliceTask) -> HashedSlice:
 
 
 class _Sink:
-    """What a slice gives: a part of the token store per split, or lengths only in a dry run; and its counts."""
+    """Collects what a slice yields: a part of the token store per split (lengths only in a dry run), and counts."""
 
     def __init__(self, settings: EncodeSettings, template_fingerprint: str | None, task: SliceTask) -> None:
         self.counts = Counts(num_bytes=task.num_bytes)
@@ -277,7 +289,7 @@ class _Sink:
         self._open = ExitStack()
 
     def append(self, split: str, sequences: Sequences, numbers: npt.NDArray[np.int64]) -> None:
-        """Take sequences, with the line or row of the record that each came from."""
+        """Append sequences, with the line or row of the record that each came from."""
         trained = int(sequences.train.sum(dtype=np.int64))
         self.counts.split(split).add(SplitCounts(len(sequences.lengths), len(sequences.input_ids), trained))
         if self._tokens is None:
@@ -292,7 +304,7 @@ class _Sink:
         self._numbers.setdefault(split, []).append(numbers)
 
     def finish(self) -> SliceResult:
-        """Publish the parts, and return what became of the slice."""
+        """Publish the parts, and return the result of the slice."""
         for writer in self._writers.values():
             writer.finalize()
         return SliceResult(
@@ -309,7 +321,7 @@ class _Sink:
         )
 
     def _write_numbers(self, split: str, numbers: list[npt.NDArray[np.int64]]) -> str:
-        """Write from which line or row each sequence came; return the file's checksum."""
+        """Write the line or row that each sequence came from; return the file's checksum."""
         assert self._tokens is not None
         path = record_numbers_path(self._tokens, split, self._task.number)
         file = io.BytesIO()
@@ -326,14 +338,84 @@ class _Sink:
         self._open.close()
 
 
+def receipt_of(result: SliceResult, file: str) -> dict[str, Any]:
+    """Return what the receipt of a slice notes.
+
+    Args:
+        result: what became of it.
+        file: that it is a part of.
+    """
+    return {
+        "counts": result.counts.to_json(),
+        "parts": dict(result.parts),
+        "record_numbers": dict(result.record_numbers),
+        "file": file,
+        "drops": [list(drop) for drop in result.drops],
+    }
+
+
 _encoder: list[SliceEncoder] = []  # in a worker process: made once
 
 
 def start_encoder(settings: EncodeSettings) -> None:
-    """Set a process up for `encode_slice`."""
+    """Prepare a process for `encode_slice`."""
     _encoder[:] = [SliceEncoder(settings)]
 
 
 def encode_slice(task: SliceTask) -> SliceResult:
-    """Encode a slice in a process that `start_encoder` set up."""
+    """Encode a slice in a process that `start_encoder` prepared."""
     return _encoder[0].encode(task)
+
+
+def try_first_records(sources: Sequence[Source], settings: EncodeSettings) -> list[str]:
+    """Encode the first records of the first files of every source as the run will; return warnings.
+
+    Args:
+        sources: of the run.
+        settings: of the run; a record that would stop the run stops it here.
+
+    Returns:
+        A warning for each source whose tried records would all be dropped, or of which one has a key twice.
+    """
+    warnings: list[str] = []
+    with _silence():
+        encoder = SliceEncoder(replace(settings, tokens=None, audit=False))
+        tried = [(source, _tried(source, encoder, warnings)) for source in sources]
+    for source, counts in tried:
+        lost = {reason: count for reason, count in counts.dropped.items() if reason.severity is not Severity.HARMLESS}
+        if counts.num_rows >= _NUM_RECORDS_TO_TRY and sum(lost.values()) == counts.num_rows:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items()))
+            warnings.append(
+                f"the first {plural(counts.num_rows, 'record')} of source {source.name} would all be dropped "
+                f"({reasons}), such as {counts.examples[min(lost)][0]}"
+            )
+    return warnings
+
+
+def _tried(source: Source, encoder: SliceEncoder, warnings: list[str]) -> Counts:
+    counts = Counts()
+    repeated = None
+    wanted = min(_NUM_RECORDS_TO_TRY, encoder.settings.limit or _NUM_RECORDS_TO_TRY)
+    for file in _first_files(source):
+        for file_slice in islice(scan_slices(file, _BYTES_TO_TRY, max_record_bytes=source.max_record_bytes), 1):
+            counts.add(encoder.encode(SliceTask(0, source, file_slice, 0, max_records=wanted)).counts)
+            repeated = repeated or first_repeated_key(file_slice, wanted)
+    if repeated is not None:
+        warnings.append(repeated)
+    return counts
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Suppress the log of an encoder: the run itself will log the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _first_files(source: Source) -> list[InputFile]:
+    paths = list(islice(chain.from_iterable(map(expand_path, source.paths)), _NUM_FILES_TO_TRY))
+    return find_files(list(dict.fromkeys(paths)), with_checksums=False)  # the scan refuses a file listed twice

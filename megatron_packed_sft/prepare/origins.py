@@ -21,13 +21,13 @@ from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.counts import MAX_EXAMPLES
-from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import drop_reasons, reason_of
-from megatron_packed_sft.prepare.work_directory import part_number, record_numbers_path, slice_receipt
+from megatron_packed_sft.prepare.work_directory import part_number, places_of, record_numbers_path, slice_receipt
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory
 from megatron_packed_sft.support import json_document
-from megatron_packed_sft.tokens.remote_part import open_outlines
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, open_token_store
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.remote_store import open_outlines
+from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 
 
 class Origin(NamedTuple):

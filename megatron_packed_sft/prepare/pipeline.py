@@ -21,7 +21,7 @@ from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.prepare.array import ArrayCall, ShareReport
+from megatron_packed_sft.prepare.array import ArrayCall, InputListing, Share, ShareReport
 from megatron_packed_sft.prepare.audit import Audit
 from megatron_packed_sft.prepare.config import PrepareConfig, configured_sources
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
@@ -33,9 +33,8 @@ from megatron_packed_sft.prepare.encode_stage import (
     encode_sources,
     estimate,
 )
-from megatron_packed_sft.prepare.encode_worker import EncodeSettings
+from megatron_packed_sft.prepare.encode_worker import EncodeSettings, try_first_records
 from megatron_packed_sft.prepare.executor import create_executor
-from megatron_packed_sft.prepare.places import places_of
 from megatron_packed_sft.prepare.plan_stage import (
     PackedSequences,
     Planned,
@@ -52,17 +51,15 @@ from megatron_packed_sft.prepare.publish_stage import (
     is_published,
     num_shards,
     publish,
+    refuse_other_files,
+    refuse_replacing,
     stored_bytes,
 )
 from megatron_packed_sft.prepare.rejects import refuse_other_file, rejects_place, write_rejects
 from megatron_packed_sft.prepare.remote_work import RemoteWorkDirectory
-from megatron_packed_sft.prepare.replacing import refuse_other_files, refuse_replacing
-from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, SplitReport
-from megatron_packed_sft.prepare.shares import LookedAt, Share
+from megatron_packed_sft.prepare.report import PrepareReport, SourceReport, SplitReport, card
 from megatron_packed_sft.prepare.sources import SPLITS, ScannedSource, scan
-from megatron_packed_sft.prepare.summary import card
-from megatron_packed_sft.prepare.trial import try_first_records
-from megatron_packed_sft.prepare.work_directory import WorkDirectory
+from megatron_packed_sft.prepare.work_directory import WorkDirectory, places_of
 from megatron_packed_sft.remote.filesystem import is_of_one_process
 from megatron_packed_sft.storage.registry import dataset_storage
 from megatron_packed_sft.support.paths import is_url, redacted
@@ -109,14 +106,14 @@ class Pipeline:
             self._try_first_records(tokenizer)
         with self._work(shared=True) as work:
             settings = self._encode_settings(tokenizer, work.tokens)
-            share = self._joined(work, settings)
-            made_from = self._made_from(share.looked.sources, settings)
+            share = self._join_array(work, settings)
+            made_from = self._made_from(share.listing.sources, settings)
             refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite, by_size=True)
             if self.config.deduplicate:  # every record is compared with all others
                 sources = self._scan()
             else:
                 with self._progress("scan", None, "B") as progress:
-                    sources = share.of_this_call(work, progress.update)
+                    sources = share.scan_own(work, progress.update)
             with self._progress("encode", None, "B") as progress:
                 return encode_share(sources, settings, work, self._executor, progress, share)
 
@@ -134,8 +131,8 @@ class Pipeline:
             settings = self._encode_settings(tokenizer, work.tokens)
             share = None
             if scanned is None:
-                share = self._joined(work, settings)
-                scanned = self._scan() if self.config.deduplicate else share.joined(work, _ignore)
+                share = self._join_array(work, settings)
+                scanned = self._scan() if self.config.deduplicate else share.scanned_by_all(work)
             sources = scanned
             made_from = self._made_from(sources, settings)
             refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite)
@@ -200,7 +197,7 @@ class Pipeline:
     def _work(self, *, shared: bool = False) -> WorkDirectory:
         places = self.places
         if places.work_url is not None:
-            return RemoteWorkDirectory(places.work_url, places.work_dir, shared=shared)
+            return RemoteWorkDirectory(places.work_url, places.work_dir)
         return WorkDirectory(places.work_dir, shared=shared)
 
     def _tokenizer(self) -> Tokenizer:
@@ -245,13 +242,13 @@ class Pipeline:
         with self._progress("encode", sum(one.num_bytes for one in sources), "B") as progress:
             return encode_sources(sources, settings, work, self._executor, progress, share)
 
-    def _joined(self, work: WorkDirectory, settings: EncodeSettings) -> Share:
+    def _join_array(self, work: WorkDirectory, settings: EncodeSettings) -> Share:
         """Agree with the other calls of an array on who reads what; no byte of the input is read for it."""
         assert self._array is not None
-        looked = LookedAt.of(self._sources)
-        call = self._array.join(work, encode_fingerprint(looked.sources, settings))
+        listing = InputListing.of(self._sources)
+        call = self._array.join(work, encode_fingerprint(listing.sources, settings))
         assert call.count is not None
-        return Share(looked, call.count, call.index)
+        return Share(listing, call.count, call.index)
 
     def _audit(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Audit]:
         with self._progress("audit", sum(one.num_bytes for one in sources), "B") as progress:
@@ -369,10 +366,6 @@ def _check(config: PrepareConfig) -> None:
     for key, path in (("output", config.output), ("tokenizer.path", config.tokenizer.path)):
         if not path:
             raise InvalidInputError(f"{key} is empty; give a path")
-
-
-def _ignore(num_bytes: int) -> None:
-    """Take progress and show none: the calls before have read what there was to read."""
 
 
 def _scan_line(sources: Sequence[ScannedSource]) -> tuple[str, str]:

@@ -1,11 +1,11 @@
-"""One plan per split, over all its sequences at once, and what it made of the sequences of each source."""
+"""Plan every split over all its sequences at once, and report what became of the sequences of each source."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprin
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.support.imports import function_named
 from megatron_packed_sft.support.processes import Executor
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore, copies_of_part
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import TokenStore
 
 _PREFIX = "packing."
 # The order in which the packer drops sequences; one that fits and is in no bin was held back.
@@ -30,7 +31,7 @@ _REASONS = (DropReason.BELOW_MIN_LEN, DropReason.ABOVE_MAX_LEN, DropReason.LONGE
 
 @dataclass(frozen=True)
 class Planned:
-    """A split's plan, and whether an earlier run had made it."""
+    """A split's plan, and whether it was reused from an earlier run."""
 
     plan: PackPlan
     reused: bool
@@ -38,14 +39,14 @@ class Planned:
 
 @dataclass
 class PackedSequences:
-    """What a plan made of the sequences of one source."""
+    """What became of the sequences of one source."""
 
     counts: SplitCounts = field(default_factory=SplitCounts)  # what is in the bins
     dropped: dict[DropReason, int] = field(default_factory=dict)  # sequences
 
 
 def check_packing(options: PackOptions) -> None:
-    """Refuse settings that no plan can be made with, before any work is done."""
+    """Refuse impossible settings before any work is done."""
     options.check(_PREFIX, STORABLE_OVERFLOWS)
 
 
@@ -54,19 +55,17 @@ def pack_split(
     options: PackOptions,
     lengths: npt.ArrayLike,
     trained_tokens: npt.ArrayLike | None = None,
-    copies_of: npt.ArrayLike | None = None,
 ) -> PackPlan:
-    """Pack the sequences of a split; steps and whole batches are for training only."""
+    """Return the plan of a split; options for steps and whole batches apply to training only."""
     if split != TRAIN:
         options = replace(options, whole_batches=False, global_batch=None, balance="none")
     if trained_tokens is None and options.balance == "trained_tokens":
-        options = replace(options, balance="none")  # a dry run: the same bins in another order
+        options = replace(options, balance="none")  # a dry run gets the same bins in another order
     try:
         return pack_with(
             options,
             lengths,
             trained_tokens=trained_tokens,
-            copies_of=copies_of,
             prefix=_PREFIX,
             overflows=STORABLE_OVERFLOWS,
         )
@@ -77,19 +76,19 @@ def pack_split(
 def plan_splits(
     stores: Mapping[str, TokenStore], options: PackOptions, work: WorkDirectory, executor: Executor
 ) -> dict[str, Planned]:
-    """Plan every split; a plan is kept as long as the sequences and the options stay the same.
+    """Return the plan of every split; one of an earlier run is reused if sequences and options are the same.
 
     Args:
         stores: the sequences of each split.
         options: how to pack them.
         work: where plans and their receipts are.
-        executor: who looks at the tokens of stores that are not here, where lengths are not enough.
+        executor: reads the tokens of stores that are not here, where lengths are not enough.
     """
     return {split: _plan_split(split, store, options, work, executor) for split, store in stores.items()}
 
 
 def drop_reasons(plan: PackPlan, lengths: npt.NDArray[np.int64], options: PackOptions) -> npt.NDArray[np.int8]:
-    """Return why none of a sequence is in a bin, for each one: a number for `reason_of`, or -1 if it is packed.
+    """Return for each sequence why no token of it is in a bin: a number for `reason_of`, or -1 if it is packed.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -123,7 +122,7 @@ def packed_by_source(
     names: Sequence[str],
     trained_of_item: npt.NDArray[np.int64],
 ) -> dict[str, PackedSequences]:
-    """Return what is in the bins and what is not, for each source.
+    """Return for each source what is in the bins, and how many sequences were dropped.
 
     Args:
         plan: of one split.
@@ -151,7 +150,7 @@ def packed_by_source(
 
 
 def trained_of_items(plan: PackPlan, store: TokenStore, executor: Executor) -> npt.NDArray[np.int64]:
-    """Count the trained tokens of every item of a plan; tokens that two chunks share count once."""
+    """Return the number of trained tokens of every item of a plan; tokens that two chunks share count once."""
     sequence = _sequence_of_item(plan)
     zeros = np.zeros(len(sequence), np.int64)
     start, masked = (zeros, zeros) if plan.chunks is None else (plan.chunks.start, plan.chunks.masked_prefix)
@@ -162,23 +161,25 @@ def trained_of_items(plan: PackPlan, store: TokenStore, executor: Executor) -> n
         items = np.stack([sequence[some] - first, start[some], masked[some], plan.item_lengths[some]]).astype(np.int64)
         tasks.append(_PartTask(number, part, items))
         first += len(part)
-    return np.concatenate(_over_parts(_trained_of_part, tasks, store, executor))
+    return _trained_of_parts(tasks, store, executor)
 
 
 class _PartTask(NamedTuple):
-    """A part to look at."""
+    """A part whose trained tokens are counted."""
 
     number: int
     part: TokenPart
     items: npt.NDArray[np.int64] | None = None  # [sequence inside the part, start, masked prefix, length] of each
 
 
-def _over_parts(
-    look: Callable[[_PartTask], tuple[int, Any]], tasks: Sequence[_PartTask], store: TokenStore, executor: Executor
-) -> list[Any]:
-    """Look at parts, in order: here if they are here, else wherever the executor's processes fetch them."""
-    found = executor.fitting(store.num_tokens).run(look, tasks, _nothing) if store.is_remote else map(look, tasks)
-    return [one for _, one in sorted(found, key=lambda one: one[0])]
+def _trained_of_parts(tasks: Sequence[_PartTask], store: TokenStore, executor: Executor) -> npt.NDArray[np.int64]:
+    """Count in this process if the parts are here, else in the executor's processes, which fetch them."""
+    counts = (
+        executor.fitting(store.num_tokens).run(_trained_of_part, tasks, _no_setup)
+        if store.is_remote
+        else map(_trained_of_part, tasks)
+    )
+    return np.concatenate([trained for _, trained in sorted(counts, key=lambda one: one[0])])
 
 
 def _trained_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64]]:
@@ -192,18 +193,14 @@ def _trained_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64]]:
     return task.number, counted[begin + lengths] - counted[begin + masked]
 
 
-def _copies_of_part(task: _PartTask) -> tuple[int, npt.NDArray[np.int64] | None]:
-    return task.number, copies_of_part(task.part)
-
-
-def _nothing() -> None:
-    """Looking at parts needs no set-up."""
+def _no_setup() -> None:
+    """Counting needs no set-up."""
 
 
 def estimated_trained_of_items(
     plan: PackPlan, lengths: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Share the trained tokens of each sequence among its items by their length, where the tokens were not kept."""
+    """Return about how many trained tokens each item has: its share of its sequence. Dry runs keep no tokens."""
     sequence = _sequence_of_item(plan)
     return np.rint(trained[sequence] * plan.item_lengths / lengths[sequence]).astype(np.int64)
 
@@ -211,7 +208,7 @@ def estimated_trained_of_items(
 def _plan_split(
     split: str, store: TokenStore, options: PackOptions, work: WorkDirectory, executor: Executor
 ) -> Planned:
-    inputs = {"stage": "plan", "split": split, "store": store.fingerprint, "copies": "apart"}
+    inputs = {"stage": "plan", "split": split, "store": store.fingerprint}
     fingerprint = fingerprint_of({**inputs, **asdict(options), **_code_of(options.strategy)})
     name = f"plans/{split}"
     noted = work.receipt(name, fingerprint)
@@ -221,32 +218,23 @@ def _plan_split(
             if plan.order_fingerprint == noted["order_fingerprint"]:
                 return Planned(plan, reused=True)
         except PackedSFTError:
-            pass  # damaged or gone: made again
+            pass  # damaged or gone: plan again
     trained = None
     if split == TRAIN and options.balance == "trained_tokens":
         tasks = [_PartTask(number, part) for number, part in enumerate(store.parts)]
-        trained = np.concatenate(_over_parts(_trained_of_part, tasks, store, executor))
-    plan = pack_split(split, options, store.lengths, trained, _copies(store, executor))
+        trained = _trained_of_parts(tasks, store, executor)
+    plan = pack_split(split, options, store.lengths, trained)
     work.save_plan(split, plan)
     work.write_receipt(name, fingerprint, {"order_fingerprint": plan.order_fingerprint, "num_bins": plan.num_bins})
     return Planned(plan, reused=False)
 
 
 def _code_of(strategy: str) -> dict[str, str]:
-    """Return the source of a strategy that is a user's own function: a plan of its earlier code is not used again."""
+    """Return the source code of a user's own strategy, so that its plans are not reused once it changes."""
     if not is_dotted(strategy):
         return {}
     function = function_named(strategy, "strategy")
     return {"code": inspect.getsource(inspect.getmodule(function) or function)}
-
-
-def _copies(store: TokenStore, executor: Executor) -> npt.NDArray[np.int64] | None:
-    """Return the numbers of `TokenStore.copies`; only parts that may have copies are looked at."""
-    tasks = [_PartTask(number, part) for number, part in enumerate(store.parts) if part.has_copies is not False]
-    found = dict.fromkeys(range(len(store.parts)))
-    looked = _over_parts(_copies_of_part, tasks, store, executor) if tasks else []
-    found.update(zip((task.number for task in tasks), looked, strict=True))
-    return store.numbered(found.values())
 
 
 def _sequence_of_item(plan: PackPlan) -> npt.NDArray[np.int64]:

@@ -143,4 +143,4 @@ def _current_path(noted: str, source: str, sources: Sequence[ScannedSource]) -> 
 
 
 def _damaged(work: WorkDirectory) -> StorageIOError:
-    return StorageIOError(f"the receipts in {work.place} are damaged, so rejects cannot be written; add --force")
+    return StorageIOError(f"the receipts in {work.shown} are damaged, so rejects cannot be written; add --force")

@@ -1,40 +1,61 @@
-"""A work directory in an object store: receipts and token parts are objects, and locks are leases.
+"""A work directory in an object store, for Ray without a shared disk: receipts and token parts are objects.
 
-Every slice is sent by the process that encoded it, its receipt last (`sent_slices.py`). Here is the side that plans: it
-fetches receipts, manifests and offsets into a local copy, never tokens. Parts are fetched by whoever reads them.
+    a worker:    ids, train, offsets, lines ─▶ manifest ─▶ receipt     of each slice, sent in this order
+    the driver:  receipts, manifests and offsets ─▶ a local copy       never tokens
+
+A slice is there when its receipt is, whichever process dies. Parts are fetched by the processes that read them. The
+driver is the only coordinator: the store has no lock, so one preparation at a time may use a work directory at a URL.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, StorageIOError
+from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.prepare.work_directory import WorkDirectory, parsed_receipt, part_number, slice_receipt
-from megatron_packed_sft.remote.filesystem import child, is_missing, missing_error
-from megatron_packed_sft.remote.lease import EXPIRES_AFTER, Lease, Owner, living_owners, owner_of
-from megatron_packed_sft.remote.objects import ObjectInfo, list_objects, object_info, read_object, remove_object
-from megatron_packed_sft.remote.trees import fetch_files
+from megatron_packed_sft.prepare.encode_worker import (
+    EncodeSettings,
+    SliceResult,
+    SliceTask,
+    encode_slice,
+    receipt_of,
+    start_encoder,
+)
+from megatron_packed_sft.prepare.work_directory import (
+    WorkDirectory,
+    home_of,
+    record_numbers_path,
+    rendered_receipt,
+    slice_receipt,
+)
+from megatron_packed_sft.remote.downloads import fetch_files
+from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.objects import (
+    ObjectInfo,
+    file_md5,
+    list_objects,
+    remove_object,
+    write_object,
+)
 from megatron_packed_sft.remote.uploads import send_file
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import redacted
-from megatron_packed_sft.tokens.manifest import OFFSETS
-from megatron_packed_sft.tokens.remote_part import outlined_part
+from megatron_packed_sft.tokens.manifest import OFFSETS, STORE
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.remote_store import RemotePart, outlined_part
 from megatron_packed_sft.tokens.store import TokenStore, write_index
-from megatron_packed_sft.tokens.store_index import STORE
 from megatron_packed_sft.tokens.writer import part_path
 
-_LOCK = "lock.json"
-_CALLS = "calls"
-_MAX_RECEIPT_BYTES = 64 << 20
-_OURS = ("encode.json", "array.json", "tokens", "plans", "published", "scan")
+_OURS = ("encode.json", "tokens", "plans", "published")
 _NUM_THREADS = 16
+_NUM_THREADS_OF_A_WORKER = 4
 
 
 class RemoteWorkDirectory(WorkDirectory):
@@ -42,65 +63,36 @@ class RemoteWorkDirectory(WorkDirectory):
 
     Args:
         url: of the directory.
-        path: of the local copy.
-        shared: several may work here at once, each on slices of its own.
+        path: of the local copy, which only one preparation of this machine can use at a time.
     """
 
-    def __init__(self, url: str, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, url: str, path: Path) -> None:
         self.url = url.rstrip("/")
-        self._leases: list[Lease] = []
-        if shared:
-            self._refuse_lock()
-        else:
-            self._take(_LOCK)
+        super().__init__(path)
         try:
-            if not shared:
-                self._refuse_calls()
-            super().__init__(path, shared=shared)
-            self._there = {name: info for name, info in list_objects(self.url).items() if _is_ours(name)}
-            if not shared:
-                receipts = {name: one for name, one in self._there.items() if name.endswith(".json")}
-                fetch_files(self.url, self.path, receipts)
+            self._there = self._listed()
+            self._fetch(name for name in self._there if name.endswith(".json"))
         except BaseException:
-            self._give_back()
+            self.close()
             raise
 
     @property
-    def place(self) -> str:
-        """What the user calls it, for messages."""
+    def shown(self) -> str:
+        """Its URL without credentials, for messages."""
         return redacted(self.url)
 
     def receipt(self, name: str, fingerprint: str | None) -> dict[str, Any] | None:
-        """Return what was noted when this work was done; None when it was not, or the receipt is damaged."""
-        try:
-            return parsed_receipt(self._read(f"{name}.json"), fingerprint)
-        except StorageIOError as error:
-            if is_missing(error):
-                return None
-            raise
-
-    def _read(self, name: str) -> bytes:
-        """Return a receipt: those of slices as they were when this run began, others as they are now."""
-        info = self._there.get(name)
-        if not name.startswith(("tokens/", "scan/")):
-            return read_object(child(self.url, name), _MAX_RECEIPT_BYTES)
-        if info is None:
-            raise missing_error(f"{redacted(child(self.url, name))} does not exist")
-        fetch_files(self.url, self.path, {name: info})
-        return (self.path / name).read_bytes()
+        """Return what a stage noted when it finished; None if it has not finished, or if the receipt is damaged."""
+        return super().receipt(name, fingerprint) if self._fetch([f"{name}.json"]) else None
 
     def write_receipt(self, name: str, fingerprint: str, result: Mapping[str, Any]) -> None:
-        """Note that work is done. Call it last: what the receipt vouches for must be there."""
-        for lease in self._leases:
-            lease.refuse_lost()
+        """Note that work is done. Call this last: what the receipt lists must be in the store."""
         super().write_receipt(name, fingerprint, result)
         self._send(f"{name}.json")
 
     def load_plan(self, split: str) -> PackPlan:
-        """Return the plan that was saved for a split; an error if it is damaged or gone."""
-        name = f"plans/{split}.npz"
-        if (info := object_info(child(self.url, name))) is not None:
-            fetch_files(self.url, self.path, {name: info})
+        """Return the plan that was saved for a split; raise an error if it is damaged or gone."""
+        self._fetch([f"plans/{split}.npz"])
         return super().load_plan(split)
 
     def save_plan(self, split: str, plan: PackPlan) -> None:
@@ -109,25 +101,21 @@ class RemoteWorkDirectory(WorkDirectory):
         self._send(f"plans/{split}.npz")
 
     def has_slice(self, number: int, noted: Mapping[str, Any]) -> bool:
-        """Return whether every object that the receipt of a slice vouches for is there, as far as the store tells."""
-        objects = noted.get("objects")
-        return objects is not None and all(_is_as_noted(self._there.get(name), one) for name, one in objects.items())
+        """Return whether the store lists every object of a slice's receipt."""
+        return "objects" in noted and all(self._is_listed(name, *one) for name, one in noted["objects"].items())
 
     def record_numbers(self, split: str, number: int) -> Path:
-        """Return the file that says from which line of the input each sequence of a part came."""
+        """Return the file with the line of the input that each sequence of a part came from."""
         path = super().record_numbers(split, number)
-        name = os.path.relpath(path, self.path)
-        if (info := self._there.get(name)) is not None:
-            fetch_files(self.url, self.path, {name: info})
+        self._fetch([os.path.relpath(path, self.path)])
         return path
 
     def fetch_record_numbers(self) -> None:
-        """Make sure that the files of `record_numbers` are here, for a page that names lines."""
-        lines = {name: one for name, one in self._there.items() if name.startswith("tokens/receipts/")}
-        fetch_files(self.url, self.path, lines)
+        """Make the files of `record_numbers` available, for a page that names lines."""
+        self._fetch(name for name in self._there if name.startswith("tokens/receipts/"))
 
     def open_stores(self, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
-        """Return the token stores of some splits, if all are there with these fingerprints."""
+        """Return the token stores of some splits; None unless all exist with these fingerprints."""
         numbers = {
             split: [name.split("/")[2] for name in self._there if _is_manifest_of(name, split)]
             for split in fingerprints
@@ -141,8 +129,8 @@ class RemoteWorkDirectory(WorkDirectory):
         return stores if is_same and self._has_tokens(stores) else None
 
     def publish_parts(self, parts: Mapping[str, Mapping[int, str]]) -> dict[str, TokenStore]:
-        """List the parts of this run as token stores, and remove those that other runs left."""
-        self._there = {name: info for name, info in list_objects(self.url).items() if _is_ours(name)}
+        """Publish the parts of this run as token stores, and remove the parts of other runs."""
+        self._there = self._listed()
         names = {split: [part_path(Path(), number).name for number in some] for split, some in parts.items()}
         wanted = {f"tokens/{split}/{name}" for split, some in names.items() for name in some}
         stores = {split: self._store(split, some) for split, some in sorted(names.items())}
@@ -150,7 +138,8 @@ class RemoteWorkDirectory(WorkDirectory):
             for part, fingerprint in zip(store.parts, parts[split].values(), strict=True):
                 if part.fingerprint != fingerprint:
                     raise PackedSFTError(
-                        f"{self.place}/tokens/{split}/{part.path.name} was replaced by another preparation; run again"
+                        f"{self.shown}/tokens/{split}/{part.path.name} was replaced by another preparation; run again, "
+                        "one preparation at a time"
                     )
             write_index(store)
             self._send(f"tokens/{split}/{STORE}")
@@ -162,73 +151,25 @@ class RemoteWorkDirectory(WorkDirectory):
         """Return 0: every part is checked when it is fetched."""
         return 0
 
-    def is_alone(self) -> bool:
-        """Whether no other call of an array works here."""
-        ours = {lease.url.rpartition("/")[2] for lease in self._leases}
-        return not living_owners(child(self.url, _CALLS)).keys() - ours
-
-    def share(self) -> None:
-        """Nothing: leases of calls do not keep each other out."""
-
-    def hold(self, name: str) -> bool:
-        """Take a lease of one's own until the directory is closed; False if another process has it."""
-        lease, _ = Lease.taken(child(self.url, f"{name}.json"))
-        if lease is not None:
-            self._leases.append(lease)
-            self._refuse_lock()  # the other way round than whoever takes the lock, so that one of two sees the other
-        return lease is not None
-
-    @contextmanager
-    def one_at_a_time(self, name: str) -> Iterator[None]:
-        """Wait for every other process that is inside this block."""
-        lease, _ = Lease.taken(child(self.url, f"{name}.lock.json"))
-        while lease is None:
-            time.sleep(0.2)
-            lease, _ = Lease.taken(child(self.url, f"{name}.lock.json"))
-        try:
-            yield
-        finally:
-            lease.release()
-
     def forget(self) -> None:
-        """Remove what earlier runs left, and nothing else: the user may keep other things here."""
+        """Remove what earlier runs left, and no other objects, which may be the user's."""
         super().forget()
         self._remove(sorted(self._there, key=lambda name: not name.endswith(".json")))  # receipts first
 
-    def close(self) -> None:
-        """Release all locks."""
-        super().close()
-        self._give_back()
+    def _listed(self) -> dict[str, ObjectInfo]:
+        return {name: info for name, info in list_objects(self.url).items() if name.partition("/")[0] in _OURS}
 
-    def _give_back(self) -> None:
-        while self._leases:
-            self._leases.pop().release()
-
-    def _take(self, name: str) -> None:
-        lease, owner = Lease.taken(child(self.url, name))
-        if lease is None:
-            assert owner is not None
-            raise self._busy(owner)
-        self._leases.append(lease)
-
-    def _refuse_lock(self) -> None:
-        owner = owner_of(child(self.url, _LOCK))
-        if owner is not None and owner.is_alive:
-            self._give_back()
-            raise self._busy(owner)
-
-    def _refuse_calls(self) -> None:
-        for owner in living_owners(child(self.url, _CALLS)).values():
-            raise self._busy(owner)
-
-    def _busy(self, owner: Owner) -> InvalidInputError:
-        return InvalidInputError(
-            f"another preparation is working in {self.place}: {owner}; wait for it, choose another work_dir, or, if it "
-            f"was killed, run again {EXPIRES_AFTER / 60:.0f} minutes after it was"
-        )
+    def _fetch(self, names: Iterable[str]) -> bool:
+        """Bring files of the local copy up to date; return whether the store has them all."""
+        wanted = set(names)
+        found = {name: self._there[name] for name in wanted & self._there.keys()}
+        fetch_files(self.url, self.path, found)
+        return len(found) == len(wanted)
 
     def _send(self, name: str) -> None:
-        send_file(self.path / name, child(self.url, name))
+        file = self.path / name
+        send_file(file, child(self.url, name))
+        self._there[name] = ObjectInfo(file.stat().st_size, md5=file_md5(file))
 
     def _remove(self, names: Sequence[str]) -> None:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="packed-sft-remove") as threads:
@@ -240,38 +181,73 @@ class RemoteWorkDirectory(WorkDirectory):
     def _store(self, split: str, names: list[str]) -> TokenStore:
         """Open the outlines of some parts; their manifests and offsets are fetched."""
         files = [f"tokens/{split}/{name}/{file}" for name in names for file in (MANIFEST, OFFSETS)]
-        missing = next((name for name in files if name not in self._there), None)
-        if missing is not None:
-            raise PackedSFTError(f"{self.place}/{missing} was written, but is not there; run again to encode it again")
-        fetch_files(self.url, self.path, {name: self._there[name] for name in files})
+        if not self._fetch(files):
+            missing = next(name for name in files if name not in self._there)
+            raise PackedSFTError(
+                f"{self.shown}/{missing} was written, but is gone; run again to encode its slice again"
+            )
         folder = self.tokens / split
-        parts = [outlined_part(folder / name, child(self.url, "tokens", split, name), self.url) for name in names]
-        receipts = [f"{slice_receipt(part_number(part))}.json" for part in parts]
-        fetch_files(self.url, self.path, {name: self._there[name] for name in receipts if name in self._there})
-        for part in parts:
-            noted = super().receipt(slice_receipt(part_number(part)), None)
-            part.has_copies = None if noted is None else noted.get("copies", {}).get(split)
-        return TokenStore(folder, parts)
+        return TokenStore(
+            folder,
+            [outlined_part(folder / name, child(self.url, "tokens", split, name), self.url) for name in names],
+        )
 
     def _has_tokens(self, stores: Mapping[str, TokenStore]) -> bool:
         """Return whether the store lists every file of every part, in its size."""
         return all(
-            (info := self._there.get(f"tokens/{split}/{part.path.name}/{name}")) is not None
-            and info.size == record.bytes
+            self._is_listed(f"tokens/{split}/{part.path.name}/{name}", record.bytes)
             for split, store in stores.items()
             for part in store.parts
             for name, record in part.manifest.files.items()
         )
 
-
-def _is_ours(name: str) -> bool:
-    return name.partition("/")[0] in _OURS
+    def _is_listed(self, name: str, num_bytes: int, md5: str | None = None) -> bool:
+        info = self._there.get(name)
+        return info is not None and info.size == num_bytes and (None in (info.md5, md5) or info.md5 == md5)
 
 
 def _is_manifest_of(name: str, split: str) -> bool:
     return name.startswith(f"tokens/{split}/part_") and name.endswith(f"/{MANIFEST}")
 
 
-def _is_as_noted(info: ObjectInfo | None, noted: Any) -> bool:
-    size, md5 = noted
-    return info is not None and info.size == size and (info.md5 is None or info.md5 == md5)
+_places: list[tuple[str, Path]] = []  # in a worker process: the URL of the work directory, and its copy on this node
+
+
+def start_sending_encoder(settings: EncodeSettings, url: str) -> None:
+    """Prepare a process for `encode_slice_and_send`."""
+    home = home_of(url)
+    _places[:] = [(url, home)]
+    start_encoder(replace(settings, tokens=home / "tokens"))
+
+
+def encode_slice_and_send(task: SliceTask) -> SliceResult:
+    """Encode a slice; send its parts, and then its receipt."""
+    result = encode_slice(task)
+    url, home = _places[0]
+    tokens = home / "tokens"
+    parts = {split: TokenPart.open(part_path(tokens / split, task.number)) for split in result.parts}
+    files = [path for part in parts.values() for path in part.path.iterdir()]
+    files += [record_numbers_path(tokens, split, task.number) for split in parts]
+    objects = {os.path.relpath(path, home): [path.stat().st_size, file_md5(path)] for path in files}
+    _send_files(home, url, [name for name in objects if not name.endswith(MANIFEST)])
+    _send_files(home, url, [name for name in objects if name.endswith(MANIFEST)])
+    task.slice.file.refuse_changed()  # or its receipt would be about other records
+    noted = {**receipt_of(result, task.slice.file.shown), "objects": objects}
+    write_object(child(url, f"{slice_receipt(task.number)}.json"), rendered_receipt(task.fingerprint, noted))
+    _let_go(url, parts, [record_numbers_path(tokens, split, task.number) for split in parts])
+    return result._replace(drops=())
+
+
+def _send_files(home: Path, url: str, names: list[str]) -> None:
+    with ThreadPoolExecutor(_NUM_THREADS_OF_A_WORKER, thread_name_prefix="packed-sft-send") as threads:
+        list(threads.map(lambda name: send_file(home / name, child(url, name)), names))
+
+
+def _let_go(url: str, parts: Mapping[str, TokenPart], files: list[Path]) -> None:
+    """Move parts that were sent into the cache of the node, where publishing tasks find them, or remove them."""
+    for split, part in parts.items():
+        part.unmap()
+        RemotePart(child(url, "tokens", split, part.path.name), part.fingerprint, url).adopt(part)
+        shutil.rmtree(part.path, ignore_errors=True)
+    for path in files:
+        path.unlink(missing_ok=True)

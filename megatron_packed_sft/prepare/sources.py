@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import InputFile, find_files
-from megatron_packed_sft.records.limits import MAX_RECORD_BYTES
+from megatron_packed_sft.records.record import MAX_RECORD_BYTES
 from megatron_packed_sft.records.schemas.registry import TAKES
 from megatron_packed_sft.records.slices import FileSlice, scan_slices
 

@@ -12,6 +12,7 @@ import xxhash
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.wording import without_url_secrets
 
+MAX_RECORD_BYTES = 16_000_000
 DEEPEST = 100  # levels of lists and objects; templates and their traces recurse, and Python stops at 1,000 calls
 
 
@@ -23,7 +24,7 @@ class Conversation:
         messages: each a dict with `role` and, as given, `content`, `tool_calls` (arguments as objects), `tool_call_id`,
             `name`, `reasoning_content`; keys with null values are removed.
         tools: the tools' JSON schemas, as chat templates take them.
-        train: the weight of each message if the record says so: 0 (or False) leaves it untrained, 1 (or True) trains
+        train: the weight of each message, if the record gives any: 0 (or False) leaves it untrained, 1 (or True) trains
             it, 0.5 trains it half as much; None decides by its role.
         weight: of the whole record; every message's weight is multiplied by it.
         parts: for messages whose content came in parts with weights of their own: (characters, weight) of each part, in
@@ -111,6 +112,18 @@ class NotTakenError(RecordError):
     def at(self, where: Location) -> NotTakenError:
         """Return the same error with its location."""
         return NotTakenError(self.field, self.problem, where)
+
+
+def too_many_bytes(limit: int) -> RecordError:
+    """Return the error for a record that is too long to be parsed.
+
+    Example:
+        >>> print(too_many_bytes(16_000_000))
+        the record has more than max_record_bytes=16,000,000 bytes; split it, remove it, or raise max_record_bytes
+    """
+    return RecordError(
+        "", f"has more than max_record_bytes={limit:,} bytes; split it, remove it, or raise max_record_bytes"
+    )
 
 
 def too_deep(field: str = "") -> RecordError:

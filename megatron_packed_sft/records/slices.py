@@ -23,12 +23,17 @@ from typing import Any, NamedTuple
 import orjson
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.records.files import InputFile
-from megatron_packed_sft.records.formats import json_files, tables
-from megatron_packed_sft.records.formats.json_files import LEFT_OUT, MARK, Cut, array_elements, cut_stream
-from megatron_packed_sft.records.limits import MAX_RECORD_BYTES, too_many_bytes
-from megatron_packed_sft.records.record import Location, RecordError, kind_of, too_deep
-from megatron_packed_sft.records.streams import read_blocks, read_range
+from megatron_packed_sft.records import json_files, tables
+from megatron_packed_sft.records.files import InputFile, read_blocks, read_range
+from megatron_packed_sft.records.json_files import LEFT_OUT, MARK, Cut, array_elements, cut_stream
+from megatron_packed_sft.records.record import (
+    MAX_RECORD_BYTES,
+    Location,
+    RecordError,
+    kind_of,
+    too_deep,
+    too_many_bytes,
+)
 from megatron_packed_sft.support.wording import shortened
 
 SLICE_BYTES = 4 << 20
@@ -49,7 +54,7 @@ class FileSlice:
         start: first byte of the (decompressed) lines or elements; for tables the first record, from 0.
         stop: end of that range.
         first_record: number of its first line or record, from 1.
-        payload: the content, if a worker cannot read a part of the file by itself.
+        payload: the content, if a worker cannot read a part of the file directly.
         max_record_bytes: records with more are errors, and are not parsed.
     """
 
@@ -209,7 +214,7 @@ def _raw_records(file_slice: FileSlice) -> Iterator[tuple[int, bytes]]:
 
 
 def _located(raw: RawRecord) -> RawRecord:
-    """Tell an error where it is."""
+    """Return a record whose error, if it is one, has its location."""
     return raw._replace(value=raw.value.at(raw.where)) if isinstance(raw.value, RecordError) else raw
 
 
@@ -228,7 +233,7 @@ def _portions(file_slice: FileSlice) -> Iterator[bytes]:
 
 
 def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) -> Iterator[bytes]:
-    """Yield portions that end where a record does; of one that is too long, not much more than may be there."""
+    """Yield portions that end where a record does; of a record that is too long, little more than the limit."""
     rest = b""
     for portion in portions:
         text = rest + portion if rest else portion
@@ -243,7 +248,7 @@ def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) ->
 
 
 def _split(text: bytes, number: int, *, is_lines: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a text with their numbers; many blank lines are passed over without looking at each."""
+    """Yield the records of a text with their numbers; many blank lines are skipped at once."""
     separator = _NEWLINE if is_lines else MARK
     if not is_lines or text.count(separator) * _SHORTEST_LINE < len(text):
         yield from enumerate(text.removesuffix(separator).split(separator), number)
@@ -276,7 +281,7 @@ def _parsed(parse: Callable[[bytes], Any], record: bytes, file: InputFile, numbe
 
 
 def _not_utf8(record: bytes) -> RecordError | None:
-    """Return the error for a record in another encoding; orjson reports a wrong place and speaks of surrogates."""
+    """Return the error for a record in another encoding; orjson reports a wrong place for it."""
     try:
         record.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Objects behind URLs: read, listed, written and removed, each request with the retries of `filesystem`."""
+"""Read, list, write and remove objects behind URLs; every request is retried as `filesystem.retried` does."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError
-from megatron_packed_sft.remote.client_errors import http_status
-from megatron_packed_sft.remote.filesystem import child, file_system, refuse_read_only, retried
+from megatron_packed_sft.remote.filesystem import child, file_system, http_status, refuse_read_only, retried
 from megatron_packed_sft.support.paths import redacted
 
 _TAGS = ("generation", "blob_id", "mtime", "created", "LastModified", "last_modified")  # of stores without ETags
-TRIAL = ".upload.trial"  # there for a moment; after a kill it stays, and is no stranger's
-_CHANGED = "its manifest says; it was changed or cut: publish it again"
+TRIAL = ".upload.trial"  # exists for a moment; after a kill it stays, and may be removed
+_CHANGED = "in its manifest; it was changed or cut off: publish it again"
 
 
 class ObjectInfo(NamedTuple):
-    """What a store says of an object.
+    """What a store reports about an object.
 
     Args:
         size: in bytes.
-        tag: changes whenever the object is written: the ETag, or a time; empty if the store says nothing.
-        md5: of the content, in hex, where the store gives one.
+        tag: changes whenever the object is written: the ETag, or a time; empty if the store reports neither.
+        md5: of the content, in hex, if the store reports it.
     """
 
     size: int
@@ -49,13 +48,13 @@ def read_range(url: str, start: int, stop: int) -> bytes:
         try:
             return cast(bytes, system.cat_file(path, start=start, end=stop))
         except Exception as error:
-            if http_status(error) == 416:  # the object ends before the range begins; of an empty one every range does
+            if http_status(error) == 416:  # the object ends before the range begins
                 return b""
             raise
 
     data = retried("read", url, read)
     if len(data) > stop - start:
-        raise StorageIOError(f"cannot read {redacted(url)}: its store ignores ranges; use another store")
+        raise StorageIOError(f"cannot read {redacted(url)}: the store ignores ranges; use another store")
     return data
 
 
@@ -73,29 +72,29 @@ def read_object(url: str, limit: int) -> bytes:
 
 
 def download_file(url: str, path: Path, size: int) -> None:
-    """Stream an object of a known size to a local file; one that turns out longer is given up at once."""
+    """Stream an object of a known size to a local file; stop as soon as it turns out longer."""
 
     def refuse_longer(so_far: int) -> None:
         if so_far > size:
-            raise ShardFileError(f"{redacted(url)} is longer than the {size:,} bytes that {_CHANGED}")
+            raise ShardFileError(f"{redacted(url)} is longer than the {size:,} bytes {_CHANGED}")
 
     def get() -> None:
         system, place = file_system(url)
-        if system.protocol == "msc":  # its downloads do not report their progress
+        if system.protocol == "msc":  # its downloads report no progress
             refuse_longer(int(system.info(place)["size"]))
         callback = importlib.import_module("fsspec.callbacks").Callback()
-        # fsspec tells the size, if it knows it, and then every block.
+        # fsspec reports the size, if it knows it, and then every block.
         callback.call = lambda *_, **__: refuse_longer(max(callback.value, callback.size or 0))
         system.get_file(place, os.fspath(path), callback=callback)
 
     retried("read", url, get, is_transfer=True)
     if path.stat().st_size != size:
         problem = "longer" if path.stat().st_size > size else "shorter"
-        raise ShardFileError(f"{redacted(url)} is {problem} than the {size:,} bytes that {_CHANGED}")
+        raise ShardFileError(f"{redacted(url)} is {problem} than the {size:,} bytes {_CHANGED}")
 
 
 def object_info(url: str, num_attempts: int | None = None) -> ObjectInfo | None:
-    """Return what the store says of an object, asked now; None if there is none."""
+    """Return what the store reports about an object, asked now; None if there is none."""
 
     def ask() -> ObjectInfo | None:
         system, path = file_system(url)
@@ -110,7 +109,7 @@ def object_info(url: str, num_attempts: int | None = None) -> ObjectInfo | None:
 
 
 def list_objects(url: str) -> dict[str, ObjectInfo]:
-    """Return the objects below a URL by their names there, asked now; empty if there are none.
+    """Return name -> report of all objects below a URL, asked now.
 
     Example:
         >>> write_object("memory://doc/list/a/b", b"abc"); list(list_objects("memory://doc/list"))
@@ -118,8 +117,7 @@ def list_objects(url: str) -> dict[str, ObjectInfo]:
     """
     if url.lower().startswith(("http://", "https://")):
         raise InvalidInputError(
-            f"{redacted(url)} cannot be listed: plain HTTP does not tell what is below a URL; copy the data to a local "
-            "path or a bucket"
+            f"{redacted(url)} cannot be listed: plain HTTP has no listings; copy the data to a local path or a bucket"
         )
 
     def ask() -> dict[str, ObjectInfo]:
@@ -128,12 +126,12 @@ def list_objects(url: str) -> dict[str, ObjectInfo]:
         top = path.strip("/") + "/"
         found = {}
         try:
-            listed: Mapping[str, Any] = system.find(path, detail=True, **_loud(system))
+            listed: Mapping[str, Any] = system.find(path, detail=True, **_raising_errors(system))
         except FileNotFoundError:
             return {}
         for name, info in listed.items():
             inside = name.lstrip("/").removeprefix(top)
-            # Consoles of stores make empty objects "folder/", which stand for nothing.
+            # The web consoles of stores make empty objects called "folder/".
             is_file = info.get("type") != "directory" and not inside.endswith("/")
             if name.lstrip("/").startswith(top) and inside and is_file:
                 found[inside] = _parsed(info)
@@ -142,8 +140,8 @@ def list_objects(url: str) -> dict[str, ObjectInfo]:
     return retried("list", url, ask)
 
 
-def _loud(system: Any) -> dict[str, Any]:
-    """Options for a listing that fails with its errors: fsspec's own, which some clients use, would leave them out."""
+def _raising_errors(system: Any) -> dict[str, Any]:
+    """Return options that make a listing raise its errors; fsspec's own, which some clients use, skips them."""
     asynchronous = importlib.import_module("fsspec.asyn").AsyncFileSystem
     parent, name = (
         (asynchronous, "_find")
@@ -151,7 +149,7 @@ def _loud(system: Any) -> dict[str, Any]:
         else (importlib.import_module("fsspec.spec").AbstractFileSystem, "find")
     )
     if getattr(type(system), name) is not getattr(parent, name):
-        return {}  # it has a listing of its own
+        return {}  # the client has a listing of its own
 
     def fail(error: Exception) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -172,36 +170,10 @@ def write_object(url: str, data: bytes) -> None:
     retried("write", url, write)
 
 
-def create_object(url: str, data: bytes) -> bool:
-    """Write a small object unless there is one; return whether it was written, by this very call or an earlier attempt.
-
-    Stores that cannot promise this are asked first, and read afterwards: of two writers at the same moment, one wins.
-
-    Example:
-        >>> create_object("memory://doc/new", b"one"), create_object("memory://doc/new", b"two")
-        (True, False)
-    """
-
-    def create() -> None:
-        system, path = file_system(url)
-        _make_parent(system, path)
-        try:
-            system.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return
-        except (NotImplementedError, TypeError, ValueError):
-            system.invalidate_cache()
-            if not system.exists(path):
-                system.pipe_file(path, data)
-
-    retried("write", url, create)
-    return read_object(url, max(len(data), 1 << 20)) == data
-
-
 def try_writing(url: str) -> None:
-    """Write and remove a small object below a URL, so that a closed or missing bucket shows before hours of work.
+    """Write and remove a small object below a URL, to find a closed or missing bucket before hours of work.
 
-    The URL will have objects below it: where folders are real, this may make one.
+    Where folders are real, this may create one.
 
     Example:
         >>> try_writing("memory://doc/tried"); list_objects("memory://doc/tried")
@@ -215,7 +187,7 @@ def try_writing(url: str) -> None:
         system.pipe_file(path, b"{}")
         try:
             system.rm_file(path)
-        except FileNotFoundError:  # another process tries the same
+        except FileNotFoundError:  # another process did the same
             return
 
     retried("write to", url, write)
@@ -234,7 +206,7 @@ def upload_file(local: Path, url: str) -> None:
 
 
 def remove_object(url: str) -> None:
-    """Remove an object; one that is gone already is fine."""
+    """Remove an object, if it still exists."""
 
     def remove() -> None:
         system, path = file_system(url)
@@ -247,7 +219,7 @@ def remove_object(url: str) -> None:
 
 
 def file_md5(path: Path) -> str:
-    """Return the MD5 of a local file, for comparison with what a store says of its copy."""
+    """Return the MD5 of a local file, for comparison with what a store reports."""
     digest = hashlib.md5(usedforsecurity=False)
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -256,7 +228,7 @@ def file_md5(path: Path) -> str:
 
 
 def _make_parent(system: Any, path: str) -> None:
-    # Object stores have no directories; asking them to make one would try to create the bucket.
+    # Object stores have no directories; to make one is to create the bucket.
     protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
     if "memory" in protocols or "file" in protocols:
         system.makedirs(path.rpartition("/")[0], exist_ok=True)

@@ -1,16 +1,22 @@
-"""A local directory to a store: whole or not readable. The document that readers begin with goes last.
+"""Publish a local directory in a store, whole or unreadable: the document that readers open first is sent last.
 
     arrays ─▶ manifest.json of each shard ─▶ dataset.json
     tensors of a checkpoint ───────────────▶ training_state.json
 
-While an upload runs, .upload.json lists every object that it writes or replaces. So a run after a crash knows what is
-ours, sends only what is missing or different, and removes what an older dataset left; anything else is never touched.
+During an upload, .upload.json lists every object that is written or replaced. After a crash the next run knows from it
+which objects are ours, sends what is missing or different, and removes what an older dataset left. It touches nothing
+else.
+
+Every object is compared with its file: by MD5 where the store reports one, else by the tag of an S3 upload in parts
+(the MD5 of the parts' MD5s; the size of the parts is unknown, so the usual ones are tried), else by reading it back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
@@ -19,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed_sft.errors import ManifestError, ShardError, StorageIOError, TargetExistsError
+from megatron_packed_sft.remote.downloads import is_same_file
 from megatron_packed_sft.remote.filesystem import base_name, child, is_missing, refuse_read_only
 from megatron_packed_sft.remote.objects import (
     TRIAL,
@@ -32,22 +39,25 @@ from megatron_packed_sft.remote.objects import (
     upload_file,
     write_object,
 )
-from megatron_packed_sft.remote.part_tags import is_tag_of_parts
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, new_hasher
 from megatron_packed_sft.support.paths import redacted
 
-UNFINISHED = ".upload.json"  # there while an upload runs, and after one that was cut
+UNFINISHED = ".upload.json"  # exists during an upload, and after one that was killed
 _DATASET = "dataset.json"
-# A reader begins with the first of these that there is; the last one belongs to checkpoints.
+# A reader opens the first of these that exists; the last one belongs to checkpoints.
 _CLOSING = (_DATASET, json_document.MANIFEST, "training_state.json")
 _MAX_LIST_BYTES = 64 << 20
 _BLOCK = 16 << 20
 _NUM_THREADS = 4
+_NUM_THREADS_FOR_SMALL_FILES = 16
+# s3fs takes 50 MiB, boto3 and the AWS command line 8 MiB; then come the parts of other clients and settings.
+_PART_SIZES = tuple(size << 20 for size in (50, 8, 5, 10, 16, 32, 64, 100, 128, 512))
+_TAG_OF_PARTS = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,4})")
 
 
 class UploadReport(NamedTuple):
-    """What an upload did: objects sent, those that were there already, and old ones removed."""
+    """How many objects an upload sent, how many were there already, and how many old ones it removed."""
 
     num_sent: int
     num_kept: int
@@ -57,7 +67,7 @@ class UploadReport(NamedTuple):
 
 @contextlib.contextmanager
 def scratch_directory(near: Path | None = None) -> Iterator[Path]:
-    """Make a directory for files on their way to a store, in TMPDIR or in `near`; it is removed afterwards."""
+    """Make a directory for files on their way to a store, in TMPDIR or in `near`, and remove it after the block."""
     path = Path(tempfile.mkdtemp(prefix="packed-sft-upload-", dir=near))
     try:
         yield path
@@ -67,7 +77,7 @@ def scratch_directory(near: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def uploading(url: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a local path to write to; what is there at the end of the block is published under the URL.
+    """Yield a local path to write to, and publish its content under the URL at the end of the block.
 
     Example:
         >>> with uploading("memory://doc/file") as path:
@@ -83,9 +93,9 @@ def uploading(url: str, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def begin_upload(url: str, shards: Sequence[str]) -> None:
-    """Announce shards that many processes will send, each with `send_shard`; `upload` of the rest ends it.
+    """Announce shards that many processes will send with `send_shard`, before `upload` sends the rest.
 
-    What is published there is not readable any more, and may be replaced.
+    A dataset that is published there becomes unreadable, and may be replaced.
 
     Args:
         url: of the dataset.
@@ -102,9 +112,9 @@ def begin_upload(url: str, shards: Sequence[str]) -> None:
 
 
 def send_shard(local: Path, url: str) -> int:
-    """Send the files of a shard that are not there yet, its manifest last, and remove others; return the bytes sent.
+    """Send the files of a shard that are not there yet, its manifest last; return the bytes sent.
 
-    Every object is checked as by `upload`.
+    Every object is checked as by `upload`; objects that are no files of the shard are removed.
     """
     if local.is_file():
         return _send(local, url, object_info(url), None) or 0
@@ -121,8 +131,23 @@ def send_shard(local: Path, url: str) -> int:
 
 
 def send_file(local: Path, url: str) -> None:
-    """Send a file and check the object, without a look at what is there."""
+    """Send a file and check the object, whether or not it was there already."""
     _send(local, url, None, None)
+
+
+def send_files(local: Path, url: str, names: Sequence[str]) -> int:
+    """Send the files that are missing or different in a store, unchecked, and return how many.
+
+    Args:
+        local: a directory.
+        url: of its copy.
+        names: of the files, below it.
+    """
+    there = list_objects(url)
+    changed = [name for name in names if name not in there or not is_same_file(local / name, there[name])]
+    with ThreadPoolExecutor(_NUM_THREADS_FOR_SMALL_FILES, thread_name_prefix="packed-sft-send") as threads:
+        list(threads.map(lambda name: upload_file(local / name, child(url, name)), changed))
+    return len(changed)
 
 
 def upload(
@@ -135,15 +160,15 @@ def upload(
 ) -> UploadReport:
     """Publish a local shard, file or dataset directory under a URL.
 
-    Every object is compared with its file after it was sent: in size, and in MD5 where the store reports one, else it
-    is read back. What is there already with the same content is not sent again.
+    Every object is compared with its file after it was sent. One that is there already with the same content is not
+    sent again.
 
     Args:
         local: the directory or the file.
-        url: what it will be called.
-        overwrite: replace other data that was published there. Objects that no publication lists are never removed.
+        url: to publish it under.
+        overwrite: replace other data that was published there; objects that no publication lists are never removed.
         on_bytes: called with the size of each file after it was checked.
-        elsewhere: names of shards that are there already, after `begin_upload` and `send_shard`.
+        elsewhere: names of shards that other processes have sent, after `begin_upload` and `send_shard`.
 
     Example:
         >>> import tempfile; home = Path(tempfile.mkdtemp()); _ = (home / "manifest.json").write_text("{}")
@@ -158,7 +183,7 @@ def upload(
     replaced = _refuse_others(url, names, closing, there, local, overwrite=overwrite)
     lost = set(elsewhere) - {_shard_of(name) for name in there}
     if lost:
-        raise StorageIOError(f"{redacted(child(url, min(lost)))} was sent, but is not there; run again")
+        raise StorageIOError(f"{redacted(child(url, min(lost)))} was sent, but is missing now; run again")
     kept = {*names, UNFINISHED, *elsewhere, *(f"{name}/" for name in elsewhere)}
     stale = sorted(name for name in replaced & set(there) if not _is_covered(name, kept))
     is_whole = closing in there and not stale and UNFINISHED not in there
@@ -166,7 +191,7 @@ def upload(
         return UploadReport(0, len(names), 0, 0)
     write_object(child(url, UNFINISHED), json_document.render({"objects": sorted(replaced | kept)}))
     if closing in there:
-        remove_object(child(url, closing))  # from here on until the end there is nothing that a reader would open
+        remove_object(child(url, closing))  # from here until the end, there is nothing that a reader would open
         there.pop(closing)
     num_sent = num_bytes = 0
     for batch in _in_order(names, closing):
@@ -183,7 +208,7 @@ def upload(
 
 
 def remove_published(url: str) -> int:
-    """Remove what was published under a URL, whole or in part; return how many objects. Strangers are left alone.
+    """Remove what was published under a URL, whole or in part, and return how many objects; leave all others alone.
 
     Example:
         >>> import tempfile; home = Path(tempfile.mkdtemp()); _ = (home / "manifest.json").write_text("{}")
@@ -195,7 +220,7 @@ def remove_published(url: str) -> int:
     closing = next((name for name in _CLOSING if name in there), None)
     listed = _listed(url, there) | (set() if closing is None else _published_names(url, closing))
     ours = sorted(listed & set(there))
-    if ours:  # as for an upload: whoever comes after a crash knows what is ours
+    if ours:  # as in an upload: after a crash, the next run knows what is ours
         write_object(child(url, UNFINISHED), json_document.render({"objects": ours}))
     for name in sorted(ours, key=lambda name: name != closing):  # not readable from the first one on
         remove_object(child(url, name))
@@ -205,7 +230,7 @@ def remove_published(url: str) -> int:
 
 
 def refuse_existing(url: str, *, overwrite: bool = False) -> None:
-    """Refuse a URL with something in it, before hours of work; what an upload that was cut left there is fine."""
+    """Refuse a URL that holds anything but the remains of a killed upload, before hours of work."""
     refuse_read_only(url)
     there = list_objects(url)
     there.pop(TRIAL, None)
@@ -215,17 +240,17 @@ def refuse_existing(url: str, *, overwrite: bool = False) -> None:
 
 
 def refuse_unfinished(url: str, there: Collection[str] | None = None) -> None:
-    """Refuse what an upload has not finished: it looks like a folder of arrays, which nobody should work with.
+    """Refuse an unfinished upload, which would look like a folder of arrays.
 
     Args:
         url: of a dataset, a shard or a checkpoint.
-        there: the names of the objects below it; asked for if they are not known.
+        there: the names of the objects below it; None asks the store.
     """
     is_unfinished = UNFINISHED in there if there is not None else object_info(child(url, UNFINISHED)) is not None
     if is_unfinished and not any(name in (there or ()) for name in _CLOSING):
         raise StorageIOError(
-            f"{redacted(url)} is not whole: an upload to it is under way, or was cut; wait for it, or run the command "
-            "again that writes it"
+            f"{redacted(url)} is incomplete: an upload to it is running or was killed; wait for it, or run the command "
+            "that writes it again"
         )
 
 
@@ -234,12 +259,12 @@ def _files_below(local: Path) -> list[str]:
         os.path.relpath(os.path.join(folder, name), local) for folder, _, some in os.walk(local) for name in some
     )
     if not any(name in found for name in _CLOSING):
-        raise ShardError(f"{local} has none of {', '.join(_CLOSING)}; it is not whole, write it again")
+        raise ShardError(f"{local} has none of {', '.join(_CLOSING)}; it is incomplete, write it again")
     return found
 
 
 def _in_order(names: Sequence[str], closing: str | None = None) -> Iterator[list[str]]:
-    """Yield what may be sent at the same time: everything that a document vouches for comes before it."""
+    """Yield batches of files that may be sent at the same time; a document comes after everything that it lists."""
     manifests = [name for name in names if name.rpartition("/")[2] == json_document.MANIFEST and name != closing]
     yield sorted(set(names) - {closing, *manifests})
     yield manifests
@@ -249,7 +274,7 @@ def _in_order(names: Sequence[str], closing: str | None = None) -> Iterator[list
 def _refuse_others(
     url: str, names: Sequence[str], closing: str, there: dict[str, ObjectInfo], local: Path, *, overwrite: bool
 ) -> set[str]:
-    """Return the names of what may be replaced; refuse a target that holds anything else."""
+    """Return the names of the objects that may be replaced; refuse a target that holds any other."""
     ours = {UNFINISHED, TRIAL, *_listed(url, there)}
     published = next((name for name in _CLOSING if name in there), None)
     if published is not None:
@@ -258,15 +283,15 @@ def _refuse_others(
             raise _exists(url, there)
         ours |= _published_names(url, published)
         return ours | {name for name in names if name in there}
-    strangers = {name for name in there if name not in names and not _is_covered(name, ours)}
-    if strangers:
-        shown = ", ".join(sorted(strangers)[:3])
+    others = {name for name in there if name not in names and not _is_covered(name, ours)}
+    if others:
+        shown = ", ".join(sorted(others)[:3])
         raise TargetExistsError(f"{redacted(url)} holds other objects ({shown}); choose another URL")
     return {name for name in there if _is_covered(name, ours)} | ours
 
 
 def _is_covered(name: str, listed: Set[str]) -> bool:
-    """Return whether a list has a name, or a directory of it: those end with a slash."""
+    """Return whether a list names an object or one of its directories; those end with a slash."""
     parts = name.split("/")
     return name in listed or any("/".join(parts[:depth]) + "/" in listed for depth in range(1, len(parts)))
 
@@ -277,7 +302,7 @@ def _shard_of(name: str) -> str:
 
 
 def _listed(url: str, there: dict[str, ObjectInfo]) -> set[str]:
-    """Return what an upload that was cut says it would write."""
+    """Return what a running or killed upload announced."""
     if UNFINISHED not in there:
         return set()
     try:
@@ -289,7 +314,7 @@ def _listed(url: str, there: dict[str, ObjectInfo]) -> set[str]:
 
 
 def _published_names(url: str, closing: str) -> set[str]:
-    """Return the objects that belong to what is published: those that its own documents name."""
+    """Return the objects of a publication: those that its own documents name."""
     try:
         document = json_document.parse(read_object(child(url, closing), _MAX_LIST_BYTES), closing)
     except ManifestError:
@@ -324,7 +349,9 @@ def _send(local: Path, url: str, there: ObjectInfo | None, on_bytes: Callable[[i
         upload_file(local, url)
         sent = True
         if not _is_same(local, url, object_info(url)):
-            raise StorageIOError(f"{redacted(url)} is not what was sent; another writer may be at work, or run again")
+            raise StorageIOError(
+                f"{redacted(url)} is not what was sent; run again, and check that no other process writes there"
+            )
     if on_bytes is not None:
         on_bytes(size)
     return size if sent else None
@@ -337,7 +364,7 @@ def _is_same(local: Path, url: str, there: ObjectInfo | None) -> bool:
         return True
     if is_tag_of_parts(local, there.tag):
         return True
-    # No MD5, or one of something else than the content (encryption, parts): read it back.
+    # No MD5, or one of something other than the content (encryption, parts): read it back.
     hasher = new_hasher(DEFAULT_ALGORITHM)
     try:
         for start in range(0, there.size, _BLOCK):
@@ -356,3 +383,34 @@ def _exists(url: str, there: dict[str, ObjectInfo]) -> TargetExistsError:
     return TargetExistsError(
         f"{redacted(url)} exists already; choose another name, or add --overwrite (overwrite=True)"
     )
+
+
+def is_tag_of_parts(local: Path, tag: str) -> bool:
+    """Return whether a tag proves that an object has the content of a local file.
+
+    Example:
+        >>> is_tag_of_parts(Path("not even opened"), "0123")
+        False
+    """
+    found = _TAG_OF_PARTS.fullmatch(tag)
+    if found is None:
+        return False
+    size, num_parts = local.stat().st_size, int(found[2])
+    sizes = [one for one in _PART_SIZES if -(-size // one) == num_parts]
+    return any(_tag(local, one) == tag for one in sizes)
+
+
+def _tag(local: Path, part_size: int) -> str:
+    parts = b""
+    with open(local, "rb", buffering=0) as file:
+        while True:
+            digest, missing = hashlib.md5(usedforsecurity=False), part_size
+            while missing and (block := file.read(min(1 << 20, missing))):
+                digest.update(block)
+                missing -= len(block)
+            if missing == part_size:
+                break
+            parts += digest.digest()
+            if missing:
+                break
+    return f"{hashlib.md5(parts, usedforsecurity=False).hexdigest()}-{len(parts) // 16}"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.ahead import NUM_SHARDS_AT_ONCE
 from megatron_packed_sft.remote.copies import copy_of, kept_copy
 from megatron_packed_sft.remote.downloads import Contents
+from megatron_packed_sft.remote.fetch_ahead import NUM_SHARDS_AT_ONCE
 from megatron_packed_sft.remote.filesystem import child, given_url
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import object_info, read_object

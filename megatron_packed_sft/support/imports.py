@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,24 @@ def load(module: str, extra: str, purpose: str) -> Any:
             f"{purpose} needs the package {module.partition('.')[0]}; install it with "
             f"pip install 'megatron-packed-sft[{extra}]'"
         ) from error
+
+
+def require_torch(what: str, extra: str = "torch") -> None:
+    """Refuse a call that needs PyTorch if PyTorch is not installed; it is not imported.
+
+    Args:
+        what: needs it, such as the name of a function or a command.
+        extra: our extra that installs it, with everything else that `what` needs.
+    """
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
+        raise torch_is_missing(what, extra)
+
+
+def torch_is_missing(what: str, extra: str = "torch") -> MissingDependencyError:
+    """Return the error for something that needs PyTorch; see `require_torch`."""
+    return MissingDependencyError(
+        f"{what} needs PyTorch, which is not installed; install it with pip install 'megatron-packed-sft[{extra}]'"
+    )
 
 
 def function_named(name: str, key: str) -> Callable[..., Any]:

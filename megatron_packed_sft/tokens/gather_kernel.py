@@ -1,4 +1,4 @@
-"""The compiled loops of the token store: verified sequences, sequences into bins, and copies among neighbours."""
+"""The compiled loops of the token store: verify sequences, and copy them into bins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy.typing as npt
 from megatron_packed_sft.support.compiled import inner_kernel, kernel
 from megatron_packed_sft.support.memory_kernel import hash_bytes, prefetch
 
-# Sequences lie anywhere, and a processor fetches ahead inside one only. Told where the next ones are, it fills bins in
-# two thirds of the time.
+# Sequences are scattered, and processors prefetch inside one only. With explicit prefetches of the next sequences, bins
+# are filled in two thirds of the time.
 _SEQUENCES_AHEAD = 3
 _TOKENS_AHEAD = 1024
 _CACHE_LINE = 64
 _COMPARED_AT_ONCE = 8  # sequences: a few thousand tokens
 
 OK = 0
-BAD_OFFSETS = 1  # they lead out of the part
-BAD_LENGTH = 2  # the sequence does not have the tokens that are wanted of it
+BAD_OFFSETS = 1  # outside the part
+BAD_LENGTH = 2  # the sequence is shorter or longer than the plan expects
 BAD_CHECKSUM = 3
 
 
@@ -40,7 +40,7 @@ def _find_unsound(
     """Compare sequences[first:stop] as `find_unsound` does.
 
     Asking an array for its address takes longer than a hash, so `addresses` has those of ids, train, weights (0: none)
-    and of itself; behind them it has room for four numbers to hash.
+    and of itself, followed by room for four numbers to hash.
     """
     ids, train, weights, numbers = addresses[0], addresses[1], addresses[2], addresses[3] + 32
     for k in range(first, stop):
@@ -87,17 +87,16 @@ def find_unsound(
     is_always: bool,
     sequences: npt.NDArray[np.int64],
 ) -> int:
-    """Compare sequences with their checksums (see sequence_checksums.py); return the place of the first one that
-    differs, or -1.
+    """Compare sequences with their checksums (see part.py); return the place of the first one that differs, or -1.
 
     Args:
         function: the address of XXH3_64bits.
         ids, train, weights: of the part; `weights` is empty for a part without.
         begins, ends: where its sequences are, inside these arrays.
         checksums: of its sequences.
-        verified: which of them were compared before; a byte each, so that threads may set it twice.
-        is_always: compare also what was compared before.
-        sequences: the numbers of those to compare; they are inside the arrays.
+        verified: which of them were compared before; a byte each, so that threads may set it concurrently.
+        is_always: also compare sequences that were compared before.
+        sequences: numbers of the sequences to compare; they must be inside the arrays.
     """
     found = _addresses(ids, train, weights)
     size = ids.itemsize
@@ -130,16 +129,16 @@ def fill_bins(
 ) -> tuple[int, int]:
     """Copy items into bins, align their masks with the next token, and compare new sequences with their checksums.
 
-    Items are pieces of sequences: i is [starts[i], starts[i] + lengths[i]) of its sequence and goes to position
-    positions[i] of bin bins[i]. Its first overlaps[i] tokens are trained in another chunk of the same sequence, so they
-    are not trained here. Returns what is wrong, and at which of the sequences.
+    Item i is [starts[i], starts[i] + lengths[i]) of its sequence and goes to position positions[i] of bin bins[i]. Its
+    first overlaps[i] tokens are trained in another chunk of the same sequence, so they are not trained here. Returns
+    what is wrong (OK if nothing), and at which of the sequences.
 
     Args:
         function, ids, train, weights, checksums, verified, is_always: as for `find_unsound`; without checksums nothing
             is compared.
         begins, ends: where the sequences of the part are, inside its arrays.
-        sequences: the numbers of those to copy.
-        items: which item each of them is.
+        sequences: numbers of the sequences to copy.
+        items: the item of each of them.
         starts, lengths, overlaps, bins, positions: of all items.
         are_whole: an item is all of its sequence.
         out_ids, out_mask: the bins.
@@ -165,7 +164,7 @@ def fill_bins(
         start, length, number, position = begin + starts[item], lengths[item], bins[item], positions[item]
         if start < begin or length < 1 or start + length > end or (are_whole and start + length < end):
             return BAD_LENGTH, k
-        # Slices first: indices from 0 need no check for negative ones, so the loops become vector copies.
+        # On slices, indices start at 0 and need no test for negative ones, so the loops become vector copies.
         from_ids, to_ids = ids[start : start + length], out_ids[number, position : position + length]
         from_train, to_mask = train[start + 1 : start + length], out_mask[number, position : position + length]
         for j in range(length):
@@ -175,7 +174,7 @@ def fill_bins(
         to_mask[length - 1] = 0
         for j in range(min(overlaps[item] - 1, length)):  # token j + 1 is the one that position j predicts
             to_mask[j] = 0
-        # Some at a time, after they were copied: then they are hashed in the cache, and none is waited for.
+        # A few at a time, after they were copied: then they are hashed from the processor's cache.
         if checksums.size > 0 and (k + 1 - num_compared == _COMPARED_AT_ONCE or k + 1 == sequences.size):
             unsound = _find_unsound(
                 function,
@@ -211,8 +210,8 @@ def fill_weights(
 ) -> None:
     """Copy the weights of the items that `fill_bins` has placed, aligned with the next token as their mask is.
 
-    They count where the mask does, so what was trained in another chunk is not weighted twice. `weights` is empty for
-    a part whose trained tokens all count 1.
+    A weight counts where the mask is 1, so overlaps of chunks are not weighted twice. `weights` is empty for a part
+    whose trained tokens all count 1.
     """
     for k in range(sequences.size):
         item = items[k]
@@ -241,37 +240,3 @@ def fill_gaps(
         for j in range(positions[k], ends[k]):
             out_ids[bins[k], j] = pad_id
             out_mask[bins[k], j] = 0
-
-
-@kernel
-def number_copies(
-    ids: npt.NDArray[Any],
-    train: npt.NDArray[np.uint8],
-    weights: npt.NDArray[np.float32],
-    begins: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    numbers: npt.NDArray[np.int64],
-) -> bool:
-    """Give each sequence of a part its number, and a copy of the one before that one's number.
-
-    `weights` is empty for a part without. Returns whether there is any copy.
-    """
-    found = False
-    for k in range(begins.size):
-        numbers[k] = k
-        start, length = begins[k], ends[k] - begins[k]
-        if k == 0 or start - begins[k - 1] != length:
-            continue
-        before = begins[k - 1]
-        is_copy = True
-        for j in range(length):
-            if ids[start + j] != ids[before + j] or train[start + j] != train[before + j]:
-                is_copy = False
-                break
-        if weights.size > 0:
-            for j in range(length):
-                is_copy &= weights[start + j] == weights[before + j]
-        if is_copy:
-            numbers[k] = numbers[k - 1]
-            found = True
-    return found

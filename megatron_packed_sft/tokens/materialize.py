@@ -1,33 +1,50 @@
 """Turn a plan and a token store into shards: one compiled pass per block of bins, straight into the writer.
 
+`materialize` fills one writer. `materialize_shards` and `write_shards` write many shards with any number of processes,
+to disk or to an object store; the bytes are always the same.
+
     plan.bin_order ─▶ block of bins ─▶ where each item goes (NumPy) ─▶ copy + mask alignment (compiled) ─▶ write_block
 
-Memory is two blocks, however many bins there are; tokens are read through the store's maps.
+Memory is two blocks, whatever the number of bins; tokens are read through the store's memory maps.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
+from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, TargetExistsError
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.remote.filesystem import child
+from megatron_packed_sft.remote.uploads import scratch_directory, send_shard
+from megatron_packed_sft.storage.bins import BinBlock, BinFigures
+from megatron_packed_sft.storage.dataset_directory import ShardEntry
 from megatron_packed_sft.storage.interface import PackedShardWriter
-from megatron_packed_sft.support.checksum import hash_function
-from megatron_packed_sft.tokens.gathered import GatheredSequences
-from megatron_packed_sft.tokens.store import TokenPart, TokenStore
+from megatron_packed_sft.storage.loss_weights import cannot_keep
+from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
+from megatron_packed_sft.support.checksum import hash_function, stored_size
+from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.processes import Executor, LocalExecutor
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.remote_store import GatheredSequences
+from megatron_packed_sft.tokens.store import TokenStore
 
-_BLOCK_BYTES = 4 << 20  # smaller blocks lose more to handing the GIL over than they win in cache
+_BLOCK_BYTES = 4 << 20  # smaller blocks lose more to switching the GIL than they gain in cache
+# The most scratch space for the shards of one task whose sequences are gathered.
+_MOST_BYTES_AT_ONCE = 16 << 30
 
 
 class Placements(NamedTuple):
-    """Where the items of a block of bins come from and go to: one entry per item, bin after bin."""
+    """The source and the target of each item of a block of bins, bin after bin."""
 
     sequences: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]  # inside the sequence
@@ -35,7 +52,7 @@ class Placements(NamedTuple):
     overlaps: npt.NDArray[np.int64]
     bins: npt.NDArray[np.int64]  # inside the block
     positions: npt.NDArray[np.int64]  # inside the bin
-    ends: npt.NDArray[np.int64]  # of the room each takes: its position + its padded length
+    ends: npt.NDArray[np.int64]  # position + padded length
     counts: npt.NDArray[np.int64]  # items per bin
     packed_len: npt.NDArray[np.int64]  # per bin
 
@@ -57,8 +74,8 @@ class _Buffer(NamedTuple):
 def stored_width(plan: PackPlan) -> int:
     """Return how many tokens the longest bin of a plan stores.
 
-    That is at most `pack_size` for plans by `measure="tokens"`. Plans by `measure="inputs"`, and sequences longer than
-    the pack (`overflow="single"`), need more.
+    It is at most `pack_size` for plans with `measure="tokens"`. Plans with `measure="inputs"`, and sequences longer
+    than the pack (`overflow="single"`), need more.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
@@ -87,15 +104,15 @@ def materialize(
 ) -> int:
     """Write the bins of a plan, in its reading order, as bins 0, 1, 2, ... of a writer; return the tokens written.
 
-    Masks come out next-token aligned; the overlap of split sequences is not trained twice; with `pad_seq_to_mult` each
-    sequence is padded with `pad_id` so that its inputs are a multiple. `writer.finalize` is left to the caller.
+    Masks are aligned with the next token; the overlap of split sequences is not trained twice; with `pad_seq_to_mult`
+    each sequence is padded with `pad_id` so that its inputs are a multiple. The caller calls `writer.finalize`.
 
     Args:
         plan: from `pack`, over `store.lengths`.
         store: the token store.
-        writer: has room for the bins, each up to `width` tokens.
-        bins: canonical numbers of the bins to write; all of them, in reading order, when not given.
-        width: the writer's pack size; the plan's pack_size when not given.
+        writer: for these bins, each of up to `width` tokens.
+        bins: canonical numbers of the bins to write; by default all of them, in reading order.
+        width: the writer's pack size; by default the plan's.
         pad_id: fills bins and padded sequences; the writer's pad_id.
         on_bins: called with the number of bins after each block, such as a progress bar's `update`.
     """
@@ -106,7 +123,7 @@ def materialize(
 
 
 def no_progress(num_bins: int) -> None:
-    """Take a number of bins and do nothing with it."""
+    """Ignore progress."""
 
 
 def write_bins(
@@ -156,14 +173,14 @@ def check_fit(plan: PackPlan, store: TokenStore, width: int) -> None:
         )
     if not fits:
         for part in store.parts if not store.is_remote else ():
-            part.spans(np.arange(len(part)))  # a wrong offset has a wrong length, too
+            part.spans(np.arange(len(part)))  # wrong lengths may come from damaged offsets, which is an error here
         raise _made_from_others(store)
 
 
 def _refused(
     store: TokenStore | GatheredSequences, part: TokenPart | GatheredSequences, sequence: int, is_unsound: bool
 ) -> PackedSFTError:
-    """Return the error for a sequence that could not be put into a bin."""
+    """Return the error for a sequence that could not be copied into a bin."""
     if is_unsound:
         return part.damaged(sequence)
     try:
@@ -175,7 +192,7 @@ def _refused(
 
 def _made_from_others(store: TokenStore | GatheredSequences) -> InvalidInputError:
     return InvalidInputError(
-        f"the plan was not made from {store.path}: their lengths differ; plan again with the lengths of this store"
+        f"the plan was not made from {store.path}: their lengths differ; pack the lengths of this store"
     )
 
 
@@ -201,7 +218,7 @@ def _blocks(
             weights[:] = 0
         for part, chosen, inside in store.by_part(items.sequences):
             arrays = part.arrays
-            if not hash_function():  # an xxhash that does not export its functions
+            if not hash_function():  # this build of xxhash does not export its functions
                 part.spans(inside)
             code, bad = gather_kernel.fill_bins(
                 *arrays.for_kernels(part.verify),
@@ -249,7 +266,7 @@ def _blocks(
 
 
 def place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> Placements:
-    """Return where the items of some bins come from and go to."""
+    """Return the source and the target of each item of some bins."""
     first = plan.bin_offsets[bins]
     counts = plan.bin_offsets[bins + 1] - first
     offsets = np.concatenate(([0], np.cumsum(counts)))
@@ -276,3 +293,185 @@ def place(plan: PackPlan, bins: npt.NDArray[np.int64]) -> Placements:
         counts=counts,
         packed_len=filled[offsets[1:]] - filled[offsets[:-1]],
     )
+
+
+def materialize_shards(
+    plan: PackPlan,
+    store: TokenStore,
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    storage: str = DEFAULT_STORAGE,
+    num_workers: int = 1,
+    executor: Executor | None = None,
+    pad_id: int = 0,
+    on_bins: Callable[[int], object] | None = None,
+) -> list[BinFigures]:
+    """Write a plan as several shards, with any number of processes; the bytes are always the same.
+
+    The bins are cut, in reading order, into as many even runs as there are paths. A shard that exists already is an
+    error. If one shard fails, those published before it stay; to get all or none, publish them below one staged
+    directory, as `DatasetWriter` does.
+
+    Args:
+        plan: from `pack`, over `store.lengths`.
+        store: the token store.
+        paths: of the shards.
+        storage: of the shards.
+        num_workers: processes of this machine.
+        executor: writes the shards instead of processes of this machine; it may retry a shard after a worker died.
+        pad_id: fills bins and padded sequences.
+        on_bins: called with the number of bins after each block or shard.
+    """
+    if num_workers < 1:
+        raise InvalidInputError(f"num_workers is {num_workers}; it must be at least 1")
+    written = write_shards(
+        plan,
+        store,
+        [local_path(path) for path in paths],
+        storage=storage,
+        executor=executor or LocalExecutor(num_workers),
+        pad_id=pad_id,
+        on_bins=on_bins,
+    )
+    return [one.figures for one in written]
+
+
+class WrittenShard(NamedTuple):
+    """The figures of a written shard and, if it was sent to an object store, its entry in dataset.json."""
+
+    figures: BinFigures
+    entry: ShardEntry | None = None
+
+
+def write_shards(
+    plan: PackPlan,
+    store: TokenStore,
+    paths: Sequence[Path],
+    *,
+    storage: str,
+    executor: Executor,
+    pad_id: int = 0,
+    on_bins: Callable[[int], object] | None = None,
+    url: str | None = None,
+    scratch: Path | None = None,
+) -> list[WrittenShard]:
+    """Write a plan as shards, as `materialize_shards` does.
+
+    Args:
+        plan, store, paths, storage, executor, pad_id, on_bins: as there. The parts of the store may be in an object
+            store; then each task takes several shards and reads the parts once for all of them.
+        url: of a split in an object store: every shard is sent there as soon as it is written, and removed here.
+        scratch: a directory for temporary files; nodes that do not have it use TMPDIR.
+    """
+    if not 1 <= len(paths) <= plan.num_bins:
+        raise InvalidInputError(f"{len(paths)} shards cannot share {plan.num_bins} bins; choose 1 to {plan.num_bins}")
+    kind = storage_named(storage)
+    if store.has_weights and not kind.keeps_weights:
+        raise cannot_keep(str(store.path), storage)
+    width = stored_width(plan)
+    check_fit(plan, store, width)
+    runs = np.array_split(plan.bin_order.astype(np.int64), len(paths))
+    job = _Job(plan, store, max(plan.pack_size, width), pad_id, kind.name, url, scratch)
+    on_bins = on_bins or no_progress
+    tasks = [_ShardTask(*task) for task in zip(count(), paths, runs, strict=False)]
+    is_alone = isinstance(executor, LocalExecutor) and (executor.num_workers == 1 or len(paths) == 1)
+    if is_alone and url is None and not store.is_remote:
+        return [WrittenShard(job.write_shard(path, run, on_bins)) for path, run in zip(paths, runs, strict=True)]
+    for path in paths if url is None else ():
+        if os.path.lexists(path):
+            raise TargetExistsError(f"{path} exists already; remove it or choose another path")
+    executor = executor.fitting(store.num_tokens)
+    shard_bytes = job.width * len(runs[0]) * 5
+    groups = _grouped(tasks, executor.num_workers, shard_bytes) if store.is_remote else [[task] for task in tasks]
+    written: dict[int, WrittenShard] = {}
+    for some in executor.run(_write_shard, groups, _receive, job):
+        written |= some
+        on_bins(sum(len(runs[number]) for number in some))
+    _received.clear()
+    return [one for _, one in sorted(written.items())]
+
+
+def _grouped(tasks: Sequence[_ShardTask], num_workers: int, shard_bytes: int) -> list[list[_ShardTask]]:
+    """Group shards into tasks: two tasks per worker, or more where one would need too much scratch space."""
+    size = min(-(-len(tasks) // (2 * num_workers)), max(1, _MOST_BYTES_AT_ONCE // max(1, shard_bytes)))
+    return [list(tasks[first : first + size]) for first in range(0, len(tasks), size)]
+
+
+class _Job(NamedTuple):
+    """The arguments that all shards of one call share."""
+
+    plan: PackPlan
+    store: TokenStore | GatheredSequences
+    width: int
+    pad_id: int
+    storage: str
+    url: str | None = None
+    scratch: Path | None = None
+
+    def write_shards(self, tasks: Sequence[_ShardTask]) -> dict[int, WrittenShard]:
+        """Write some shards, and send them if they have a URL; remote sequences are gathered first."""
+        with scratch_directory(self.scratch if self.scratch is not None and self.scratch.is_dir() else None) as scratch:
+            is_fetched = isinstance(self.store, TokenStore) and self.store.is_remote
+            job = self._gathered(tasks, scratch) if is_fetched else self
+            return {task.number: job._write_or_send(task, scratch) for task in tasks}
+
+    def _gathered(self, tasks: Sequence[_ShardTask], scratch: Path) -> _Job:
+        assert isinstance(self.store, TokenStore)
+        chosen = np.concatenate([task.bins for task in tasks])
+        sequences = np.unique(place(self.plan, chosen).sequences)
+        first_part = tasks[0].number * 7919 % len(self.store.parts)  # tasks start with different parts
+        return self._replace(store=GatheredSequences(self.store, sequences, scratch, first_part))
+
+    def _write_or_send(self, task: _ShardTask, scratch: Path) -> WrittenShard:
+        # A worker may die after it published a shard and before it reported so; then another one writes it again.
+        if self.url is None:
+            return WrittenShard(self.write_shard(task.path, task.bins, no_progress, overwrite=True))
+        path, storage = scratch / task.path.name, storage_named(self.storage)
+        figures = self.write_shard(path, task.bins, no_progress)
+        num_bytes = None if storage.has_manifest else stored_size(path)
+        entry = ShardEntry(path.name, figures.num_bins, storage.checksum(path), num_bytes)
+        send_shard(path, child(self.url, path.name))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return WrittenShard(figures, entry)
+
+    def write_shard(
+        self, path: Path, bins: npt.NDArray[np.int64], on_bins: Callable[[int], object], *, overwrite: bool = False
+    ) -> BinFigures:
+        """Write and publish one shard; return its figures."""
+        manifest, storage = self.store.manifest, storage_named(self.storage)
+        with storage.create_writer(
+            path,
+            num_bins=len(bins),
+            pack_size=self.width,
+            vocab_size=manifest.vocab_size,
+            pad_id=self.pad_id,
+            provenance={
+                "tokenizer": manifest.tokenizer,
+                "chat_template_fingerprint": manifest.chat_template_fingerprint,
+                "plan_fingerprint": self.plan.order_fingerprint,
+                "pad_seq_to_mult": self.plan.pad_seq_to_mult,
+            },
+            overwrite=overwrite,
+        ) as writer:
+            write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
+            writer.finalize()
+            return writer.figures or storage.figures(storage.open(path))
+
+
+class _ShardTask(NamedTuple):
+    """One shard to write."""
+
+    number: int
+    path: Path
+    bins: npt.NDArray[np.int64]
+
+
+_received: list[_Job] = []  # in a worker process: the job, sent once and not with every shard
+
+
+def _receive(job: _Job) -> None:
+    _received[:] = [job]
+
+
+def _write_shard(tasks: Sequence[_ShardTask]) -> dict[int, WrittenShard]:
+    return _received[0].write_shards(tasks)

@@ -1,4 +1,4 @@
-"""Check that a token store is whole and sound: every byte against its checksum, every offset, id and train value."""
+"""Check a token store: every byte against its checksum, every offset, id and train value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.support.progress import Progress
-from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, TRAIN, WEIGHTS, part_arrays
-from megatron_packed_sft.tokens.store import TokenPart, open_token_store
-from megatron_packed_sft.tokens.store_index import STORE
+from megatron_packed_sft.tokens.manifest import CHECKSUMS, IDS, OFFSETS, STORE, TRAIN, WEIGHTS, part_arrays
+from megatron_packed_sft.tokens.part import TokenPart
+from megatron_packed_sft.tokens.store import open_token_store
 
 _BLOCK = 1 << 18  # values read at once
 
@@ -40,7 +40,7 @@ def validate_token_store(
 ) -> ValidationReport:
     """Check a token store or a part of one, and report as `validate` does for shards.
 
-    Of a URL `structure` reads documents and headers only, and `full` downloads one part after the other.
+    For a URL, `structure` reads documents and headers only, and `full` downloads one part after the other.
     """
     if is_url(path):
         report = ValidationReport("", level, max_findings=max_findings)
@@ -59,8 +59,6 @@ def _validate(path: Path, report: ValidationReport, progress: bool, outline: Out
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return
-    if (note := store.verification_note) is not None:
-        report.notes.append(f"{path}: {note}")
     with Progress("validate", None, "B", quiet=not progress) as bar:
         for part in store.parts:
             report.num_shards += 1
@@ -87,15 +85,14 @@ def _check_part(part: TokenPart, report: ValidationReport, bar: Progress) -> Non
             report.num_bytes += file.size
             if not _check_file(part, file, report, bar):
                 damaged.append(spec.name)
-    # Where the sequences are is not known when offsets are damaged.
-    if part.manifest.has_checksums and OFFSETS not in damaged:
+    # Damaged offsets do not say where the sequences are.
+    if OFFSETS not in damaged:
         _check_sequences(part, damaged, report)
 
 
 def _check_sequences(part: TokenPart, damaged: Sequence[str], report: ValidationReport) -> None:
-    """Compare every sequence with its checksum; the first that differs is named, with the file that is damaged."""
+    """Compare every sequence with its checksum; report the first one that differs, with the damaged file."""
     arrays = part.arrays
-    assert arrays.checksums is not None
     for first in range(0, len(part), _BLOCK):
         sequences = np.arange(first, min(first + _BLOCK, len(part)))
         part.recorded_spans(sequences)  # refuses those that are not inside the arrays
@@ -129,7 +126,7 @@ def _check_file(part: TokenPart, file: CheckedFile, report: ValidationReport, ba
             bad = np.flatnonzero(~np.isfinite(values) | (values < 0) | ((values > 0) != (train > 0)))
             says = "the weight is not a finite number that is above 0 exactly where train is 1"
         elif file.name == CHECKSUMS:
-            continue  # any number may be one; they are compared with the sequences
+            continue  # any number is possible here; `_check_sequences` compares them
         else:
             steps = np.diff(values.view(np.int64), prepend=previous)
             bad = np.flatnonzero(steps < 1)

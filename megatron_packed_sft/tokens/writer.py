@@ -1,4 +1,4 @@
-"""Write a token store: many processes each publish whole parts, and one small file lists them at the end."""
+"""Write a token store: processes publish whole parts, and one small file lists them at the end."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens.manifest import TokenPartManifest
-from megatron_packed_sft.tokens.sequence_checksums import checksums_of_sequences
+from megatron_packed_sft.tokens.part import checksums_of_sequences
 
-_MANY_SEQUENCES = 4096  # of a part; for fewer, compiled code takes longer to load than it saves
+_MANY_SEQUENCES = 4096  # of a part; with fewer, loading compiled code takes longer than it saves
 _SEQUENCES_AT_ONCE = 1 << 16
 
 
 class TokenPartWriter(StagedWriter):
     """Writes one part of a token store.
 
-    As a context manager it leaves nothing behind unless `finalize` was reached. Memory is bounded by one call's data.
+    As a context manager it leaves nothing behind unless `finalize` succeeds. Memory is bounded by the data of one call.
     Weights are stored only if some trained token counts other than 1.
 
     Args:
-        output_dir: where the part appears, usually `store/part_000000`.
+        output_dir: path of the part, usually `store/part_000000`.
         vocab_size: ids must be below it; up to 65,536 they are stored as `<u2`, else (or when unknown) as `<i4`.
         tokenizer: name and fingerprint of the tokenizer.
         chat_template_fingerprint: of the template that rendered the chats.
-        overwrite: replace a part of that name.
+        overwrite: replace an existing part.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -87,7 +87,7 @@ class TokenPartWriter(StagedWriter):
         self._weights: GrowingArrayFile | None = None
 
     def append(self, input_ids: Any, train: Any, weights: Any = None) -> None:
-        """Add one sequence: its ids, and for each whether, and how much, the model should learn to produce it."""
+        """Add one sequence: its ids, whether the model should learn to produce each of them, and with what weight."""
         ids = as_int_array(input_ids, f"sequence {self._num_sequences}: input_ids")
         self.append_many(ids, train, np.array([len(ids)]), weights)
 
@@ -115,7 +115,7 @@ class TokenPartWriter(StagedWriter):
         if int(counts.sum()) != len(ids) or len(mask) != len(ids):
             raise InvalidInputError(
                 f"{name}lengths add up to {int(counts.sum())}, but there are {len(ids)} input_ids and {len(mask)} "
-                "train values; give one of each"
+                "train values; the three must agree"
             )
         given = None if weights is None else self._checked_weights(weights, mask, name)
         with self._aborting_on_error():  # the files may disagree after a failure
@@ -158,10 +158,10 @@ class TokenPartWriter(StagedWriter):
         return manifest
 
     def _checked_weights(self, weights: Any, mask: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32] | None:
-        """Return the weights as they are stored; None if they say no more than the mask does."""
+        """Return the weights as they are stored; None if they equal the mask."""
         given = as_weights(weights, f"{name}weights")
         if len(given) != len(mask):
-            raise InvalidInputError(f"{name}there are {len(given)} weights for {len(mask)} input_ids; give one each")
+            raise InvalidInputError(f"{name}there are {len(given)} weights for {len(mask)} input_ids; pass one per id")
         differing = np.flatnonzero((given > 0) != (mask > 0))
         if differing.size:
             place = int(differing[0])
@@ -174,20 +174,20 @@ class TokenPartWriter(StagedWriter):
     def _append_weights(
         self, weights: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.uint8]
     ) -> npt.NDArray[np.float32] | None:
-        """Write the weights of more tokens, once there are any: then also those of all tokens before. Return them."""
+        """Write the weights of more tokens and return them; the first ones also fill in all tokens before."""
         if self._weights is None:
             if weights is None:
                 return None
             self._weights = self._new_file(part_manifest.WEIGHTS, WEIGHT_DTYPE)
             for before in self._train.written():
                 self._weights.append(before.astype(WEIGHT_DTYPE))
-            self._take_checksums_again()
+            self._recompute_checksums()
         own = mask.astype(WEIGHT_DTYPE) if weights is None else weights
         self._weights.append(own)
         return own
 
-    def _take_checksums_again(self) -> None:
-        """Take the checksums of all sequences so far with their weights, which they have had from now on."""
+    def _recompute_checksums(self) -> None:
+        """Compute the checksums of all sequences so far again, now with their weights."""
         if self._num_sequences == 0:
             return
         assert self._weights is not None

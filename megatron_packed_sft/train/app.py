@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_packed_sft.config.application import as_yaml, completions, run_application
+from megatron_packed_sft.data.options import STATIC
 from megatron_packed_sft.data.order.state import LoaderState
-from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.errors import InvalidInputError, StateMismatchError, StorageIOError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.remote.objects import try_writing
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.exits import is_speaker
+from megatron_packed_sft.support.imports import require_torch
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.train.config import TrainConfig
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState
     from megatron_packed_sft.train.checkpoint_copies import CopiedRun
-    from megatron_packed_sft.train.copy_sender import CopySender
     from megatron_packed_sft.train.data import TrainingData
 
 _DESCRIPTION = """Train a GPT model on packed SFT data with Megatron-Core.
@@ -70,45 +70,6 @@ class Resumption(NamedTuple):
     state: TrainingState
 
 
-class Copying(NamedTuple):
-    """Where the checkpoints are copied to, if anywhere, and what there is to tell of it."""
-
-    copies: CopiedRun | None
-    notes: Sequence[str]
-
-    def gathered(self) -> Copying:
-        """Return it with what all ranks have to tell, because any of them may have fetched; a collective call."""
-        import torch
-
-        found: list[Any] = [None] * num_ranks()
-        torch.distributed.all_gather_object(found, self.notes)
-        return self._replace(notes=list(dict.fromkeys(note for notes in found for note in notes)))
-
-    def lines(self) -> Iterator[str]:
-        """Yield what to print at the start."""
-        if self.copies is not None:
-            yield f"copies of checkpoints: {self.copies.shown}"
-        yield from self.notes
-
-    def sender(
-        self,
-        config: TrainConfig,
-        checkpoints: CheckpointDirectory,
-        resumption: Resumption | None,
-        say: Callable[[str], object],
-    ) -> CopySender | None:
-        """Start what copies; first the checkpoint that the run resumes from, if its copy is missing."""
-        from megatron_packed_sft.train.copy_sender import CopySender
-
-        if self.copies is None:
-            return None
-        keep = config.checkpoint.keep if config.checkpoint.keep_copies is None else config.checkpoint.keep_copies
-        sender = CopySender(self.copies, checkpoints, keep=keep, say=say)
-        if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
-            sender.add(resumption.checkpoint)
-        return sender
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training application and return its exit code.
 
@@ -133,13 +94,14 @@ def complete(words: Sequence[str], incomplete: str) -> list[str]:
 
 def train(config: TrainConfig) -> None:
     """Train as configured; on every rank of the run."""
+    require_torch("training", "megatron")
     leave_with_torchrun()
     with one_rank_reports():
         _train(config)
 
 
 def _train(config: TrainConfig) -> None:
-    # Whatever can be refused is refused before megatron.core is imported, which takes ten seconds.
+    # Mistakes are found before megatron.core is imported, which takes ten seconds.
     from megatron_packed_sft.megatron.weights.torch_dist import refuse_unreadable
     from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, find_checkpoint, refuse_damaged
     from megatron_packed_sft.train.checkpoint_copies import CopiedRun, bring_newest
@@ -152,7 +114,7 @@ def _train(config: TrainConfig) -> None:
     copies = None if config.checkpoint.copy_to is None else CopiedRun(config.checkpoint.copy_to)
     resume, copy_notes = bring_newest(config.resume, checkpoints, copies)
     if copies is not None and checkpoints.newest() is None and is_speaker():
-        try_writing(copies.url)  # or only the first checkpoint would show that the bucket is missing or closed
+        try_writing(copies.url)  # otherwise a missing bucket would only show at the first checkpoint
     checkpoint = find_checkpoint(os.fspath(resume), checkpoints)
     resumption = None if checkpoint is None else Resumption(checkpoint, TrainingState.load(checkpoint))
     pretrained = pretrained_shape(config.model, None if resumption is None else resumption.state)
@@ -190,7 +152,7 @@ def _train(config: TrainConfig) -> None:
             context_parallel=config.parallel.context,
             seed=config.seed,
         )
-        missing = _run(config, data, shape, checkpoints, resumption, backend, Copying(copies, copy_notes))
+        missing = _run(config, data, shape, checkpoints, resumption, backend, copies, copy_notes)
     if missing is not None:
         raise StorageIOError(missing)
 
@@ -202,24 +164,25 @@ def _run(
     checkpoints: CheckpointDirectory,
     resumption: Resumption | None,
     backend: Backend,
-    copying: Copying,
+    copies: CopiedRun | None,
+    copy_notes: Sequence[str],
 ) -> str | None:
-    """Train; return what is not copied at the end, if anything."""
+    """Train; return a sentence about a copy that is missing at the end, or None."""
     import torch
 
     from megatron_packed_sft.megatron.backend import stop_distributed
     from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-    from megatron_packed_sft.train.loggers import open_trackers
+    from megatron_packed_sft.train.checkpoint_copies import CopySender
     from megatron_packed_sft.train.loop import Trainer
     from megatron_packed_sft.train.metrics import MetricsFile
     from megatron_packed_sft.train.model_and_optimizer import build_model_and_optimizer
     from megatron_packed_sft.train.pretrained import lora_settings, recorded_peft
     from megatron_packed_sft.train.report import NO_COPIES, ConsoleReporter, Reporter
+    from megatron_packed_sft.train.trackers import TrackedRun, open_trackers
 
-    chosen = [resumption]  # rank 0 decides: on a shared file system the others may see a stale listing
+    chosen = [resumption]  # rank 0's: on a shared file system the others may see a stale listing
     torch.distributed.broadcast_object_list(chosen, src=0)
     [resumption] = chosen
-    copying = copying.gathered()
     _refuse_different_data(data.dataset.fingerprint)
     schedule = _schedule(config, data, resumption)
     weights = None
@@ -243,14 +206,19 @@ def _run(
     if own_rank() == 0:
         output = local_path(config.output)
         removed = checkpoints.remove_leftovers()
-        trackers, notes = open_trackers(config.logger, output, first_step=trainer.step, config=asdict(config))
+        trackers, notes = open_trackers(config.logger.names, TrackedRun(output, trainer.step, asdict(config)))
         metrics = MetricsFile(output, first_step=trainer.step, trackers=trackers)
         reporter = ConsoleReporter(metrics, first_step=trainer.step, num_steps=schedule.num_steps, as_json=config.json)
         notes += [f"removed {name}, an unfinished checkpoint of a run that was killed" for name in removed]
     opening = _opening_lines(data, schedule, backend, resumption)
-    for line in [*opening, *_weights_lines(config, record, resumption), *copying.lines(), *notes]:
+    about_copies = _copy_lines(copies, copy_notes)
+    for line in [*opening, *_weights_lines(config, record, resumption), *about_copies, *notes]:
         reporter.say(line)
-    sender = copying.sender(config, checkpoints, resumption, reporter.say) if own_rank() == 0 else None
+    sender = None
+    if copies is not None and own_rank() == 0:
+        sender = CopySender(copies, checkpoints, keep=config.checkpoint.keep, say=reporter.say)
+        if resumption is not None and resumption.checkpoint.parent == checkpoints.path:
+            sender.add(resumption.checkpoint)  # its copy may be missing
     trainer.copies = sender
     missing = None
     try:
@@ -267,7 +235,7 @@ def _run(
 
 
 def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, output: Path) -> Mapping[str, Any]:
-    """Return what the run started from, written down by rank 0; a collective call for a run that starts now."""
+    """Return the record of the weights that the run started from; rank 0 writes it. Collective for a new run."""
     from megatron_packed_sft.train.pretrained import record_of, write_record
 
     if resumption is not None:
@@ -276,6 +244,16 @@ def _record(weights: HuggingFaceFolder | None, resumption: Resumption | None, ou
     if record and own_rank() == 0:
         write_record(record, output)
     return record
+
+
+def _copy_lines(copies: CopiedRun | None, notes: Sequence[str]) -> list[str]:
+    """Return lines about the copies, with the notes of all ranks, any of which may have fetched; a collective call."""
+    import torch
+
+    found: list[Any] = [None] * num_ranks()
+    torch.distributed.all_gather_object(found, notes)
+    lines = [] if copies is None else [f"copies of checkpoints: {copies.shown}"]
+    return [*lines, *dict.fromkeys(note for notes in found for note in notes)]
 
 
 def _weights_lines(config: TrainConfig, record: Mapping[str, Any], resumption: Resumption | None) -> Iterator[str]:
@@ -338,7 +316,7 @@ def _refuse_different_data(fingerprint: str) -> None:
 
 
 def _silence_known_warnings() -> None:
-    """Hide Megatron-Core's warnings about Apex and about its own use of torch: nothing a user can act on."""
+    """Hide Megatron-Core's warnings about Apex and its own use of torch, on which a user cannot act."""
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message, category=UserWarning)
     for message in ("`load_state_dict` is deprecated", "Please use DTensor"):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: each complete or absent, verified by size and checksum, old ones removed.
+"""The checkpoints of a run: written whole or not at all, verified by size and checksum, old ones removed.
 
 output/checkpoints/
   .step_000040.staging-.../    being written; readers ignore it, and the next run removes it if its writer died
@@ -20,13 +20,12 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import Staging, os_errors, remove_leftovers, replace_file, write_file
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.config import TrainConfig
-from megatron_packed_sft.train.state_checks import refuse_impossible
 
 STATE: Final = "training_state.json"
 LATEST: Final = "latest"
@@ -34,14 +33,12 @@ FORMAT: Final = "packed_sft_training_state"
 VERSION: Final = 1
 MAX_STATE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 1 << 22
-# Checkpoints from before these were recorded have the only values there were.
-_BEFORE_RECORDED: Final = {"freeze": [], "optimizer.no_weight_decay": ["biases", "norms"]}
 STEP_NAME: Final = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """Everything in a checkpoint that is not a tensor.
+    """The content of a checkpoint besides its tensors.
 
     Args:
         step: optimizer steps done.
@@ -50,8 +47,8 @@ class TrainingState:
         model: the model's shape, to recognise a different model before its tensors are read.
         pretrained: the weights that the run started from: path, checksum, family; empty for a run from scratch.
         peft: the adapters that were trained: rank, alpha, target modules; empty if all weights were.
-        files: name -> bytes of the checkpoint's other files, to notice one that is missing or truncated.
-        checksums: name -> checksum of each of them, to notice one that was damaged.
+        files: name -> bytes of the checkpoint's other files.
+        checksums: name -> checksum of each of them.
     """
 
     step: int
@@ -69,7 +66,7 @@ class TrainingState:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TrainingState:
-        """Read the state of a checkpoint and check that its files are all there."""
+        """Return the state of a checkpoint, after a check that its files are all there."""
         file = checkpoint / STATE
         if not file.is_file():
             raise InvalidInputError(
@@ -78,20 +75,35 @@ class TrainingState:
             )
         with os_errors("read", file), open(file, "rb") as opened:
             data = opened.read(MAX_STATE_BYTES)
-        document = json_document.parse(data, str(file))
-        fields = json_document.Fields(document, str(file))
+        state = cls.parse(data, str(file))
+        _refuse_missing(checkpoint, state.files)
+        return state
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> TrainingState:
+        """Return the state that a training_state.json describes.
+
+        Args:
+            data: the whole file.
+            where: its path or URL, for messages.
+        """
+        document = json_document.parse(data, where)
+        fields = json_document.Fields(document, where)
         if fields.text("format") != FORMAT or fields.integer("version", 1, 1 << 30) != VERSION:
             raise UnsupportedFormatError(
-                f"{file}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
+                f"{where}: format {document['format']!r} version {document['version']!r} is not {FORMAT} {VERSION}; "
                 "update megatron_packed_sft"
             )
         names = ("data", "scheduler", "model", "pretrained", "peft", "files", "checksums")
-        mappings = {name: fields.optional_object(name) or {} for name in names}
-        _refuse_missing(checkpoint, mappings["files"])
-        if unknown := sorted(mappings["checksums"].keys() - mappings["files"].keys()):
-            raise ShardFileError(f"{file} has a checksum of {unknown[0]}, which is not one of its files; restore it")
-        refuse_impossible(mappings, str(file))
-        return cls(step=fields.integer("step", 0, 1 << 62), **mappings)
+        state = cls(
+            step=fields.integer("step", 0, 1 << 62), **{name: fields.optional_object(name) or {} for name in names}
+        )
+        for name, size in state.files.items():
+            if name == STATE or type(size) is not int or size < 0:
+                raise fields.error("files", f"has {name[:80]!r} with {str(size)[:20]}, which cannot be")
+        if unknown := sorted(state.checksums.keys() - state.files.keys()):
+            raise ShardFileError(f"{where} has a checksum of {unknown[0]}, which is not one of its files; restore it")
+        return state
 
 
 class CheckpointDirectory:
@@ -105,10 +117,10 @@ class CheckpointDirectory:
     def __init__(self, path: Path, *, keep: int = 0) -> None:
         self.path = path
         self._keep = keep
-        self.held: set[str] = set()  # names of old ones that must stay for now: they are being copied
+        self.held: set[str] = set()  # names of those that are being copied and must stay
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint: one that has its final name is complete."""
+        """Return the newest checkpoint; every one with its final name is complete."""
         return max(self._all(), default=(0, None))[1]
 
     def remove_leftovers(self) -> list[str]:
@@ -199,7 +211,7 @@ def find_checkpoint(resume: str, directory: CheckpointDirectory) -> Path | None:
 
 
 def recorded_model(shape: ModelShape, config: TrainConfig) -> dict[str, Any]:
-    """Return what must not change for a checkpoint to fit: the model's shape, and how its parameters are grouped."""
+    """Return the settings that must not change between runs: the model's shape, and the groups of its parameters."""
     groups = {"optimizer.no_weight_decay": sorted(config.optimizer.no_weight_decay)}
     return {**asdict(shape), "freeze": list(config.model.freeze), **groups}
 
@@ -215,7 +227,7 @@ def refuse_other_model(checkpoint: Path, saved: Mapping[str, Any], current: Mapp
         megatron_packed_sft.errors.InvalidInputError: step_000020 holds a different model: model.num_layers was 2 and \
 is 4 now; restore the old values, or choose another output
     """
-    before = {**_BEFORE_RECORDED, **saved, **asdict(ModelShape.from_saved(saved))}
+    before = {**saved, **asdict(ModelShape.from_saved(saved))}
     differing = [
         f"{name if '.' in name else f'model.{name}'} was {before.get(name)} and is {value} now"
         for name, value in current.items()

@@ -24,8 +24,8 @@ class ModelConfig:
         rotary_base: base of the rotary positions; null means 10000.
         hidden_dropout: share of the residual stream's additions that training drops.
         attention_dropout: share of the attention weights that training drops.
-        freeze: what is not trained: embeddings, output, norms, first_N_layers, or patterns of Megatron-Core's names
-            such as decoder.layers.0.mlp.*, with layers counted over the whole model.
+        freeze: parameters that are not trained: embeddings, output, norms, first_N_layers, or patterns of
+            Megatron-Core's names such as decoder.layers.0.mlp.*, with layers counted over the whole model.
     """
 
     path: str | None = None
@@ -57,7 +57,6 @@ class DataConfig:
         samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
             dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_code.
         allow_code: import and call the function that data.samples names.
-        length_cache: where the lengths of these samples are kept; null is a directory in output.
         split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
             streams need it: they are cut into windows of so many predictions. With packing_mode=static, what a pack of
@@ -79,9 +78,6 @@ class DataConfig:
             cache.
         cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         verify: when a bin is compared with its checksum: first_read, always or never.
-        access: mmap maps the files; pread reads each bin into memory, slower, but a file that is cut is an error.
-        pad_to_max_length: pad all batches to one shape; always on with pipeline parallelism.
-        prefetch: batches to make ahead.
         allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
     """
 
@@ -91,7 +87,6 @@ class DataConfig:
     plan: str | None = None
     samples: str | None = None
     allow_code: bool = False
-    length_cache: str | None = None
     split: str = "train"
     sequence_length: int | None = None
     pack_sequences: bool = False
@@ -107,9 +102,6 @@ class DataConfig:
     cache_dir: str | None = None
     cache_size: str | None = None
     verify: str = "first_read"
-    access: str = "mmap"
-    pad_to_max_length: bool = False
-    prefetch: int = 4
     allow_mismatch: list[str] = field(default_factory=list)
 
 
@@ -121,46 +113,37 @@ class OptimizerConfig:
         learning_rate: peak learning rate, reached after the warm-up.
         min_learning_rate: learning rate at the end of the decay.
         warmup_share: share of all steps that warm up.
-        warmup_steps: steps that warm up, instead of a share of them.
         decay_style: cosine, linear, constant or wsd (warm up, stay, decay at the end).
-        wsd_share: share of all steps at the end that decay, with decay_style=wsd.
-        wsd_style: how they decay: linear, cosine, exponential or minus_sqrt.
+        wsd_share: share of all steps at the end that decay (by 1 - sqrt), with decay_style=wsd.
         weight_decay: decoupled weight decay.
-        no_weight_decay: what it leaves alone: norms, biases, embeddings, or patterns of Megatron-Core's names.
+        no_weight_decay: parameters that do not decay: norms, biases, embeddings, or patterns of Megatron-Core's names.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
-        eps: Adam's epsilon.
         clip_grad: largest gradient norm; 0 turns clipping off.
         precision: float32, bfloat16 (CUDA only, with float32 main parameters), or auto: the best for the device.
         fp8: compute matrix products in fp8: delayed, tensorwise, blockwise or mxfp8; needs CUDA, Transformer Engine and
             precision bfloat16.
-        gradient_dtype: in what the gradients of micro batches and ranks are summed: float32, or bfloat16 to save
-            memory.
         distributed: spread the optimizer state over the data-parallel ranks; needs CUDA and Transformer Engine.
     """
 
     learning_rate: float = 3e-4
     min_learning_rate: float = 0.0
     warmup_share: float = 0.03
-    warmup_steps: int | None = None
     decay_style: str = "cosine"
     wsd_share: float = 0.1
-    wsd_style: str = "minus_sqrt"
     weight_decay: float = 0.01
     no_weight_decay: list[str] = field(default_factory=lambda: ["norms", "biases"])
     beta1: float = 0.9
     beta2: float = 0.95
-    eps: float = 1e-8
     clip_grad: float = 1.0
     precision: str = "auto"
     fp8: str | None = None
-    gradient_dtype: str = "float32"
     distributed: bool = False
 
 
 @dataclass
 class ParallelConfig:
-    """How the ranks are divided; whatever remains is data parallelism.
+    """How the ranks are divided; the rest is data parallelism.
 
     Args:
         tensor: ranks that share each layer.
@@ -198,7 +181,7 @@ class PeftConfig:
 
 @dataclass
 class StepConfig:
-    """What a step is, and how many there are.
+    """The batch of a step, the loss, and the length of the run.
 
     Args:
         steps: optimizer steps; null trains for train.epochs.
@@ -206,7 +189,7 @@ class StepConfig:
         global_batch_size: batch per optimizer step, over all ranks; null derives it from the next two keys.
         gradient_accumulation: micro batches per step and rank; only with train.global_batch_size=null.
         micro_batch_size: accepted for the batch arithmetic; packed bins always run one at a time.
-        batch_unit: what the batch counts: bins, or sequences as before packing.
+        batch_unit: the unit of the batch size: bins, or sequences as before packing.
         loss: per_token is the mean over trained tokens, per_conversation lets every conversation count the same.
         log_every: steps between two metrics records.
         recompute: activations to compute again in the backward pass instead of keeping them: none, selective (inside
@@ -235,10 +218,9 @@ class ValidationConfig:
         split: the split of the dataset directory in data.path to validate on.
         paths: further data to validate on: a list, named by path in the metrics, or named such as {maths: PATH, code:
             PATH}.
-        patience: stop early after so many validations in a row without a lower loss; null trains to the end.
-        min_delta: how much lower a loss must be to count.
-        watch: the name of the data whose loss decides; null takes the dataset's own validation split, or the only data.
-        num_samples: prompts to answer greedily at each validation, written to output/samples.
+        patience: stop early after so many validations in a row without a lower loss on the dataset's own validation
+            split, or else on the first of validation.paths; null trains to the end.
+        num_samples: prompts of the same data to answer greedily at each validation, written to output/samples.
         sample_tokens: the most tokens of an answer.
     """
 
@@ -248,29 +230,20 @@ class ValidationConfig:
     split: str = "validation"
     paths: Any = None
     patience: int | None = None
-    min_delta: float = 0.0
-    watch: str | None = None
     num_samples: int = 0
     sample_tokens: int = 64
 
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl; files are below output, and nothing is sent unless asked for.
+    """Where metrics go besides metrics.jsonl.
 
     Args:
-        names: tensorboard, wandb, mlflow; several at once, or none.
-        project: project in Weights & Biases, experiment in MLflow.
-        run_name: name of the run there; null takes the last part of output.
-        wandb_mode: offline writes files that `wandb sync` sends later, online sends at once.
-        mlflow_uri: an MLflow tracking server or store; null writes files to output/mlflow.
+        names: tensorboard, wandb, mlflow; several at once, or none. They write files below output. What else they do is
+            up to their own environment variables, such as WANDB_MODE=online and MLFLOW_TRACKING_URI.
     """
 
     names: list[str] = field(default_factory=lambda: ["tensorboard"])
-    project: str = "packed-sft"
-    run_name: str | None = None
-    wandb_mode: str = "offline"
-    mlflow_uri: str | None = None
 
 
 @dataclass
@@ -279,16 +252,14 @@ class CheckpointConfig:
 
     Args:
         every: steps between two checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
-        keep: how many of the newest checkpoints to keep; 0 keeps all.
+        keep: how many of the newest checkpoints, and of their copies, to keep; 0 keeps all.
         copy_to: a URL such as s3://bucket/run, or another directory: every checkpoint is copied there in the
             background, and resume=auto takes the newest of both places; null copies nothing.
-        keep_copies: how many of the newest copies to keep; 0 keeps all, null as many as keep.
     """
 
     every: int = 100
     keep: int = 2
     copy_to: str | None = None
-    keep_copies: int | None = None
 
 
 @dataclass

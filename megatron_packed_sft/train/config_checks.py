@@ -1,4 +1,4 @@
-"""Values that have the right type but cannot work: refused before anything slow is imported."""
+"""Refuse values that have the right type but cannot work, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
+from megatron_packed_sft.data.options import MODES, STATIC
 from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order
 from megatron_packed_sft.data.order.state import COMPARED
-from megatron_packed_sft.data.packing_modes import MODES, STATIC
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.lora_settings import TARGETS
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import TARGETS, ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
 from megatron_packed_sft.remote.filesystem import refuse_read_only
-from megatron_packed_sft.remote.sizes import parse_size
-from megatron_packed_sft.storage.read_options import ACCESS, VERIFY
+from megatron_packed_sft.remote.node_cache import parse_size
+from megatron_packed_sft.storage.read_options import VERIFY
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.config import (
     DataConfig,
@@ -28,14 +27,12 @@ from megatron_packed_sft.train.config import (
     TrainConfig,
     ValidationConfig,
 )
+from megatron_packed_sft.train.trackers import TRACKERS
 
 PEFT_METHODS: Final = ("none", "lora")
 PRECISIONS: Final = ("auto", "float32", "bfloat16")
 DECAY_STYLES: Final = ("cosine", "linear", "constant", "wsd")
-WSD_STYLES: Final = ("linear", "cosine", "exponential", "minus_sqrt")
-GRADIENT_DTYPES: Final = ("float32", "bfloat16")
 RECOMPUTES: Final = ("none", "selective", "full")
-LOGGERS: Final = ("tensorboard", "wandb", "mlflow")
 BATCH_UNITS: Final = ("bins", "sequences")
 _MAY_BE_URLS: Final = ("data.path", "validation.paths", "resume", "checkpoint.copy_to")
 LOSSES: Final = ("per_token", "per_conversation")
@@ -72,19 +69,17 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     yield from _validation_problems(config.validation, config.parallel)
     yield from _logger_problems(config.logger)
     checkpoint = config.checkpoint
-    names = ("every", "keep", "keep_copies")
-    yield from _below(0, {f"checkpoint.{name}": getattr(checkpoint, name) for name in names})
+    yield from _below(0, {"checkpoint.every": checkpoint.every, "checkpoint.keep": checkpoint.keep})
     yield from _copy_problems(config)
     yield from _below(0, {"seed": config.seed})
     yield from _model_problems(config.model, config.parallel)
 
 
 def _copy_problems(config: TrainConfig) -> Iterator[str]:
-    place, keep = config.checkpoint.copy_to, config.checkpoint.keep_copies
+    place = config.checkpoint.copy_to
     if place is None:
-        if keep is not None:
-            yield "checkpoint.keep_copies goes with checkpoint.copy_to; set that, or leave it out"
-    elif not place:
+        return
+    if not place:
         yield "checkpoint.copy_to is empty; give a URL or a directory, or leave the key out"
     elif not is_url(place) and not is_url(config.output):
         copies, output = local_path(place), local_path(config.output)
@@ -103,7 +98,7 @@ def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "validation.paths", path
     if config.model.path is not None:
         yield "model.path", config.model.path
-    for name in ("plan", "tokenizer", "length_cache"):
+    for name in ("plan", "tokenizer"):
         if getattr(config.data, name) is not None:
             yield f"data.{name}", getattr(config.data, name)
 
@@ -141,13 +136,12 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     if data.shard_window is not None and any(one is not None for one in others):
         yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
     yield from _below(1, {"data.shard_window": data.shard_window})
-    for key, known in (("verify", VERIFY), ("access", ACCESS)):
-        if getattr(data, key) not in known:
-            yield f"data.{key} is {getattr(data, key)!r}; choose from {', '.join(known)}"
+    if data.verify not in VERIFY:
+        yield f"data.verify is {data.verify!r}; choose from {', '.join(VERIFY)}"
     unknown = [name for name in data.allow_mismatch if name not in COMPARED]
     if unknown:
         yield f"data.allow_mismatch has {', '.join(unknown)}; choose from {', '.join(COMPARED)}"
-    yield from _below(0, {"data.prefetch": data.prefetch, "data.eos_id": data.eos_id})
+    yield from _below(0, {"data.eos_id": data.eos_id})
 
 
 def _blend_problems(data: DataConfig) -> Iterator[str]:
@@ -176,7 +170,7 @@ def _static_problems(config: TrainConfig) -> Iterator[str]:
     if config.packing_mode != STATIC:
         names = ("dataloader_drop_last", "packing_allow_single_long", "packing_full_is_oversized")
         keys = [name for name in names if getattr(config, name) != getattr(default, name)]
-        keys += [f"data.{name}" for name in ("samples", "length_cache") if getattr(data, name) is not None]
+        keys += ["data.samples"] if data.samples is not None else []
         for key in keys:
             yield f"{key} goes with packing_mode=static; set that, or leave it out"
         return
@@ -210,24 +204,19 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     for name, choices in {
         "precision": PRECISIONS,
         "decay_style": DECAY_STYLES,
-        "wsd_style": WSD_STYLES,
-        "gradient_dtype": GRADIENT_DTYPES,
         "fp8": (None, *FP8_MULTIPLES),
     }.items():
         if getattr(optimizer, name) not in choices:
             shown = ", ".join("null" if choice is None else choice for choice in choices)
             yield f"optimizer.{name} is {getattr(optimizer, name)!r}; choose from {shown}"
-    if optimizer.precision == "float32" and (optimizer.fp8 or optimizer.gradient_dtype == "bfloat16"):
-        key = "fp8" if optimizer.fp8 else "gradient_dtype"
-        yield f"optimizer.{key}={getattr(optimizer, key)} needs optimizer.precision=bfloat16; change one of them"
-    yield from _below(0, {"optimizer.warmup_steps": optimizer.warmup_steps})
+    if optimizer.precision == "float32" and optimizer.fp8:
+        yield f"optimizer.fp8={optimizer.fp8} needs optimizer.precision=bfloat16; change one of them"
     if not 0 < optimizer.wsd_share <= 1:
         yield f"optimizer.wsd_share is {optimizer.wsd_share}; it is a share of all steps, above 0 and at most 1"
-    warmup_share = optimizer.warmup_share if optimizer.warmup_steps is None else 0.0
-    if optimizer.decay_style == "wsd" and warmup_share + optimizer.wsd_share > 1:
+    if optimizer.decay_style == "wsd" and optimizer.warmup_share + optimizer.wsd_share > 1:
         yield (
-            f"optimizer.warmup_share {warmup_share} and optimizer.wsd_share {optimizer.wsd_share} are more than all "
-            "steps; lower one of them"
+            f"optimizer.warmup_share {optimizer.warmup_share} and optimizer.wsd_share {optimizer.wsd_share} add up to "
+            "more than 1; lower one of them"
         )
     if not 0 <= optimizer.warmup_share < 1:
         yield f"optimizer.warmup_share is {optimizer.warmup_share}; it is a share of all steps, from 0 to below 1"
@@ -241,7 +230,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be from 0 to below 1"
-    for name in ("weight_decay", "eps", "clip_grad"):
+    for name in ("weight_decay", "clip_grad"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
 
@@ -293,8 +282,6 @@ def _validation_problems(validation: ValidationConfig, parallel: ParallelConfig)
     yield from _below(1, {"validation.steps": validation.steps, "validation.patience": validation.patience})
     yield from _below(0, {"validation.every": validation.every, "validation.num_samples": validation.num_samples})
     yield from _below(1, {"validation.sample_tokens": validation.sample_tokens})
-    if not 0 <= validation.min_delta < math.inf:
-        yield f"validation.min_delta is {validation.min_delta}; it must be at least 0"
     if validation.patience is not None and not validation.every:
         yield "validation.patience needs validation.every: set after how many steps to validate"
     if validation.num_samples and parallel.context > 1:
@@ -306,10 +293,8 @@ def _validation_problems(validation: ValidationConfig, parallel: ParallelConfig)
 
 def _logger_problems(logger: LoggerConfig) -> Iterator[str]:
     for name in logger.names:
-        if name not in LOGGERS:
-            yield f"logger.names has {name!r}; choose from {', '.join(LOGGERS)}, or [] for none"
-    if logger.wandb_mode not in ("offline", "online"):
-        yield f"logger.wandb_mode is {logger.wandb_mode!r}; choose offline or online, or leave wandb out"
+        if name not in TRACKERS:
+            yield f"logger.names has {name!r}; choose from {', '.join(TRACKERS)}, or [] for none"
 
 
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -1,27 +1,34 @@
-"""The recipe's data: bins opened and checked, and the loaders that train and validate on them."""
+"""The recipe's data: datasets opened and checked, and the loaders that train and validate on them.
+
+data.path          ─▶ create_sft_dataset ─▶ dataset ─┐
+validation.paths   ─▶ create_sft_dataset ─▶ dataset ─┴ figures agree? ─▶ one sequence length, one vocabulary ─▶ loaders
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.data.datasets import PackedDataset
-from megatron_packed_sft.data.factory import OpenedBins, shard_order
+from megatron_packed_sft.data.factory import create_sft_dataset, shard_order
 from megatron_packed_sft.data.loader import PackedLoader
-from megatron_packed_sft.data.made_with import Tolerance, refuse_mixed, refuse_other_tokenizer
+from megatron_packed_sft.data.made_with import refuse_mixed, refuse_other_tokenizer
+from megatron_packed_sft.data.options import AUTO, STATIC, BatchOptions, OpenOptions, StaticPacking
 from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
-from megatron_packed_sft.data.packing_modes import STATIC
 from megatron_packed_sft.data.readers.cache_room import shortage
 from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.static_packs import StaticPackDataset, is_packed
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.storage.dataset_directory import has_dataset, open_dataset
@@ -29,11 +36,15 @@ from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.storage.megatron_indexed.storage import STORAGE as MEGATRON_INDEXED
 from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions
-from megatron_packed_sft.support.paths import is_url
+from megatron_packed_sft.support.imports import function_named
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.config import TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import listed_paths, named_paths
-from megatron_packed_sft.train.data_sources import open_held_out, open_trained
 from megatron_packed_sft.train.pretrained import has_tokenizer
+from megatron_packed_sft.train.ranks import num_ranks
+from megatron_packed_sft.train.step_schedule import data_parallel_size
+
+LENGTH_CACHE = "sample_lengths"  # in a run's directory
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
 _OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
@@ -52,7 +63,7 @@ class TrainingData:
         tokenizer: of data.tokenizer, or of the folder in model.path.
         blended: the sources of a blend, whose order depends on the length of the run.
         watched: the name of the data whose validation loss decides about early stopping and whose prompts are answered;
-            None when nobody asks.
+            None if neither is configured.
     """
 
     dataset: PackedDataset
@@ -78,55 +89,36 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
         config: the run's configuration.
         pretrained: the shape of the model in `model.path`, if that is set.
     """
-    data = config.data
     tokenizers = _tokenizers(config)
     tokenizer = next(iter(tokenizers.values()), None)
-    eos_id = data.eos_id if tokenizer is None else tokenizer.eos_id
-    tolerance = Tolerance(
-        tokenizer=data.allow_tokenizer_mismatch, template=data.allow_template_mismatch, spelling="data.{}=true"
-    )
     layout = parallel_layout(config)
-    stream = _stream_options(config, tokenizer, pretrained)
-    trained, static_lines = open_trained(config, eos_id or 0, layout, tolerance, stream)
-    held_out = {
-        name: open_held_out(config, path, eos_id or 0, layout, tolerance, _for_path(stream, path))
-        for name, path in _validation_paths(config).items()
-    }
-    sources = [trained.source, *(opened.source for opened in held_out.values())]
-    for opened in held_out.values():  # a loss over ids of another tokenizer says nothing
-        refuse_mixed([*trained.source.made_with()[:1], *opened.source.made_with()], tolerance)
+    multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
+    opener = _Opener(config, tokenizer, pretrained, layout, multiple)
+    trained = opener.open_trained()
+    held_out = {name: opener.open_held_out(path) for name, path in _validation_paths(config).items()}
+    datasets = [trained, *held_out.values()]
+    sources = [dataset.source for dataset in datasets]
+    for source in sources[1:]:  # a loss over ids of another tokenizer says nothing
+        refuse_mixed([*trained.source.made_with()[:1], *source.made_with()], opener.opening.tolerance)
     for source in sources:
         for key, one in tokenizers.items():
-            refuse_other_tokenizer(one, source.made_with(), tolerance, name=f"that of {key}")
-    if eos_id is None:
-        eos_id = next((source.pad_id for source in sources if source.pad_id is not None), 0)
+            refuse_other_tokenizer(one, source.made_with(), opener.opening.tolerance, name=f"that of {key}")
     _refuse_shared_windows(layout, sources)
     layout.refuse_unpadded((part.where, part.pad_seq_to_mult) for source in sources for part in source.made_with())
-    multiple = math.lcm(_LENGTH_MULTIPLE, layout.bin_multiple)
     length = _sequence_length(config, sources, multiple)
     if pretrained is None:
         vocab_size = _vocab_size(config.model.vocab_size, tokenizer, sources)
     else:
         vocab_size = pretrained.vocab_size
         _refuse_larger_vocabulary(config, vocab_size, tokenizers, sources)
+    eos_id = max(dataset.eos_id for dataset in datasets)
     if eos_id >= vocab_size:
         raise InvalidInputError(f"data.eos_id is {eos_id}, but the vocabulary ends at {vocab_size - 1}")
-
-    def dataset(opened: OpenedBins) -> PackedDataset:
-        return PackedDataset(
-            opened.source,
-            eos_id,
-            max_seq_length=length,
-            pad_seq_length_to_mult=multiple,
-            loss=config.train.loss,
-            verify=data.verify,
-            access=data.access,
-            pad_to_max_length=data.pad_to_max_length or config.parallel.pipeline > 1,
-        )
-
+    static_lines = trained.static_plan.lines if isinstance(trained, StaticPackDataset) else []
     return TrainingData(
-        dataset=dataset(trained),
-        validation={name: dataset(opened) for name, opened in held_out.items()},
+        # The loaders bring the order of the whole run, whose length is not known yet.
+        dataset=trained.in_stored_order().with_max_seq_length(length),
+        validation={name: dataset.with_max_seq_length(length) for name, dataset in held_out.items()},
         sequence_length=length,
         vocab_size=vocab_size,
         notes=[
@@ -140,6 +132,101 @@ def open_data(config: TrainConfig, pretrained: ModelShape | None = None) -> Trai
     )
 
 
+class _Opener:
+    """Opens the datasets of a run, all with the same options."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: Tokenizer | None,
+        pretrained: ModelShape | None,
+        layout: ParallelLayout,
+        multiple: int,
+    ) -> None:
+        data = config.data
+        self._config = config
+        self._layout = layout
+        self._eos_id = data.eos_id if tokenizer is None else tokenizer.eos_id
+        self._stream = _stream_options(config, tokenizer, pretrained)
+        self._batch = BatchOptions(
+            "mcore",
+            loss=config.train.loss,
+            pad_seq_length_to_mult=multiple,
+            pad_to_max_length=config.parallel.pipeline > 1,
+        )
+        self.opening = OpenOptions(
+            storage=config.packed_storage if data.plan is None else AUTO,
+            verify=data.verify,
+            allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
+            allow_template_mismatch=data.allow_template_mismatch,
+            cache_dir=data.cache_dir,
+            cache_size=data.cache_size,
+            spelling="key",
+        )
+
+    def open_trained(self) -> PackedDataset:
+        """Open what to train on."""
+        data = self._config.data
+        if self._config.packing_mode == STATIC:
+            ranks = data_parallel_size(num_ranks(), self._config.parallel)
+            return self._open_raw_samples(data.path, world_size=ranks)
+        return create_sft_dataset(
+            data.path,
+            self._eos_id,
+            split=data.split,
+            plan=data.plan,
+            weights=data.weights if data.blend is None else data.blend,
+            # Weights that change need a length; any will do, because the loader makes the order of the whole run.
+            max_num_samples=None if data.blend is None else 1,
+            seed=self._config.seed,
+            contract=self._batch,
+            stream=self._stream,
+            opening=self.opening,
+        )
+
+    def open_held_out(self, path: str) -> PackedDataset:
+        """Open validation data: bins, or with packing_mode=static raw samples like those that are trained on."""
+        if self._config.packing_mode == STATIC and not is_packed(path):
+            return self._open_raw_samples(path, world_size=1)  # the loader fills up the last batch itself
+        return create_sft_dataset(
+            path,
+            self._eos_id,
+            split=self._config.validation.split,
+            contract=self._batch,
+            stream=_stream_options_for(path, self._stream),
+            opening=replace(self.opening, storage=AUTO),
+        )
+
+    def _open_raw_samples(self, path: str, *, world_size: int) -> PackedDataset:
+        """Open a token store, or what the user's function returns for the path, as static packs."""
+        config, data = self._config, self._config.data
+        samples: Any = path
+        cache = None
+        if data.samples is not None:
+            samples = function_named(data.samples, "data.samples")(path)
+            if not isinstance(getattr(samples, "fingerprint", None), str):
+                raise InvalidInputError(
+                    f"what data.samples={data.samples} returned ({type(samples).__name__}) has no fingerprint; give it "
+                    "one, a string that changes with the samples, their template and their settings: ranks share the "
+                    "lengths under it, and a resumed run compares it"
+                )
+            cache = local_path(config.output) / LENGTH_CACHE
+        packing = StaticPacking(
+            dataloader_drop_last=config.dataloader_drop_last,
+            packing_allow_single_long=config.packing_allow_single_long,
+            packing_full_is_oversized=config.packing_full_is_oversized,
+            world_size=world_size,
+            pad_seq_to_mult=self._layout.sequence_multiple,
+            length_cache=cache,
+            progress=sys.stderr.isatty(),
+            text_only=True,
+        )
+        opening = replace(self.opening, storage=AUTO)
+        return create_sft_dataset(
+            samples, self._eos_id, data.sequence_length, contract=self._batch, opening=opening, packing_mode=packing
+        )
+
+
 def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained: ModelShape | None) -> StreamOptions:
     """Return how the token streams among the paths are read."""
     data = config.data
@@ -147,8 +234,8 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
     streams = [path for path in paths if is_stream(Path(path)) or (_is_indexed(path) and not data.documents)]
     if data.sequence_length is None and streams:
         raise InvalidInputError(
-            f"{streams[0]} is a token stream, and nobody says how long its windows are; set data.sequence_length, such "
-            f"as {DEFAULT_SEQ_LENGTH}"
+            f"{streams[0]} is a token stream, which needs data.sequence_length, the length of its windows; set it, "
+            f"such as data.sequence_length={DEFAULT_SEQ_LENGTH}"
         )
     vocab_size = config.model.vocab_size if pretrained is None else pretrained.vocab_size
     if tokenizer is not None and not data.allow_tokenizer_mismatch:
@@ -157,13 +244,21 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
         seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
         pack_sequences=data.pack_sequences,
         eos_id=data.eos_id,
-        tokenizer_eos_id=None if tokenizer is None else tokenizer.eos_id,
         file_pattern=data.file_pattern,
         dtype=data.dtype,
         documents=data.documents,
         vocab_size=vocab_size,
         spelling="key",
     )
+
+
+def _stream_options_for(path: str, stream: StreamOptions) -> StreamOptions:
+    """Return those of the options that mean something for validation data at a path."""
+    if is_stream(Path(path)):
+        return replace(stream, documents=False)
+    if _is_indexed(path):
+        return replace(stream, file_pattern=None, dtype=None)
+    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None, documents=False)
 
 
 def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> None:
@@ -173,15 +268,6 @@ def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> 
             f"{streams[0].description}: context-parallel ranks share sequences that were padded for them, and the "
             "windows of a token stream are not; set parallel.context=1, or train on packed data alone"
         )
-
-
-def _for_path(stream: StreamOptions, path: str) -> StreamOptions:
-    """Return the options for validation data: those of streams mean nothing where it is packed."""
-    if is_stream(Path(path)):
-        return replace(stream, documents=False)
-    if _is_indexed(path):
-        return replace(stream, file_pattern=None, dtype=None)
-    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None, documents=False)
 
 
 def _is_indexed(path: str) -> bool:
@@ -231,7 +317,6 @@ def training_loader(
         order = SampleOrder(len(dataset), config.seed, "", config.data.shuffle)
     return PackedLoader(
         dataset,
-        prefetch=config.data.prefetch,
         global_batch_size=global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
@@ -247,7 +332,6 @@ def validation_loader(
     """Return one pass over a dataset in stored order; bins without loss fill up the last batch."""
     return PackedLoader(
         dataset,
-        prefetch=config.data.prefetch,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         drop_last=False,
@@ -273,11 +357,6 @@ class CountedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        if not batch["tokens"].numel():
-            raise InvalidInputError(
-                "a batch of the data holds only sequences of a single id, which predict nothing; leave them out of the "
-                "input of packed-sft prepare, or raise train.micro_batch_size"
-            )
         for key in ("tokens", "labels"):
             smallest, largest = batch[key].aminmax()
             if smallest < 0 or largest >= self._vocab_size:
@@ -380,20 +459,14 @@ def _refuse_larger_vocabulary(
 
 def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
     """Return the name of the validation data that early stopping and samples look at."""
-    if settings.patience is None and not settings.num_samples and settings.watch is None:
+    if settings.patience is None and not settings.num_samples:
         return None
     key = "patience" if settings.patience is not None else "num_samples"
     if not names:
         raise InvalidInputError(
             f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
         )
-    if settings.watch is None:
-        if _OWN_SPLIT in names or len(names) == 1:
-            return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
-        raise InvalidInputError(f"validation.{key} needs validation.watch; choose from {', '.join(names)}")
-    if settings.watch not in names:
-        raise InvalidInputError(f"validation.watch is {settings.watch!r}; choose from {', '.join(names)}")
-    return settings.watch
+    return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
 
 
 def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:

@@ -7,33 +7,36 @@ run ─▶ its newest checkpoint ─▶ weights, one at a time ─▶ *.safetens
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from megatron_packed_sft.errors import InvalidInputError, NoSpaceError
-from megatron_packed_sft.megatron.checkpoint_writer import write_tensors
-from megatron_packed_sft.megatron.weights.adapters import AdaptedWeights, write_adapter
-from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
-from megatron_packed_sft.megatron.weights.export import WrittenWeights, total_bytes, write_weights
-from megatron_packed_sft.megatron.weights.folder import FolderWeights
-from megatron_packed_sft.megatron.weights.torch_dist_writer import (
+from megatron_packed_sft.errors import InvalidInputError, NoSpaceError, ShardFileError
+from megatron_packed_sft.megatron.checkpoint_writer import (
     RELEASE,
+    TRACKER,
     common_state,
     sharded_weights,
     write_descriptions,
+    write_tensors,
 )
-from megatron_packed_sft.support.atomic import Staging, fsync_directory
-from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.megatron.lora import AdaptedWeights, write_adapter
+from megatron_packed_sft.megatron.weights.folder import CONFIG, FolderWeights, HuggingFaceFolder, read_config
+from megatron_packed_sft.megatron.weights.layout import ModelShape
+from megatron_packed_sft.megatron.weights.safetensors_writer import WrittenWeights, total_bytes, write_weights
+from megatron_packed_sft.megatron.weights.torch_dist import METADATA, CheckpointWeights, TorchDistCheckpoint
+from megatron_packed_sft.remote.node_cache import parse_size
+from megatron_packed_sft.support.atomic import Staging, fsync_directory, os_errors
+from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.support.progress import Progress
-from megatron_packed_sft.train.checkpoint import make_durable
-from megatron_packed_sft.train.export_files import write_model_files
-from megatron_packed_sft.train.export_source import Source, open_source
+from megatron_packed_sft.train.checkpoint import STATE, CheckpointDirectory, TrainingState, make_durable, refuse_damaged
+from megatron_packed_sft.train.checkpoint_copies import CHECKPOINTS, fetched_run
+from megatron_packed_sft.train.pretrained import MODEL_FILES, lora_settings, write_model_files
 
 DTYPES: Final = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -44,14 +47,12 @@ DTYPES: Final = {
 FORMATS: Final = ("huggingface", "megatron", "adapter")
 Weights = CheckpointWeights | AdaptedWeights | FolderWeights
 DEFAULT_SHARD_SIZE: Final = "5GB"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _ROOM: Final = 1 << 26  # for the small files
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was exported.
+    """The result of an export.
 
     Args:
         source: the checkpoint.
@@ -59,7 +60,7 @@ class ExportReport:
         family: of the model.
         dtype: of the weights.
         num_parameters, num_bytes, num_files: of the weights.
-        notes: what the user should know.
+        notes: lines for the user.
     """
 
     source: str
@@ -102,7 +103,7 @@ def export_model(
     if to not in FORMATS:
         raise InvalidInputError(f"--to is {to!r}; choose from {', '.join(FORMATS)}")
     local_path(target, "OUTPUT")  # refuses a URL, before a download
-    options = _Options(to, dtype, parse_size(max_shard_size), tokenizer, overwrite, progress)
+    options = _Options(to, dtype, parse_size(max_shard_size, "--max-shard-size"), tokenizer, overwrite, progress)
     _dtype(dtype)
     with open_source(source, like) as found:
         return _export(found, target, options)
@@ -146,8 +147,8 @@ def _export(found: Source, target: str | os.PathLike[str], options: _Options) ->
             trained, kept = (str(one).removeprefix("torch.") for one in (weights.dtype, stored))
             notes = [
                 *notes,
-                f"trained in {trained}, rounded to {kept} as the weights that the run started from; a short run may "
-                "lose much of what it learnt; --dtype fp32 keeps it",
+                f"trained in {trained}, rounded to {kept} like the weights that the run started from; a short run may "
+                "lose much of what it learned; add --dtype fp32 to keep it",
             ]
         staging.publish()
     return ExportReport(
@@ -158,19 +159,6 @@ def _export(found: Source, target: str | os.PathLike[str], options: _Options) ->
         notes=notes,
         **written._asdict(),
     )
-
-
-def parse_size(text: str) -> int:
-    """Return a size in bytes.
-
-    Example:
-        >>> parse_size("5GB"), parse_size("512MiB"), parse_size("1000")
-        (5000000000, 536870912, 1000)
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise InvalidInputError(f"--max-shard-size is {text!r}; write a size such as 5GB or 500MB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
 
 
 def _write_small_files(
@@ -240,3 +228,116 @@ def _refuse_full_disk(directory: Path, needed: int) -> None:
             f"{directory.parent} has {free:,} bytes free, and the model needs {needed + _ROOM:,}; free some space or "
             "choose another disk"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model to export.
+
+    Args:
+        path: of the checkpoint or folder.
+        shape: of the model.
+        config: the config.json that it came with; None for a model trained from scratch.
+        model_files: the folder with the small files of the model, if there is one.
+        state: the state of a checkpoint of this recipe; None for other checkpoints.
+        folder: the weights, if they are in a Hugging Face folder.
+        name: the URL that it was fetched from.
+    """
+
+    path: Path
+    shape: ModelShape
+    config: dict[str, Any] | None
+    model_files: Path | None
+    state: TrainingState | None = None
+    folder: HuggingFaceFolder | None = None
+    name: str | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[CheckpointWeights | AdaptedWeights | FolderWeights]:
+        """Open the weights; the checksums of our own checkpoints are compared first."""
+        if self.folder is not None:
+            yield FolderWeights(self.folder)
+            return
+        with TorchDistCheckpoint(self.path) as checkpoint:
+            if self.state is not None:
+                refuse_damaged(self.path, self.state.checksums)
+            weights = CheckpointWeights(checkpoint, self.shape)
+            settings = None if self.state is None else lora_settings(self.state.peft)
+            yield weights if settings is None else AdaptedWeights(weights, checkpoint, settings)
+
+
+@contextmanager
+def open_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Iterator[Source]:
+    """Yield the model at a path, or at the URL of a copy, which is fetched into TMPDIR for the duration."""
+    if not is_url(path):
+        yield find_source(path, like)
+        return
+    with fetched_run(os.fspath(path)) as (checkpoint, copy):
+        yield replace(find_source(checkpoint, like), name=copy.shown)
+
+
+def find_source(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> Source:
+    """Return the model at a path.
+
+    Args:
+        path: a run (its newest checkpoint), a checkpoint, a torch_dist checkpoint of Megatron, or a Hugging Face
+            folder.
+        like: a Hugging Face folder of the same model.
+    """
+    folder = local_path(path, "RUN_OR_CHECKPOINT")
+    described = None if like is None else local_path(like, "--like")
+    if (folder / STATE).is_file():
+        return _own(folder, described)
+    if (folder / CHECKPOINTS).is_dir():
+        newest = CheckpointDirectory(folder / CHECKPOINTS).newest()
+        if newest is None:
+            raise InvalidInputError(f"{folder} has no checkpoint yet; wait until the run has saved one")
+        return _own(newest, described)
+    if (folder / TRACKER).is_file():
+        return _foreign(_tracked(folder), described)
+    if (folder / METADATA).is_file():
+        return _foreign(folder, described)
+    if (folder / CONFIG).is_file():
+        opened = HuggingFaceFolder.open(folder, "RUN_OR_CHECKPOINT")
+        config = dict(opened.config)
+        return Source(path=folder, shape=opened.shape, config=config, model_files=folder, folder=opened)
+    what = "does not exist" if not folder.exists() else "is neither a run, a checkpoint nor a Hugging Face folder"
+    raise InvalidInputError(f"{folder} {what}; give a run's output directory, or a folder such as step_000100 in it")
+
+
+def _own(checkpoint: Path, like: Path | None) -> Source:
+    """Return a checkpoint of this recipe."""
+    state = TrainingState.load(checkpoint)
+    kept: Path | None = checkpoint.parent.parent / MODEL_FILES
+    if like is not None or not (kept and kept.is_dir()):
+        kept = like
+    shape = ModelShape.from_saved(state.model)
+    config = None
+    if kept is not None and (like is not None or (kept / CONFIG).is_file()):
+        config, _, described = read_config(kept, "--like")
+        if described != shape:
+            raise InvalidInputError(f"{kept} is not the model of {checkpoint}; give the folder of that model")
+    return Source(path=checkpoint, shape=shape, config=config, model_files=kept, state=state)
+
+
+def _foreign(checkpoint: Path, like: Path | None) -> Source:
+    """Return a checkpoint of Megatron-LM or Megatron-Bridge."""
+    if like is None:
+        raise InvalidInputError(
+            f"{checkpoint} does not say which model it holds; add --like FOLDER, a Hugging Face folder of the same "
+            "model"
+        )
+    config, _, shape = read_config(like, "--like")
+    return Source(path=checkpoint, shape=shape, config=config, model_files=like)
+
+
+def _tracked(folder: Path) -> Path:
+    """Return the checkpoint that Megatron's tracker file names."""
+    with os_errors("read", folder / TRACKER):
+        name = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    if name != RELEASE and not name.isdecimal():
+        raise ShardFileError(f"{folder / TRACKER} says {name[:20]!r}, not a number; give the checkpoint's own folder")
+    checkpoint = folder / (name if name == RELEASE else f"iter_{int(name):07d}")
+    if not (checkpoint / METADATA).is_file():
+        raise ShardFileError(f"{checkpoint} is not a torch_dist checkpoint, and {TRACKER} names it; give another one")
+    return checkpoint

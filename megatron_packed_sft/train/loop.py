@@ -23,10 +23,9 @@ from megatron_packed_sft.megatron.forward_step import forward_step
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import CheckpointDirectory, TrainingState, recorded_model
+from megatron_packed_sft.train.checkpoint_copies import CopySender
 from megatron_packed_sft.train.config import TrainConfig
-from megatron_packed_sft.train.copy_sender import CopySender
 from megatron_packed_sft.train.data import CountedBatches, TrainingData, training_loader, validation_loader
-from megatron_packed_sft.train.early_stopping import EarlyStopping
 from megatron_packed_sft.train.metrics import StepMeter, step_record
 from megatron_packed_sft.train.model_and_optimizer import ModelAndOptimizer
 from megatron_packed_sft.train.pretrained import recorded_peft
@@ -87,7 +86,7 @@ class Trainer:
         self._forward_backward: Callable[..., list[dict[str, torch.Tensor]]] = get_forward_backward_func()
         self._stopping: EarlyStopping | None = None
         self._saved_step = -1
-        self.copies: CopySender | None = None  # told of every checkpoint; only the first rank has one
+        self.copies: CopySender | None = None  # only the first rank has one
         self.step = 0
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
@@ -97,7 +96,7 @@ class Trainer:
         self.step = self._saved_step = state.step
 
     def run(self, reporter: Reporter) -> EarlyEnd | None:
-        """Train to the last step; on SIGTERM, Ctrl-C or a validation loss that stays high save, and say why it ends."""
+        """Train to the last step, or save and return why the run ends before: a signal, or early stopping."""
         config = self._config
         meter = self._meter()
         self._data.dataset.fetch_batch([0])  # loads or compiles the kernels before the first step is timed
@@ -127,7 +126,7 @@ class Trainer:
             return None
         shared = [reporter.validation_losses(watched)]
         torch.distributed.broadcast_object_list(shared, src=0)
-        return EarlyStopping(patience=settings.patience, min_delta=settings.min_delta, losses=shared[0])
+        return EarlyStopping(patience=settings.patience, losses=shared[0])
 
     def _end_early(self, reporter: Reporter) -> EarlyEnd:
         assert self._stopping is not None
@@ -222,7 +221,7 @@ class Trainer:
         self._saved_step = self.step
 
     def _owed_validations(self, reporter: Reporter) -> list[str]:
-        """Return what to validate on before the next step: the start, or what the resumed run was stopped before."""
+        """Return what to validate on before the first step: all data at step 0, later what the last run missed."""
         settings = self._config.validation
         is_due = self.step == self._schedule.num_steps or _is_due(self.step, settings.every)
         owed = []
@@ -250,7 +249,7 @@ class Trainer:
                 meter.add_losses(self._pass(batches, num_microbatches, forward_only=True))
                 num_left -= num_microbatches
                 reporter.on_validation_progress(num_microbatches * self._ranks["data_parallel_size"])
-            if num_left:  # only seconds remain to save; the run that resumes this one validates
+            if num_left:  # stopped by a signal; the run that resumes this one validates
                 break
             totals = meter.take()
             reporter.on_validation_end(name, self.step, totals.loss, totals.num_trained)
@@ -261,7 +260,7 @@ class Trainer:
         self._trained.model.train()
 
     def _write_samples(self, name: str, reporter: Reporter, stop: StopRequest) -> None:
-        """Let the model answer a few prompts, and write them down."""
+        """Write the model's answers to a few prompts into a file."""
         settings, dataset = self._config.validation, self._data.validation[name]
         samples, ends = choose_samples(dataset, settings.num_samples, settings.sample_tokens)
         if not samples:
@@ -295,6 +294,43 @@ class Trainer:
 
     def _meter(self) -> StepMeter:
         return StepMeter(self._device, is_counted=self._is_counted)
+
+
+class EarlyStopping:
+    """Counts validations in a row whose loss was not lower than the lowest before.
+
+    It is made from the recorded losses, so a resumed run continues its count.
+
+    Args:
+        patience: how many of them end the run.
+        losses: those that were recorded before.
+
+    Example:
+        >>> stopping = EarlyStopping(patience=2, losses=[3.0, 2.0])
+        >>> for loss in (2.05, 2.1):
+        ...     stopping.add(loss)
+        >>> stopping.is_due, stopping.best
+        (True, 2.0)
+    """
+
+    def __init__(self, *, patience: int, losses: Iterable[float] = ()) -> None:
+        self._patience = patience
+        self._num_worse = 0
+        self.best = math.inf
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float) -> None:
+        """Count a validation."""
+        if loss < self.best:
+            self.best, self._num_worse = loss, 0
+        else:  # also NaN
+            self._num_worse += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run should end now."""
+        return self._num_worse >= self._patience
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -23,8 +23,7 @@ import torch
 from megatron_packed_sft.data.order.blend import SourceProgress
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.atomic import os_errors, replace_file
-from megatron_packed_sft.train.loggers import Tracker
-from megatron_packed_sft.train.unwritten import Unwritten
+from megatron_packed_sft.train.trackers import LostRecords, Tracker
 
 METRICS: Final = "metrics.jsonl"
 
@@ -176,7 +175,7 @@ def step_record(
 
 
 class MetricsFile:
-    """The metrics.jsonl of a run, whose numbers also go to trackers. What cannot be written is counted, not raised.
+    """The metrics.jsonl of a run, whose numbers also go to trackers. Records that cannot be written are only counted.
 
     Args:
         directory: the run's directory.
@@ -192,8 +191,8 @@ class MetricsFile:
         self._kept = b"".join(line for line, _ in kept)
         self._file: io.FileIO | None = None
         self._trackers = tuple(trackers)
-        self.unwritten = Unwritten()
-        with self.unwritten.tolerated(METRICS, num_records=0):
+        self.lost = LostRecords()
+        with self.lost.tolerated(METRICS, num_records=0):
             self._open()
 
     def write_step(self, record: StepRecord) -> None:
@@ -227,10 +226,10 @@ class MetricsFile:
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:
-            with self.unwritten.tolerated(METRICS, num_records=0):
+            with self.lost.tolerated(METRICS, num_records=0):
                 self._file.close()
         for tracker in self._trackers:
-            with self.unwritten.tolerated(tracker.name, num_records=0):
+            with self.lost.tolerated(tracker.name, num_records=0):
                 tracker.close()
 
     def __enter__(self) -> MetricsFile:
@@ -245,11 +244,11 @@ class MetricsFile:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-        with self.unwritten.tolerated(METRICS), os_errors("write", self.path):
+        with self.lost.tolerated(METRICS), os_errors("write", self.path):
             self._append(json.dumps({"event": event, **plain}).encode() + b"\n")
 
     def _open(self) -> io.FileIO:
-        """Return the file; a disk that was full when the run began may have room later."""
+        """Return the open file, created again if the disk was full when the run began."""
         if self._file is None:
             replace_file(self.path, self._kept)
             with os_errors("open", self.path):
@@ -261,7 +260,7 @@ class MetricsFile:
         file = self._open()
         before = os.fstat(file.fileno())
         if before.st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "it was removed")
+            raise FileNotFoundError(errno.ENOENT, "it was deleted")
         try:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, "half a line was written")
@@ -271,9 +270,9 @@ class MetricsFile:
 
     def _draw(self, values: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
-            with self.unwritten.tolerated(tracker.name):
-                if self.unwritten.is_given_up(tracker.name):
-                    raise PackedSFTError("it was given up")
+            with self.lost.tolerated(tracker.name):
+                if self.lost.is_given_up(tracker.name):
+                    raise PackedSFTError("it failed too often")
                 tracker.log(values, step)
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -288,7 +287,7 @@ class MetricsFile:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return e to the mean loss: among how many equally likely tokens the model hesitates.
+    """Return the perplexity, e to the mean loss.
 
     Example:
         >>> round(perplexity_of(math.log(256)))

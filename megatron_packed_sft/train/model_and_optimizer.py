@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,14 +11,17 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.megatron.backend import Backend
-from megatron_packed_sft.megatron.gradients import FinalizeGradients
 from megatron_packed_sft.megatron.lora import add_lora
-from megatron_packed_sft.megatron.lora_settings import LoraSettings
 from megatron_packed_sft.megatron.model import build_gpt_model
-from megatron_packed_sft.megatron.parameters import freeze, keep_gradients_when_recomputing, without_weight_decay
-from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-from megatron_packed_sft.megatron.weights.load import load_pretrained
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.parameters import (
+    FinalizeGradients,
+    freeze,
+    keep_gradients_when_recomputing,
+    without_weight_decay,
+)
+from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, load_pretrained
+from megatron_packed_sft.megatron.weights.layout import LoraSettings, ModelShape
+from megatron_packed_sft.megatron.weights.torch_dist import load_checkpoint, plain_data_only
 from megatron_packed_sft.train.config import OptimizerConfig, TrainConfig
 from megatron_packed_sft.train.config_checks import PRECISIONS
 from megatron_packed_sft.train.step_schedule import StepSchedule
@@ -34,7 +36,7 @@ _DTYPES = dict(zip(PRECISIONS, (None, torch.float32, torch.bfloat16), strict=Tru
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAndOptimizer:
-    """What a run trains and saves.
+    """The model, optimizer and scheduler of a run.
 
     Args:
         model: the GPT model inside Megatron-Core's DistributedDataParallel.
@@ -57,28 +59,17 @@ class ModelAndOptimizer:
 
     def load(self, checkpoint: Path, scheduler: Mapping[str, Any]) -> None:
         """Load the tensors of a checkpoint and the scheduler's state; a collective call."""
-        from megatron_packed_sft.megatron.checkpoint_loader import load_checkpoint
-
-        state = self.sharded_state(is_loading=True)
-        own_state = set(_inner(state["optimizer"]).get("state", {}))
-        loaded = load_checkpoint(state, checkpoint)
+        loaded = load_checkpoint(self.sharded_state(is_loading=True), checkpoint)
         try:
-            self.model.module.load_state_dict(loaded["model"])
-        except RuntimeError as error:  # too many tensors, too few, or of other sizes
-            raise _misfit(checkpoint, "model", error) from error
-        try:
-            _refuse_odd_settings(_inner(loaded["optimizer"]), own_state, self.optimizer.param_groups)
+            with plain_data_only():  # Transformer Engine unpickles the state of FP8
+                self.model.module.load_state_dict(loaded["model"])
             self.optimizer.load_state_dict(loaded["optimizer"])
             self.scheduler.load_state_dict(dict(scheduler))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
-            raise _misfit(checkpoint, "optimizer", error) from error
-
-
-def _misfit(checkpoint: Path, what: str, error: Exception) -> ShardFileError:
-    reason = " ".join(str(error).split())[:200]
-    return ShardFileError(
-        f"{checkpoint} does not fit the {what} ({type(error).__name__}: {reason}); restore the checkpoint"
-    )
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ShardFileError(
+                f"{checkpoint} does not fit this run ({type(error).__name__}: {reason}); restore the checkpoint"
+            ) from error
 
 
 def _inner(optimizer: Any) -> dict[str, Any]:
@@ -86,43 +77,10 @@ def _inner(optimizer: Any) -> dict[str, Any]:
     return optimizer.get("optimizer", optimizer)  # type: ignore[no-any-return]
 
 
-def _refuse_odd_settings(loaded: Mapping[str, Any], own_state: set[Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for settings in a checkpoint that the optimizer would take, and fail with at its next step.
-
-    Args:
-        loaded: the state of torch's optimizer in the checkpoint.
-        own_state: the keys of what this optimizer keeps of its parameters.
-        own: the parameter groups of this optimizer.
-    """
-    state = loaded.get("state") or {}
-    if unknown := sorted(map(str, state.keys() - own_state - {_STEP_COUNT})):
-        raise ValueError(f"state has {unknown[0][:80]}")
-    step = torch.as_tensor(state.get(_STEP_COUNT, 0), dtype=torch.float64)
-    if step.numel() != 1 or not 0 <= step.item() < math.inf:
-        raise ValueError(f"{_STEP_COUNT} is not a number of steps")
-    for group in loaded["param_groups"]:
-        for name in group.keys() & own[0].keys() - {"params"}:
-            if not _is_like(group[name], [other.get(name) for other in own]):
-                raise ValueError(f"{name} of a parameter group is not what an optimizer writes")
-
-
-def _is_like(value: Any, own: Sequence[Any]) -> bool:
-    """Return whether a setting is of the kind that the groups of this optimizer have; choices must be the same."""
-    if isinstance(own[0], tuple):  # shares such as Adam's betas
-        return isinstance(value, tuple) and len(value) == len(own[0]) and all(_is_below(1, one) for one in value)
-    if isinstance(own[0], float):
-        return _is_below(math.inf, value)
-    return type(value) is type(own[0]) and (value in own or type(value) is int)
-
-
-def _is_below(limit: float, value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < limit
-
-
 def _share_step_count(optimizer: Mapping[str, Any]) -> None:
     """Give Adam's step count to ranks that have none; a collective call.
 
-    A checkpoint takes it from the first rank, whose part of the model may be frozen as a whole.
+    A checkpoint takes it from the first rank, whose whole part of the model may be frozen.
     """
     state = _inner(optimizer).get("state", {})
     counts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -146,9 +104,9 @@ def build_model_and_optimizer(
 
     Args:
         shape: the model's shape.
-        config: what of the model is trained, and how.
+        config: of the run.
         schedule: gives the number of bins over which the learning rate decays.
-        backend: what the run computes on.
+        backend: from `choose_backend`.
         sequence_length: largest number of positions in a batch.
         weights: pretrained ones to start from; by default they are random.
         lora: adapters to train instead of the weights.
@@ -178,9 +136,9 @@ def build_model_and_optimizer(
         freeze(gpt, model.freeze)
     wrapped = DistributedDataParallel(
         config=gpt.config,
-        # By default in float32 whatever the weights are: the gradients of many micro batches are summed here.
+        # In float32 whatever the weights are: the gradients of many micro batches are summed here.
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=optimizer.gradient_dtype == "float32", use_distributed_optimizer=optimizer.distributed
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
         ),
         module=gpt,
     )
@@ -193,7 +151,6 @@ def build_model_and_optimizer(
             weight_decay=optimizer.weight_decay,
             adam_beta1=optimizer.beta1,
             adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
             clip_grad=optimizer.clip_grad,
             bf16=gpt.config.bf16,
             params_dtype=gpt.config.params_dtype,
@@ -241,7 +198,7 @@ def transformer_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
-    """Refuse what needs CUDA or Transformer Engine where they are absent, naming the key."""
+    """Refuse settings that need CUDA or Transformer Engine on a machine without them, naming the key."""
     optimizer, parallel = config.optimizer, config.parallel
     needs_engine = {
         f"optimizer.fp8={optimizer.fp8}": optimizer.fp8 is not None,
@@ -256,12 +213,11 @@ def refuse_without_gpu(config: TrainConfig, backend: Backend) -> None:
             "optimizer.distributed=true needs CUDA and Transformer Engine: without them a resumed run silently loses "
             "Adam's step count; set optimizer.distributed=false"
         )
-    for key, value in {"precision": optimizer.precision, "gradient_dtype": optimizer.gradient_dtype}.items():
-        if value == "bfloat16" and backend.device_type == "cpu":
-            raise InvalidInputError(
-                f"optimizer.{key}=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
-                f"optimizer.{key} out"
-            )
+    if optimizer.precision == "bfloat16" and backend.device_type == "cpu":
+        raise InvalidInputError(
+            "optimizer.precision=bfloat16 needs CUDA: Megatron-Core's optimizer does not support it on a CPU; leave "
+            "optimizer.precision out"
+        )
 
 
 def _scheduler(
@@ -272,13 +228,6 @@ def _scheduler(
     # It counts bins, so that a run resumed with another batch size continues where the schedule was.
     num_steps = schedule.num_bins // schedule.bins_per_step
     num_warmup_steps = int(settings.warmup_share * num_steps)
-    if settings.warmup_steps is not None:
-        if settings.warmup_steps >= num_steps > 0:
-            raise InvalidInputError(
-                f"optimizer.warmup_steps is {settings.warmup_steps}, but the run has {num_steps} steps; lower it, or "
-                "train longer"
-            )
-        num_warmup_steps = settings.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
         # Steps at 1/(n+1), 2/(n+1), ... of the rate: at 0, the first step would change nothing.
@@ -289,12 +238,12 @@ def _scheduler(
         lr_decay_steps=schedule.num_bins,
         lr_decay_style="WSD" if settings.decay_style == "wsd" else settings.decay_style,
         wsd_decay_steps=max(round(settings.wsd_share * schedule.num_bins), 1),
-        lr_wsd_decay_style=settings.wsd_style,
+        lr_wsd_decay_style="minus_sqrt",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=schedule.num_bins,
         wd_incr_style="constant",
-        # A resumed run follows its own configuration: a run made longer decays over its new length.
+        # A resumed run follows its own configuration: one with more steps decays over its new length.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

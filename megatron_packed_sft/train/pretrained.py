@@ -1,4 +1,4 @@
-"""Which model a run trains: of the sizes in its configuration, of a checkpoint, or of pretrained weights.
+"""The model that a run trains, and the files beside its weights: config.json, tokenizer, chat template.
 
 model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron/weights), when the model is built
                                  └─▶ output/model_files: what `packed-sft export` writes besides the weights
@@ -6,6 +6,8 @@ model.path ─▶ pretrained_shape ─▶ shape ─▶ load_pretrained (megatron
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any, Final
 
 import torch
 
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.megatron.lora_settings import LoraSettings
+from megatron_packed_sft.megatron.weights.families import shape_family
 from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import LoraSettings, ModelShape
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import Staging, fsync_directory, os_errors, replace_file, write_file
+from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.config import ModelConfig, PeftConfig
 
@@ -62,13 +66,13 @@ def model_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return what the configuration says about the shape; dropout and freezing are not part of it."""
+    """Return the settings of the shape; dropout and freezing are not among them."""
     names = {field.name for field in fields(ModelShape)}
     return {name: value for name, value in vars(model).items() if name in names and value is not None}
 
 
 def recorded_peft(peft: PeftConfig) -> dict[str, Any]:
-    """Return what a checkpoint records of its adapters: nothing, if all weights are trained."""
+    """Return the adapter settings that a checkpoint records; empty if all weights are trained."""
     return {} if peft.method == "none" else asdict(peft)
 
 
@@ -101,7 +105,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def record_of(folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return what a run remembers of the weights that it starts from; a collective call, in which ranks share the work.
+    """Return the record of the weights that a run starts from; a collective call, in which ranks share the work.
 
     Args:
         folder: the opened folder.
@@ -120,7 +124,7 @@ def record_of(folder: HuggingFaceFolder) -> dict[str, Any]:
 
 
 def write_record(record: Mapping[str, Any], output: Path) -> None:
-    """Write it into the run's directory."""
+    """Write the record into the run's directory."""
     replace_file(output / RECORD, json_document.render(record))
 
 
@@ -129,7 +133,7 @@ def keep_model_files(model: Path | None, tokenizer: Path | None, output: Path) -
 
     Args:
         model: the folder of `model.path`.
-        tokenizer: that of `data.tokenizer`, or its file; used for what the model's folder has not.
+        tokenizer: that of `data.tokenizer`, or its file; used for files that the model's folder lacks.
         output: the run's directory.
     """
     found: dict[str, Path] = {}
@@ -159,3 +163,77 @@ def small_files(source: Path) -> Iterator[tuple[str, Path]]:
                 yield file.name, file
     for file in sorted((source / _TEMPLATES).glob("*.jinja")):
         yield f"{_TEMPLATES}/{file.name}", file
+
+
+GENERATION: Final = "generation_config.json"
+_DEFAULT_LENGTH: Final = 4096  # of a model whose run did not record its sequences' length
+
+
+def write_model_files(
+    directory: Path,
+    shape: ModelShape,
+    config: Mapping[str, Any] | None,
+    *,
+    kept: Path | None,
+    tokenizer: str | os.PathLike[str] | None,
+    dtype: torch.dtype,
+    sequence_length: int | None,
+) -> list[str]:
+    """Write everything but the weights; return notes for the user.
+
+    Args:
+        directory: of the exported model.
+        shape: of the model.
+        config: the config.json that the model came with; None for a model trained from scratch.
+        kept: the folder with the small files that the model came with.
+        tokenizer: a tokenizer's folder or file, instead of the one in there.
+        dtype: of the weights.
+        sequence_length: of the run.
+    """
+    for name, file in _copied(kept, tokenizer).items():
+        with os_errors("copy", file):
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_file(directory / name, file.read_bytes())
+            fsync_directory((directory / name).parent)
+    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if config is None:
+        stops = ids["eos_token_id"]
+        if has_tokenizer(directory):
+            ids, stops = _token_ids(directory)
+        length = sequence_length or _DEFAULT_LENGTH
+        config = {**shape_family(shape).config(shape), "max_position_embeddings": length, **ids}
+        ids["eos_token_id"] = stops
+    name = str(dtype).removeprefix("torch.")
+    spellings = {key: name for key in ("dtype", "torch_dtype") if key == "dtype" or key in config}
+    _write_json(directory / CONFIG, {**config, **spellings})
+    if not (directory / GENERATION).exists():
+        _write_json(directory / GENERATION, {key: ids[key] or config.get(key) for key in ids})
+    if has_tokenizer(directory):
+        return []
+    return ["the run kept no tokenizer, so none was written; add --tokenizer FOLDER to include one"]
+
+
+def _copied(kept: Path | None, tokenizer: str | os.PathLike[str] | None) -> dict[str, Path]:
+    """Return name -> file of the files that are copied unchanged."""
+    files = {} if kept is None else dict(small_files(kept))
+    if tokenizer is not None:
+        source = local_path(tokenizer, "--tokenizer")
+        if not source.exists():
+            raise InvalidInputError(f"--tokenizer {source} does not exist; give a tokenizer's folder or file")
+        own = dict(small_files(source))
+        files = {**own, **{name: file for name, file in files.items() if name == GENERATION}}
+    files.pop(CONFIG, None)  # written separately
+    return files
+
+
+def _token_ids(directory: Path) -> tuple[dict[str, Any], Any]:
+    """Return the ids of the tokenizer's special tokens, and at which ids generation stops."""
+    tokenizer = load_tokenizer(directory)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    named = (tokenizer.control_tokens.get(text) for text in tokenizer.stop_tokens)
+    stops = [one for one in dict.fromkeys([tokenizer.eos_id, *named]) if one is not None]
+    return ids, stops if len(stops) > 1 else tokenizer.eos_id
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    write_file(file, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Many ranks that act as one: one reports an error, a lost rank is explained, all stop after the same step."""
+"""Have the ranks of a run act as one: one reports an error, a lost rank is explained, all stop after the same step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_packed_sft.support.processes import signal_when_parent_dies
 if TYPE_CHECKING:
     import torch
 
-# What gloo, NCCL and torch's stores say when the other end of a connection is gone.
+# Messages of gloo, NCCL and torch's stores when the other end of a connection is gone.
 _LOST = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket (closed|error)|remote (peer|process)|"
     r"timed out|timeout|NCCL error|ncclRemoteError|process group.*abort",
     re.IGNORECASE,
 )
 _HEAD_START_SECONDS = 5.0
-# On Ctrl-C a terminal signals every process of the run, and torchrun then forwards its own: one request, heard twice.
+# On Ctrl-C a terminal signals every process of the run, and torchrun then forwards its own signal: one request.
 ONE_REQUEST_SECONDS = 2.0
 
 
@@ -43,7 +43,7 @@ def num_ranks() -> int:
 
 
 def leave_with_torchrun() -> None:
-    """Have this rank save and stop when torchrun is killed, which else leaves its ranks running unattended."""
+    """Save and stop this rank when torchrun is killed, which would otherwise leave its ranks running."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_when_parent_dies(signal.SIGTERM, os.getppid())
 
@@ -65,7 +65,7 @@ def one_rank_reports() -> Iterator[None]:
         if isinstance(error, LostRankError):
             if own_rank() == 1:
                 _report(error)
-            raise  # torchrun is not told: it would take this for the cause
+            raise  # not reported to torchrun, which would take this for the cause
         _tell_torchrun(error)
         if own_rank() != 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun sends it once rank 0 has reported the error
@@ -76,7 +76,7 @@ def one_rank_reports() -> Iterator[None]:
 
 @contextmanager
 def lost_ranks_explained() -> Iterator[None]:
-    """Replace the communication library's error about a lost rank by one sentence.
+    """Say in one sentence that another rank was lost, instead of the communication library's error.
 
     Example:
         >>> with lost_ranks_explained():

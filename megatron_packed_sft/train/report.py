@@ -1,4 +1,4 @@
-"""What the user sees of a run: progress bars on a terminal, lines in a log, and a summary at the end."""
+"""Report a run to the user: progress bars on a terminal, lines in a log, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EarlyEnd(NamedTuple):
 
 
 class Reporter:
-    """Reports nothing; used by all ranks but the first."""
+    """Reports nothing: for all ranks but the first."""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -56,10 +56,10 @@ class Reporter:
         """Report a published checkpoint."""
 
     def on_samples(self, file: Path) -> None:
-        """Report what the model says, once it is written."""
+        """Report the file with the model's answers."""
 
     def summarize(self, end: EarlyEnd | None, copies: Mapping[str, Any] = NO_COPIES) -> None:
-        """Report the end of the run: finished, or why it ended early; and what was copied of it."""
+        """Report the end of the run: finished, or why it ended early; and its copies."""
 
     def close(self) -> None:
         """Release the bars and files."""
@@ -96,17 +96,17 @@ class ConsoleReporter(Reporter):
         try:
             progress.say(text, stream=sys.stderr if self._as_json else sys.stdout)
         except BrokenPipeError:
-            raise  # whoever reads this has left, which ends a command
+            raise  # the reader of the pipe has exited, which ends a command
         except OSError as error:  # a log on a full disk
-            with self._metrics.unwritten.tolerated("the log"):
+            with self._metrics.lost.tolerated("the log"):
                 raise error
 
     def was_validated(self, name: str, step: int) -> bool:
-        """Look it up in the metrics."""
+        """Return whether metrics.jsonl has the validation."""
         return self._metrics.was_validated(name, step)
 
     def validation_losses(self, name: str) -> list[float]:
-        """Look them up in the metrics."""
+        """Return the losses in metrics.jsonl."""
         return self._metrics.validation_losses(name)
 
     def on_steps(self, record: StepRecord, totals: Totals) -> None:
@@ -157,7 +157,7 @@ class ConsoleReporter(Reporter):
 
     def on_samples(self, file: Path) -> None:
         """Print its path."""
-        self.say(f"step {self._step}: what the model says is in {file}")
+        self.say(f"step {self._step}: the model's answers are in {file}")
 
     def close(self) -> None:
         """Close the bars and the metrics."""
@@ -167,7 +167,7 @@ class ConsoleReporter(Reporter):
         self._warn()
 
     def _warn(self) -> None:
-        for warning in self._metrics.unwritten.take_warnings():
+        for warning in self._metrics.lost.take_warnings():
             self.say(warning)
 
     def summarize(self, end: EarlyEnd | None, copies: Mapping[str, Any] = NO_COPIES) -> None:
@@ -196,13 +196,13 @@ class ConsoleReporter(Reporter):
         self.say(f"checkpoint: {self._checkpoint}")
         if copies.get("num_copies_skipped"):
             num_skipped = plural(copies["num_copies_skipped"], "checkpoint")
-            self.say(f"not copied: {num_skipped}, because a newer one was there before the store was ready for it")
+            self.say(f"not copied: {num_skipped}, because a newer one was saved before the upload could start")
         self.say("to train longer: the same command with more train.steps" if end is None else end.advice)
-        if unwritten := self._metrics.unwritten.summary():
-            self.say(unwritten)
+        if lost := self._metrics.lost.summary():
+            self.say(lost)
 
     def _summary(self, end: EarlyEnd | None) -> dict[str, Any]:
-        """Return the same facts for programs."""
+        """Return the summary for programs."""
         first, last = (self._records[0], self._records[-1]) if self._records else (None, None)
         return {
             "finished": end is None,
@@ -216,7 +216,7 @@ class ConsoleReporter(Reporter):
             "tokens_per_second": self._num_tokens / self._seconds if self._seconds else None,
             "data_share": self._data_seconds / self._seconds if self._seconds else None,
             "metrics": str(self._metrics.path),
-            "num_not_written": dict(self._metrics.unwritten.counts),
+            "num_not_written": dict(self._metrics.lost.counts),
             "checkpoint": None if self._checkpoint is None else str(self._checkpoint),
         }
 

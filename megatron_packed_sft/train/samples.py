@@ -1,4 +1,4 @@
-"""What the model says during training: prompts of the validation data answered greedily, as text for a person to read.
+"""Greedy answers of the model to prompts of the validation data, as a text file to read during training.
 
     sequence of a bin    [prompt ............][answer .....] [more turns]
     loss mask (shifted)   0 0 0 0 0 0 0 0 0 1  1 1 1 1 1 0    ...
@@ -32,7 +32,7 @@ _TOKEN: Final = "next token"
 
 @dataclass(kw_only=True)
 class Sample:
-    """A prompt, what the data says after it, and what the model says.
+    """A prompt, the answer in the data, and the model's answer.
 
     Args:
         prompt: ids up to the first trained token of a sequence.
@@ -65,10 +65,10 @@ def first_lessons(packed: PackedBin) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def choose_samples(dataset: PackedDataset, num_samples: int, num_tokens: int) -> tuple[list[Sample], set[int]]:
-    """Return prompts from all over a dataset, always the same, and the ids at which answers end.
+    """Return prompts spread over a dataset, always the same, and the ids that end an answer.
 
     Args:
-        dataset: what to take them from; a prompt leaves room for the answer in its positions.
+        dataset: where the prompts are from; prompt and answer fit into its `max_seq_length`.
         num_samples: how many.
         num_tokens: the most tokens of an answer.
     """
@@ -84,7 +84,7 @@ def choose_samples(dataset: PackedDataset, num_samples: int, num_tokens: int) ->
     for index in np.unique(np.linspace(0, len(fitting) - 1, min(num_samples, len(fitting))).astype(int)).tolist():
         number, prompt, answer = fitting[index]
         chosen.append(Sample(prompt=prompt, expected=answer, bin=number))
-    # An id with which most answers end is the end of a turn, whatever the template calls it.
+    # The id that ends most answers is the template's end of turn.
     [(most_common, count)] = last_ids.most_common(1) or [(-1, 0)]
     ends = {dataset.options.eos_id} | ({most_common} if 2 * count > last_ids.total() else set())
     return chosen, ends
@@ -102,7 +102,7 @@ def answer_greedily(
     device: torch.device,
     is_stopped: Callable[[], bool],
 ) -> bool:
-    """Let the model answer; a collective call.
+    """Fill in the model's answers; a collective call.
 
     Args:
         samples: their `said` is filled.
@@ -111,7 +111,7 @@ def answer_greedily(
         ends: ids that end an answer.
         num_tokens: the most tokens of an answer.
         vocab_size: ids beyond it are padding of the vocabulary.
-        is_speaker: whether the others take this rank's word: one rank of the last stage.
+        is_speaker: whether this rank's tokens are broadcast to the others: one rank of the last stage.
         device: where this rank computes.
         is_stopped: asked before each token.
 
@@ -139,7 +139,7 @@ def answer_greedily(
 
 
 def as_text(samples: Sequence[Sample], *, step: int, name: str, tokenizer: Tokenizer | None) -> str:
-    """Return what a person reads: prompt, what the model says, what the data says.
+    """Return the samples as text: prompt, the model's answer, the answer in the data.
 
     Example:
         >>> sample = Sample(prompt=[5], expected=[6], said=[7], bin=0)
@@ -161,10 +161,10 @@ def as_text(samples: Sequence[Sample], *, step: int, name: str, tokenizer: Token
 
 
 def _batch_of(dataset: PackedDataset, ids: list[int]) -> Batch:
-    """Return a batch of one sequence; a batch's inputs leave out the last id, so one is added."""
+    """Return a batch of one sequence; one id is added, because the inputs of a batch leave out the last."""
     padded = np.array([*ids, dataset.options.eos_id], np.int32)
     sample = {"input_ids": padded, "seq_boundaries": [0, len(padded)], "loss_mask": np.zeros(len(padded), np.uint8)}
-    return dataset.collate_fn([sample])
+    return PackedDataset.collate_fn(dataset, [sample])  # a bin, whatever the items of the dataset are
 
 
 def _next_token_step(

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.effective_batch import EffectiveBatch, effective_batch
+from megatron_packed_sft.packing.parallel_layout import EffectiveBatch, effective_batch
 from megatron_packed_sft.train.config import ParallelConfig, StepConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule:
-    """What a step is, and how many there are.
+    """The size of a step, and the number of steps.
 
     Args:
         num_steps: optimizer steps of the whole run.
         num_microbatches: forward passes per rank and step: the gradient accumulation.
         bins_per_step: bins per step, over all ranks.
         num_bins: bins of the whole run: the length of the learning-rate schedule.
-        notes: lines for the user: how packing changes the requested batch.
+        notes: lines for the user about how packing changes the requested batch.
     """
 
     num_steps: int
@@ -31,7 +31,7 @@ class StepSchedule:
 
 
 def data_parallel_size(num_ranks: int, parallel: ParallelConfig) -> int:
-    """Return the number of ranks that read different bins: what the other kinds of parallelism leave over.
+    """Return the number of ranks that read different bins.
 
     Example:
         >>> data_parallel_size(8, ParallelConfig(tensor=2))
@@ -60,7 +60,7 @@ def schedule_steps(
     """Turn the requested batch into forward passes and steps.
 
     Args:
-        settings: what the user asks for, checked by `check_config`.
+        settings: of the user, checked by `check_config`.
         num_bins: bins in the data: one epoch.
         num_sequences: sequences in them; None when it was not recorded.
         data_parallel_size: ranks that read different bins.

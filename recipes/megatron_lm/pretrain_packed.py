@@ -20,14 +20,14 @@ stock = PackedSeqParams.__init__
 
 
 def with_flat_boundaries(self: PackedSeqParams, *values: Any, **named: Any) -> None:
-    """Take away the batch's dimension: data loaders pass boundaries as [1, K], and attention needs [K]."""
+    """Drop the batch dimension: data loaders pass boundaries as [1, K], and attention needs [K]."""
     for name, value in named.items():
         if name.startswith("cu_seqlens") and value is not None:
             named[name] = value.reshape(-1)
     stock(self, *values, **named)
 
 
-# The function that makes them of a batch was another one in 0.16 and 0.17 than it is since 0.18.
+# 0.16 and 0.17 make them of a batch in another function than 0.18 and later.
 PackedSeqParams.__init__ = with_flat_boundaries  # type: ignore[method-assign]
 
 if __name__ == "__main__":

@@ -59,13 +59,6 @@ def in_common(checkpoint: Path, attack: Attack) -> None:
     torch.save({**common, "notes": [attack]}, checkpoint / "common.pt")
 
 
-def odd_settings(checkpoint: Path, attack: Attack) -> None:
-    """Values that are harmless, and that the optimizer would fail with at its next step."""
-    common = torch.load(checkpoint / "common.pt", weights_only=False)
-    common["optimizer"]["param_groups"][1]["betas"] = ("a", "b")
-    torch.save(common, checkpoint / "common.pt")
-
-
 def in_tensor(checkpoint: Path, attack: Attack) -> None:
     """A chunk that is no tensor."""
     metadata = read(checkpoint)
@@ -95,7 +88,7 @@ def saved(checkpoint: Path, place: Any, attack: Attack) -> Any:
 
 
 ATTACKS: dict[str, Callable[[Path, Attack], None]] = {
-    one.__name__: one for one in (in_metadata, deep_in_metadata, in_common, odd_settings, in_tensor, as_object)
+    one.__name__: one for one in (in_metadata, deep_in_metadata, in_common, in_tensor, as_object)
 }
 
 

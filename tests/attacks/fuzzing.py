@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_packed_sft import DatasetWriter, LegacyPickleWriter, open_dataset, open_shard, pack, validate
+from megatron_packed_sft import DatasetWriter, open_dataset, open_shard, pack, validate
 from megatron_packed_sft.encode.templates.renderer import Renderer
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.packing.plan_file import load_plan, save_plan
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.materialize import plan_block
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from tests.packed_bins import block_of, make_bins, write_seed_shard, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 PIECES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import create_sft_dataset, load_tokenizer, validate
-from megatron_packed_sft.caches import PretrainTokenStreamDataset, build_all, read_meta, sha256_file
-from megatron_packed_sft.caches.build_sources import SourceResult
-from megatron_packed_sft.caches.config import read_config
-from megatron_packed_sft.cli.main import main as packed_sft
-from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError
+from megatron_packed_sft.caches import PretrainTokenStreamDataset, read_meta, sha256_file
+from megatron_packed_sft.caches.__main__ import main as caches
+from megatron_packed_sft.caches.build_all import (
+    SourceResult,
+    build_all,
+    conversations_in_trees,
+    read_config,
+    stream_dataset,
+)
+from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, StorageIOError, TargetExistsError
+from megatron_packed_sft.records.record import RecordError
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +59,9 @@ def data(tmp_path: Path) -> Path:
     with gzip.open(home / "texts.jsonl.gz", "wt") as file:
         file.write("\n".join(lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), home / "texts.parquet")
-    (home / "lines.txt").write_text("\n".join(TEXTS) + "\n")
+    (home / "zipped").mkdir()
+    for number, text in enumerate(TEXTS[30:], 30):
+        (home / "zipped" / f"note_{number:02d}.md.gz").write_bytes(gzip.compress(text.encode()))
     (home / "hub").mkdir()
     (home / "hub" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:50]))
     (home / "hub" / "validation.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[50:]))
@@ -64,8 +74,8 @@ def data(tmp_path: Path) -> Path:
 def build(tmp_path: Path, model: str, sources: dict[str, Any], **options: Any) -> dict[str, SourceResult]:
     settings = {"tokenizer": model, "shard_bytes": 4096, "sources": sources}
     (tmp_path / "sources.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    overrides = options.pop("overrides", {})
-    results = build_all(read_config(tmp_path / "sources.yaml", overrides), tmp_path / "cache", **options)
+    config = read_config(tmp_path / "sources.yaml", options.pop("settings", ()))
+    results = build_all(config, tmp_path / "cache", **options)
     return {result.name: result for result in results}
 
 
@@ -84,7 +94,7 @@ def test_texts_of_every_form_give_the_same_cache(model: str, data: Path, tmp_pat
         model,
         {
             "roam": {**common, "path": f"{data}/roam/**/*.md"},
-            "lines": {**common, "path": [f"{data}/lines.txt"], "documents": "line"},
+            "zipped": {**common, "path": [f"{data}/roam/note_[0-2]*.md", f"{data}/zipped/*.md.gz"]},
             "jsonl": {**common, "path": f"{data}/texts.jsonl.gz", "field": "body"},
             "parquet": {**common, "path": f"{data}/texts.parquet"},
         },
@@ -94,7 +104,7 @@ def test_texts_of_every_form_give_the_same_cache(model: str, data: Path, tmp_pat
     found = {name: tokens_of(tmp_path / "cache" / "pretrain" / name / "train") for name in results}
     eot = special_ids(model)["eot"]
     stream = [token for text in TEXTS for token in (*processor(model).encode(text), eot)]
-    assert found["roam"] == found["lines"] == found["jsonl"] == found["parquet"] == stream[80:880]
+    assert found["roam"] == found["zipped"] == found["jsonl"] == found["parquet"] == stream[80:880]
     for name in results:
         meta = read_meta(tmp_path / "cache" / "pretrain" / name / "meta.json")
         assert set(meta) >= {*CONTRACT, "shard_bytes"}
@@ -117,7 +127,7 @@ def test_a_dataset_is_streamed_and_shuffled_as_datasets_does_it(model: str, data
             },
             "own_val": {"kind": "pretrain", "dataset": str(data / "hub"), "val_split": "validation"},
         },
-        overrides={"seed": 5},
+        settings=["seed=5"],
     )
     assert [result.status for result in results.values()] == ["built", "built"]
     stream = datasets.load_dataset(str(data / "hub"), split="train", streaming=True).shuffle(seed=5, buffer_size=20)
@@ -131,23 +141,16 @@ def test_a_dataset_is_streamed_and_shuffled_as_datasets_does_it(model: str, data
     assert sorted(own) == sorted(tuple(processor(model).encode(text)) for text in TEXTS[50:])
 
 
-def test_a_saved_dataset_is_read_with_and_without_streaming(model: str, data: Path, tmp_path: Path) -> None:
+def test_a_saved_dataset_is_read_by_name_and_by_path(model: str, data: Path, tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(data / "saved")
     common = {"kind": "pretrain", "max_train_tokens": 300, "max_val_tokens": 30, "shuffle_buffer": 0}
-    results = build(
-        tmp_path,
-        model,
-        {
-            "streamed": {**common, "dataset": str(data / "saved")},
-            "whole": {**common, "dataset": str(data / "saved"), "streaming": False},
-            "path": {**common, "path": str(data / "saved")},
-        },
-    )
-    assert [result.status for result in results.values()] == ["built"] * 3
-    found = [tokens_of(tmp_path / "cache" / "pretrain" / name / "train") for name in results]
-    assert found[0] == found[1] == found[2]
+    results = build(tmp_path, model, {"saved": {**common, "dataset": str(data / "saved")}})
+    assert results["saved"].status == "built"
+    eot = special_ids(model)["eot"]
+    stream = [token for text in TEXTS for token in (*processor(model).encode(text), eot)]
+    assert tokens_of(tmp_path / "cache/pretrain/saved/train") == stream[30:330]
 
 
 def test_chats_of_several_shapes_become_sft_caches(model: str, data: Path, tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_chats_of_several_shapes_become_sft_caches(model: str, data: Path, tmp_p
         {"message_id": "2", "parent_id": "1", "role": "assistant", "text": "Bad.", "rank": 1},
         {"message_id": "3", "parent_id": "1", "role": "assistant", "text": "Good.", "rank": 0},
         {"message_id": "4", "parent_id": "3", "role": "prompter", "text": "Thanks."},
-        {"message_id": "5", "parent_id": None, "role": "prompter", "text": "Nobody answers."},
+        {"message_id": "5", "parent_id": None, "role": "prompter", "text": "No answer."},
     ]
     (data / "trees.jsonl").write_text("\n".join(map(json.dumps, tree)))
     results = build(
@@ -181,8 +184,8 @@ def test_chats_of_several_shapes_become_sft_caches(model: str, data: Path, tmp_p
     assert "Sum.\n\n" in dolly
     meta = read_meta(tmp_path / "cache/sft/chats/meta.json")
     assert set(meta) >= CONTRACT
-    # A folder of files of different shapes is what nobody can read: the others are built all the same.
-    assert results["dolly15k"].failed
+    # A folder of files of different shapes cannot be read; the others are built.
+    assert results["dolly15k"].status == "not built"
 
 
 def test_a_source_that_is_not_available_is_recorded_and_the_others_are_built(
@@ -205,7 +208,6 @@ def test_a_source_that_is_not_available_is_recorded_and_the_others_are_built(
         "not built",
         "built",
     ]
-    assert [result.failed for result in results.values()] == [True, True, False, True, False]
     assert "matches no file; check the path" in str(results["missing"].reason)
     assert "cannot read the split train of the dataset nobody/no-such-dataset" in str(results["hub"].reason)
     assert "is not a chat; set kind: pretrain" in str(results["broken"].reason)
@@ -234,19 +236,17 @@ def test_a_cache_is_kept_made_again_or_refused(model: str, data: Path, tmp_path:
     (data / "roam" / "note_00.md").write_text("changed")
     refused = build(tmp_path, model, sources)["roam"]
     assert refused.status == "not built"
-    assert "made differently: files {" in str(refused.reason)
-    assert "--overwrite" in str(refused.reason)
-    assert "seed 42 -> 7" in str(build(tmp_path, model, sources, overrides=["seed=7"])["roam"].reason)
+    assert "was built with another files; add --overwrite to replace it" in str(refused.reason)
+    assert "was built with another seed, files" in str(
+        build(tmp_path, model, sources, settings=["seed=7"])["roam"].reason
+    )
     assert shard.read_bytes() == before
     assert build(tmp_path, model, sources, overwrite=True)["roam"].status == "built"
     assert shard.read_bytes() != before
-    shard.unlink()
-    assert "its files are incomplete" in str(build(tmp_path, model, sources)["roam"].reason)
-    assert build(tmp_path, model, sources, overwrite=True)["roam"].status == "built"
     # A source that is gone does not take its cache with it.
     for note in (data / "roam").iterdir():
         note.unlink()
-    assert build(tmp_path, model, sources)["roam"].failed
+    assert build(tmp_path, model, sources)["roam"].status == "not built"
     assert read_meta(tmp_path / "cache/pretrain/roam/meta.json")["built"] is True
 
 
@@ -267,7 +267,7 @@ def test_the_tokenizer_is_copied_and_must_stay_the_same(model: str, data: Path, 
 
 def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, data: Path, tmp_path: Path) -> None:
     common = {"kind": "pretrain", "path": f"{data}/roam/*.md", "max_val_tokens": 200}
-    build(tmp_path, model, {"roam": common}, overrides={"shard_bytes": 1000})
+    build(tmp_path, model, {"roam": common}, settings=["shard_bytes=1000"])
     split = tmp_path / "cache/pretrain/roam/train"
     dataset = create_sft_dataset(split, load_tokenizer(model), seq_length=32)
     windows = PretrainTokenStreamDataset(split, T=32, device="cpu")
@@ -275,7 +275,7 @@ def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, dat
     first = np.fromfile(split / "shard_00000.bin", "<u2")[:33]
     assert dataset[0]["input_ids"].tolist()[:32] == first[:32].tolist()
     # Documents end where meta.json says, and not at the tokenizer's own end of sequence.
-    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, pack_sequences=True)
+    packed = create_sft_dataset(split, load_tokenizer(model), seq_length=32, stream=StreamOptions(pack_sequences=True))
     ends = np.flatnonzero(first[:32] == special_ids(model)["eot"])
     assert np.flatnonzero(np.diff(packed[0]["doc_ids"])).tolist() == ends[ends < 31].tolist()
     report = validate(split)
@@ -283,30 +283,38 @@ def test_a_cache_is_a_token_stream_for_training_and_for_validate(model: str, dat
     assert report.num_tokens == read_meta(split.parent / "meta.json")["train_tokens"]
 
 
-def test_bad_records_stop_a_source_or_are_skipped_with_a_count(model: str, data: Path, tmp_path: Path) -> None:
-    (data / "mixed.jsonl").write_text('{"text": "Fine."}\n{"text": 5}\n{"text"\n{"text": "Fine again."}\n')
-    common = {"kind": "pretrain", "path": f"{data}/mixed.jsonl", "max_val_tokens": 0}
-    results = build(tmp_path, model, {"stop": common, "skip": {**common, "on_error": "skip"}})
-    assert "mixed.jsonl, line 2: text is a number" in str(results["stop"].reason)
-    assert (results["skip"].status, results["skip"].num_skipped) == ("built", 2)
-    assert read_meta(tmp_path / "cache/pretrain/skip/meta.json")["num_skipped"] == 2
+def test_the_first_bad_record_or_text_file_stops_a_source(model: str, data: Path, tmp_path: Path) -> None:
+    (data / "mixed.jsonl").write_text('{"text": "Fine."}\n{"text": 5}\n')
+    (data / "broken.jsonl").write_text('{"text": "Fine."}\n{"text"\n')
+    (data / "latin.txt").write_bytes("ü".encode("latin-1"))
+    reasons = {
+        "mixed.jsonl": "mixed.jsonl, line 2: text is a number, and the record has text; set field to its text",
+        "broken.jsonl": "broken.jsonl, line 2: the record is not valid JSON",
+        "latin.txt": "latin.txt is not UTF-8 (0xFC); write the file in UTF-8, or remove it",
+        "roam": "is a folder; give its files, such as ",
+    }
+    sources = {
+        name.partition(".")[0]: {"kind": "pretrain", "path": f"{data}/{name}", "max_val_tokens": 0} for name in reasons
+    }
+    results = build(tmp_path, model, sources)
+    for name, reason in reasons.items():
+        assert reason in str(results[name.partition(".")[0]].reason)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("sources: {a: {kind: pretrain, pth: x}}", r"sources\.a\.pth is not a key; did you mean sources\.a\.path"),
-        ("sources: {a: {kind: audio, path: x}}", r"sources\.a\.kind is 'audio'; it must be one of pretrain, sft"),
+        ("sources: {a: {kind: audio, path: x}}", r"sources\.a\.kind is 'audio'; choose pretrain or sft"),
         ("sources: {a: {path: x}}", r"sources\.a\.kind has no value"),
         ("sources: {a: {kind: sft, path: x, dataset: y}}", r"sources\.a\.path or dataset must be given, and not both"),
-        ("sources: {a: {kind: sft, path: x, max_val_tokens: 5}}", r"max_val_tokens is for kind: pretrain"),
+        ("sources: {a: {kind: sft, path: x, max_val_tokens: 5}}", r"max_.*_tokens are for kind: pretrain"),
         ("sources: {a: {kind: pretrain, path: x, message_trees: true}}", "message_trees is for kind: sft"),
         ("sources: {a: {kind: pretrain, path: x, val_split: y}}", "val_split goes with dataset"),
-        ("sources: {a: {kind: pretrain, dataset: x, val_path: y}}", "val_path goes with path"),
         ("seed: many\nsources: {a: {kind: sft, path: x}}", "seed is 'many'; it must be an integer"),
-        ("seed: 1\nseed: 2\nsources: {a: {kind: sft, path: x}}", "line 2: seed is there twice|line 3: seed is there"),
-        ("sources: {}", "sources lists nothing; give at least one source"),
-        ("- a", "is not a mapping"),
+        ("seed: 1\nseed: 2\nsources: {a: {kind: sft, path: x}}", "is not valid YAML .*duplicate key seed"),
+        ("sources: {}", "sources is empty; give at least one source"),
+        ("- a", "it is not a mapping of keys"),
         ("a: [", "is not valid YAML"),
         ("sources: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
@@ -322,9 +330,9 @@ def test_every_key_can_be_overridden(tmp_path: Path) -> None:
     path.write_text("tokenizer: spm.model\nsources: {a: {kind: pretrain, path: x}}\n")
     config = read_config(path, ["seed=7", "shard_bytes=1_000", "sources.a.max_train_tokens=5", "sources.a.path=[y, z]"])
     assert (config.seed, config.shard_bytes, config.sources["a"].max_train_tokens) == (7, 1000, 5)
-    assert config.sources["a"].paths("path") == ["y", "z"]
+    assert config.sources["a"].paths == ["y", "z"]
     assert (read_config(path).seed, read_config(path).shard_bytes, read_config(path).val_frac) == (42, 128 << 20, 0.10)
-    for override, sentence in (("seed", "sets nothing; write KEY=VALUE"), ("sead=1", "sead is not a key")):
+    for override, sentence in (("seed", "is not a setting; write KEY=VALUE"), ("sead=1", "sead is not a key")):
         with pytest.raises(InvalidInputError, match=sentence):
             read_config(path, [override])
     with pytest.raises(StorageIOError, match=r"cannot read .*none\.yaml: No such file"):
@@ -332,7 +340,7 @@ def test_every_key_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_only_some_sources_can_be_built(model: str, data: Path, tmp_path: Path) -> None:
-    sources = {name: {"kind": "pretrain", "path": f"{data}/lines.txt"} for name in ("one", "two")}
+    sources = {name: {"kind": "pretrain", "path": f"{data}/roam/*.md"} for name in ("one", "two")}
     assert list(build(tmp_path, model, sources, only=["two"])) == ["two"]
     assert not (tmp_path / "cache/pretrain/one").exists()
     with pytest.raises(InvalidInputError, match="there is no source 'three'; the sources are one, two"):
@@ -349,10 +357,10 @@ def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
         "missing": {"kind": "pretrain", "path": f"{data}/none.txt"},
     }
     config.write_text(json.dumps({"tokenizer": "overridden.model", "sources": sources}))
-    words = ["cache", "build-all", "--config", str(config), "--cache-dir", str(tmp_path / "cache"), "--seed", "7"]
-    words += ["--tokenizer", model, "--val-frac", "0.2", "--shard-bytes", "100", "--shuffle-buffer", "5"]
-    words += ["--set", "sources.roam.max_train_tokens=111"]
-    assert packed_sft(words) == 1
+    words = ["build-all", "--config", str(config), "--cache-dir", str(tmp_path / "cache"), "--seed", "7"]
+    words += [f"tokenizer={model}", "val_frac=0.2", "shard_bytes=100", "shuffle_buffer=5"]
+    words += ["sources.roam.max_train_tokens=111"]
+    assert caches(words) == 1
     out = capsys.readouterr().out
     assert re.search(r"roam +pretrain +built +111 +10", out)
     assert re.search(r"chats +sft +built +24 +6", out)
@@ -360,24 +368,19 @@ def test_the_command_line_builds_says_what_it_did_and_fails_when_a_source_did(
     assert "missing was not built: " in out
     meta = read_meta(tmp_path / "cache/pretrain/roam/meta.json")
     assert (meta["seed"], meta["shard_bytes"], meta["shuffle_buffer"]) == (7, 100, 5)
-    assert packed_sft([*words, "--only", "roam", "--only", "chats", "--json"]) == 0
-    [roam, chats] = json.loads(capsys.readouterr().out)["sources"]
-    assert (roam["status"], roam["totals"], chats["status"]) == (
-        "kept",
-        {"train_tokens": 111, "val_tokens": 10},
-        "kept",
-    )
-    assert packed_sft([*words, "--only", "roam", "--quiet"]) == 0
+    assert caches([*words, "--only", "roam", "--only", "chats"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"roam +pretrain +kept +111 +10", out)
+    assert re.search(r"chats +sft +kept +24 +6", out)
+    assert caches([*words, "--only", "roam", "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
-    assert packed_sft(["cache"]) == 2
-    assert packed_sft(["cache", "build-all"]) == 2
-    assert packed_sft([*words, "--set", "seed"]) == 2
+    assert caches([*words, "seed"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "packed-sft: error: no command was given; write packed-sft cache build-all or status or prefetch or clear, or "
-        "see packed-sft cache --help",
-        "packed-sft: error: --config is missing; see packed-sft cache --help",
-        "packed-sft: error: 'seed' sets nothing; write KEY=VALUE, such as seed=7",
+        "python -m megatron_packed_sft.caches: error: 'seed' is not a setting; write KEY=VALUE"
     ]
+    for place in ("--config", "--cache-dir"):
+        assert caches([*words, place, "s3://bucket/none"]) == 2
+        assert "is a URL, but only local paths work here" in capsys.readouterr().err
 
 
 def test_the_yaml_of_the_recipes_lists_the_sources_of_the_seed() -> None:
@@ -385,9 +388,43 @@ def test_the_yaml_of_the_recipes_lists_the_sources_of_the_seed() -> None:
     assert (config.seed, config.shard_bytes, config.shuffle_buffer, config.val_frac) == (42, 128 << 20, 10_000, 0.10)
     fineweb = config.sources["fineweb_edu"]
     assert (fineweb.dataset, fineweb.config) == ("HuggingFaceFW/fineweb-edu", "CC-MAIN-2024-10")
-    assert (fineweb.is_streamed, fineweb.max_train_tokens, fineweb.max_val_tokens) == (True, 200_000_000, 5_000_000)
+    assert (fineweb.max_train_tokens, fineweb.max_val_tokens) == (200_000_000, 5_000_000)
     assert {name: source.kind for name, source in config.sources.items()} == {
         **dict.fromkeys(("fineweb_edu", "wikitext", "roam", "gutenberg"), "pretrain"),
         **dict.fromkeys(("dolly15k", "oasst1"), "sft"),
     }
     assert not config.sources["gutenberg"].build
+
+
+def test_a_dataset_that_cannot_be_loaded_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        StorageIOError, match=r"cannot read the split train of the dataset .*nothing \(small\): .*; check"
+    ):
+        next(stream_dataset(str(tmp_path / "nothing"), "small", "train"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package datasets; .*megatron-packed-sft\[datasets\]"):
+        next(stream_dataset("name", None, "train"))
+
+
+def test_a_tree_follows_the_best_replies_and_ends_with_an_answer() -> None:
+    def message(number: str, parent: str | None, role: str, **more: Any) -> dict[str, Any]:
+        return {"message_id": number, "parent_id": parent, "role": role, "text": f"text {number}", **more}
+
+    records = [
+        message("d", "c", "prompter"),
+        message("e", "d", "assistant", deleted=True),
+        message("b", "a", "assistant"),
+        message("c", "a", "assistant", rank=0),
+        message("a", None, "prompter"),
+        message("x", None, "prompter"),
+        message("y", "x", "assistant", rank=None),
+        message("z", "x", "assistant", rank=None),
+        message("lost", "nobody", "assistant"),
+    ]
+    found = [[one["content"] for one in chat] for chat in conversations_in_trees(records)]
+    assert found == [["text a", "text c"], ["text x", "text y"]]
+    with pytest.raises(RecordError, match="role of message 1 is 'bot'; use prompter or assistant"):
+        list(conversations_in_trees([message("a", None, "bot")]))
+    with pytest.raises(RecordError, match="text of message 1 is a number; give a string"):
+        list(conversations_in_trees([message("a", None, "assistant") | {"text": 5}]))

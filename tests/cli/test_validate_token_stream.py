@@ -28,7 +28,9 @@ def test_validate_checks_the_vocabulary_and_prints_how_to_train(
     assert main(["validate", str(tokens), "--eos-id", "2", "--vocab-size", "50", "--seq-length", "16"]) == 0
     printed = capsys.readouterr().out
     assert f"packed-sft train data.path={tokens} data.sequence_length=16 data.pack_sequences=true" in printed
-    assert f"create_sft_dataset({str(tokens)!r}, 2, seq_length=16, pack_sequences=True)" in printed
+    assert (
+        f"create_sft_dataset({str(tokens)!r}, 2, seq_length=16, stream=StreamOptions(pack_sequences=True))" in printed
+    )
     assert main(["validate", str(tokens), "--vocab-size", "40"]) == 1
     printed = capsys.readouterr().out
     assert "shard_0.npy: the token at position 40 is 40, not in 0..39, and 19 more like it" in printed

@@ -197,12 +197,12 @@ SCHEDULE: dict[str, Any] = {"start": {"web": 0, "chats": 1}, "end": {"web": 1, "
 
 
 def test_a_dataset_of_named_sources_anneals_over_its_own_length(shards: dict[str, Path]) -> None:
-    dataset = create_sft_dataset(shards, EOS, blend=SCHEDULE, max_num_samples=80)
+    dataset = create_sft_dataset(shards, EOS, weights=SCHEDULE, max_num_samples=80)
     assert len(dataset) == 80
     order = dataset.sampling_order
     assert order is not None
     assert {name: source.num_samples for name, source in order.progress(80).items()} == {"chats": 70, "web": 10}
-    other = create_sft_dataset(shards, EOS, blend=SCHEDULE, max_num_samples=160)
+    other = create_sft_dataset(shards, EOS, weights=SCHEDULE, max_num_samples=160)
     assert other.fingerprint != dataset.fingerprint
 
 
@@ -210,7 +210,7 @@ def test_a_loader_of_a_blend_runs_over_the_whole_run_and_resumes_in_it_on_any_nu
     shards: dict[str, Path],
 ) -> None:
     def loader(rank: int = 0, size: int = 1) -> PackedLoader:
-        dataset = create_sft_dataset(shards, EOS, blend=SCHEDULE, max_num_samples=80)
+        dataset = create_sft_dataset(shards, EOS, weights=SCHEDULE, max_num_samples=80)
         return PackedLoader(dataset, data_parallel_rank=rank, data_parallel_size=size)
 
     whole = [batch["tokens"].tolist() for batch in loader()]
@@ -228,25 +228,27 @@ def test_a_loader_of_a_blend_runs_over_the_whole_run_and_resumes_in_it_on_any_nu
     with pytest.raises(
         InvalidInputError, match=r"schedule was 'to 1:1 over samples 40 to 80' and is '.* 80 to 160' now"
     ):
-        PackedLoader(create_sft_dataset(shards, EOS, blend=SCHEDULE, max_num_samples=160)).load_state_dict(state)
+        PackedLoader(create_sft_dataset(shards, EOS, weights=SCHEDULE, max_num_samples=160)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"blend": SCHEDULE}, "needs the run's length; set max_num_samples to the samples of the whole run"),
-        ({"blend": SCHEDULE, "weights": [1, 1]}, "weights and blend were both given"),
+        ({"weights": SCHEDULE}, "needs the run's length; set max_num_samples to the samples of the whole run"),
         ({"weights": {"chats": 1, "wbe": 1}}, "weights names wbe, which is not a source; choose from chats, web"),
         ({"weights": {"chats": 1}}, "weights has no weight for web; give every source one"),
         (
-            {"blend": {**SCHEDULE, "from": 0.9, "to": 0.2}},
-            "blend.from is 0.9 and blend.to is 0.2; from must not be above",
+            {"weights": {**SCHEDULE, "from": 0.9, "to": 0.2}},
+            "weights.from is 0.9 and weights.to is 0.2; from must not be above",
         ),
-        ({"blend": {**SCHEDULE, "from": math.nan}}, "blend.from is nan; it is a share of the run, from 0 to 1"),
-        ({"blend": {**SCHEDULE, "from": True}}, "blend.from is True; it is a share of the run"),
-        ({"blend": {**SCHEDULE, "end": [1, 2, 3]}}, "3 weights were given for 2 paths in blend.end; give one each"),
-        ({"blend": {**SCHEDULE, "end": {"chats": 0, "web": -1}}}, "blend.end.web is -1; give a number of at least 0"),
-        ({"blend": {**SCHEDULE, "end": {"chats": 0, "web": 0}}}, "blend.end is all zero; give at least one source"),
+        ({"weights": {**SCHEDULE, "from": math.nan}}, "weights.from is nan; it is a share of the run, from 0 to 1"),
+        ({"weights": {**SCHEDULE, "from": True}}, "weights.from is True; it is a share of the run"),
+        ({"weights": {**SCHEDULE, "end": [1, 2, 3]}}, "3 weights were given for 2 paths in weights.end; give one each"),
+        (
+            {"weights": {**SCHEDULE, "end": {"chats": 0, "web": -1}}},
+            "weights.end.web is -1; give a number of at least 0",
+        ),
+        ({"weights": {**SCHEDULE, "end": {"chats": 0, "web": 0}}}, "weights.end is all zero; give at least one source"),
     ],
 )
 def test_a_wrong_blend_is_refused_in_a_sentence(

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from megatron_packed_sft import block_tokenize_fn, known_strategies, load_tokenizer, train_sentencepiece
+from megatron_packed_sft import block_tokenize_fn, load_tokenizer, train_sentencepiece
 from megatron_packed_sft.data.huggingface import blocks as blocks_module
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.strategies.registry import known_strategies
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what else transformers would like to be installed
@@ -296,7 +297,7 @@ BAD = [
     ),
     ({"tokenizer": object()}, r"has no BOS token"),
     ({"tokenizer": object(), "add_bos": False, "add_eos": False}, "tokenizer is object; pass one of transformers"),
-    ({"max_length": 8, "stride": 8}, "stride 8 must be below the 8 tokens of a chunk"),
+    ({"max_length": 8, "stride": 8}, "stride is 8; it must be below the 8 tokens that a chunk can have"),
     ({"max_length": 8, "min_len": 9}, "min_len 9 leaves nothing to pack: at most 8 tokens are allowed"),
     ({"min_len": 9, "max_len": 8}, "min_len 9 leaves nothing to pack"),
     ({"min_len": 0}, "min_len must be a positive integer, not 0"),

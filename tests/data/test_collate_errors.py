@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
+from megatron_packed_sft import create_sft_dataset, open_shard
 from megatron_packed_sft.data.batch import collate_kernel
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CONTRACTS, CollateOptions
@@ -24,6 +24,7 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_shard,
 )
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from tests.packed_bins import make_bins, write_shard
 
 SAMPLE: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "seq_boundaries": [0, 2, 4], "loss_mask": [1, 0, 1, 0]}
@@ -163,7 +164,7 @@ def test_no_table_of_bins_reads_outside_its_arrays(table: list[int], starts: lis
 
 def test_options_that_make_no_sense_are_refused() -> None:
     for arguments, message in (
-        ({"contract": "bridge_0_4"}, r"contract 'bridge_0_4' is unknown; choose from bridge_0_3, bridge_0_5"),
+        ({"contract": "bridge_0_4"}, r"contract 'bridge_0_4' is unknown; choose from bridge_0_6, bridge_main"),
         ({"eos_id": -1}, r"eos_id is -1; it must be a token id"),
         ({"max_seq_length": 0}, r"max_seq_length is 0; it must be at least 1"),
         ({"pad_seq_length_to_mult": 0}, r"pad_seq_length_to_mult is 0"),

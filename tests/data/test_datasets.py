@@ -15,19 +15,13 @@ import torch
 
 from megatron_packed_sft import (
     DatasetWriter,
-    LegacyPickleWriter,
-    LegacyShard,
-    MemmapShardWriter,
     PackedBin,
     PackedLoader,
-    ParquetShard,
-    TokenStreamDataset,
     convert,
     create_shard_writer,
     open_shard,
     open_token_stream,
     train_sentencepiece,
-    write_sample_data,
 )
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
@@ -37,14 +31,22 @@ from megatron_packed_sft.data.datasets import (
     PackedDataset,
 )
 from megatron_packed_sft.data.factory import create_sft_dataset
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions, options_of_bridge
+from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
+from megatron_packed_sft.records.samples import write_sample_data
+from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.pack_metadata import PackMetadata
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.storage.parquet import ParquetShard
+from megatron_packed_sft.tokens.materialize import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
+from tests.dataset_options import grouped
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 ROWS = make_bins(10, 24, seed=3)
 EOS = 2
@@ -112,7 +114,7 @@ def test_classes_named_as_bridge_users_know_them_open_their_kind(tmp_path: Path)
     paths = write_everything(tmp_path)
     one = GPTSFTPackedMemmapDataset(str(paths["shard"]), Tokenizer(), max_seq_length=24)
     many = GPTSFTPackedMultiShardDataset(paths["list"], Tokenizer(), max_seq_length=24)
-    legacy = GPTSFTPackedDataset(str(paths["legacy"]), Tokenizer(), max_seq_length=24, add_bos=False, memmap_workers=2)
+    legacy = GPTSFTPackedDataset(str(paths["legacy"]), Tokenizer(), max_seq_length=24)
     for dataset in (many, legacy):
         assert_same_batch(dataset.fetch_batch(range(10)), one.fetch_batch(range(10)))
     with pytest.raises(InvalidInputError, match="shard_dirs is empty"):
@@ -143,7 +145,7 @@ def test_a_token_store_with_a_plan_gives_what_its_shards_give(mult: int, tmp_pat
 def test_negative_indices_are_padding_samples_and_indices_beyond_are_errors(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", ROWS, 24)
     for arguments in ({}, {"max_num_samples": 7}, {"answer_only_loss": False}):
-        dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, **arguments)
+        dataset = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, **grouped(**arguments))
         last, padding = dataset[len(dataset) - 1], dataset[-1]
         assert padding["input_ids"].tolist() == last["input_ids"].tolist()
         assert padding["seq_boundaries"] == last["seq_boundaries"]
@@ -213,33 +215,24 @@ def test_a_blend_keeps_its_weights_at_every_prefix_and_shuffles_each_source(tmp_
         create_sft_dataset([tmp_path / "a", tmp_path / "b"], EOS, weights=[1, 1, 1])
 
 
-def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest_or_from_bridges_file(tmp_path: Path) -> None:
+def test_the_figures_for_pad_cu_seqlens_come_from_the_manifest(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", ROWS, 24)
-    arguments: dict[str, Any] = {"seq_length": 24, "pad_to_max_length": True, "pad_cu_seqlens": True}
-    own = create_sft_dataset(tmp_path / "shard", EOS, contract="bridge_0_3", **arguments)
+    batch = BatchOptions("bridge_0_6", pad_to_max_length=True, pad_cu_seqlens=True)
+    own = create_sft_dataset(tmp_path / "shard", EOS, seq_length=24, contract=batch)
     own.write_pack_metadata(tmp_path / "meta.json")
     written = json.loads((tmp_path / "meta.json").read_text())
     assert written[0]["max_samples_per_bin"] == max(row.num_sequences for row in ROWS)
     assert written[0]["min_packed_seqlen"] == min(len(row.input_ids) for row in ROWS)
-    other = create_sft_dataset(
-        tmp_path / "shard", EOS, contract="bridge_0_3", pack_metadata_file_path=tmp_path / "meta.json", **arguments
-    )
-    assert_same_batch(own.fetch_batch([0, 1]), other.fetch_batch([0, 1]))
-    (tmp_path / "bad.json").write_text("[{}]")
-    with pytest.raises(InvalidInputError, match="dataset_max_seqlen is missing"):
-        create_sft_dataset(tmp_path / "shard", EOS, pack_metadata_file_path=tmp_path / "bad.json", **arguments)
+    numbers = {name: getattr(own.options, name) for name in ("max_samples_per_bin", "min_packed_seqlen")}
+    assert numbers == {name: written[0][name] for name in numbers}
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"add_bos": True}, "add_bos=True has no meaning for packed data: the data is already tokenized"),
-        ({"tokens_to_generate": 5}, "tokens_to_generate=5 has no meaning"),
-        ({"virtual_tokens": 3}, "virtual_tokens=3 has no meaning"),
-        ({"packing_length": 5}, "packing_length is not an argument of a packed dataset"),
         ({"max_num_samples": 0}, "max_num_samples is 0"),
-        ({"packed_storage": "legacy"}, "is memmap_v1, but packed_storage asks for 'legacy'"),
-        ({"packed_storage": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
+        ({"storage": "legacy"}, "is memmap_v1, but storage asks for 'legacy'"),
+        ({"storage": "zarr"}, "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
         ({"split": "test", "path": "dataset"}, "has no split 'test'; choose one of train"),
         ({"path": "nothing"}, "does not exist and matches nothing"),
         ({"path": "memory://bucket/data"}, "memory://bucket/data is not a dataset, shard or file; check the URL"),
@@ -256,14 +249,36 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(
     write_store(tmp_path / "store", [make_sequences(3)])
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidInputError, match=sentence):
-        create_sft_dataset(**{"path": "one", "tokenizer": EOS, **arguments})
+        create_sft_dataset(**grouped(**{"path": "one", "tokenizer": EOS, **arguments}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"add_bos": True}, "add_bos=True has no meaning for packed data: the data is already tokenized"),
+        ({"tokens_to_generate": 5}, "tokens_to_generate=5 has no meaning"),
+        ({"virtual_tokens": 3}, "virtual_tokens=3 has no meaning"),
+        ({"packing_length": 5}, "packing_length is not an argument of a packed dataset"),
+        ({"verify": "sometimes"}, "verify is 'sometimes'; choose from first_read, always, never"),
+    ],
+)
+def test_arguments_of_bridges_datasets_are_taken_or_refused_and_never_ignored(
+    arguments: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        options_of_bridge("bridge_0_6", arguments)
+    batch, opening = options_of_bridge("bridge_0_6", {"add_bos": False, "compact": True, "verify": "never"})
+    assert batch == BatchOptions("bridge_0_6", compact=True)
+    assert opening == OpenOptions(verify="never")
 
 
 def test_another_tokenizer_than_the_datas_is_refused_with_the_override_named(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", ROWS, 24, tokenizer={"name": "llama", "fingerprint": "wrong"})
     with pytest.raises(InvalidInputError, match=r"made with tokenizer 'llama' .*allow_tokenizer_mismatch=True"):
         create_sft_dataset(tmp_path / "shard", Tokenizer(), seq_length=24)
-    create_sft_dataset(tmp_path / "shard", Tokenizer(), seq_length=24, allow_tokenizer_mismatch=True)
+    create_sft_dataset(
+        tmp_path / "shard", Tokenizer(), seq_length=24, opening=OpenOptions(allow_tokenizer_mismatch=True)
+    )
     write_shard(tmp_path / "right", ROWS, 24, tokenizer={"name": "llama", "fingerprint": "right"})
     assert create_sft_dataset(tmp_path / "right", Tokenizer()).tokenizer_fingerprint == "right"
     with pytest.raises(InvalidInputError, match="was made with another tokenizer"):

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_packed_sft import (
     DatasetWriter,
-    GPTSFTPackedMultiShardDataset,
     PackedBin,
     TokenPartWriter,
     convert,
@@ -19,6 +18,8 @@ from megatron_packed_sft import (
     pack,
     publish_store,
 )
+from megatron_packed_sft.data.datasets import GPTSFTPackedMultiShardDataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
 
@@ -58,13 +59,16 @@ def test_different_tokenizers_are_refused_with_the_override_named(weights: list[
     qwen3 = write_data(tmp_path / "chat", 151_644, **made_with("qwen3", vocab_size=151_645))
     sentence = (
         r"chat, 1 memmap_v1 shard was made with another tokenizer, 'qwen3' \(qwen3_print\), than .*code, .* 'gpt2' "
-        r"\(gpt2_print\), so the same ids are other texts; .* or set allow_tokenizer_mismatch=True if"
+        r"\(gpt2_print\), so the same ids mean other texts; .* or set allow_tokenizer_mismatch=True if"
     )
     with pytest.raises(InvalidInputError, match=sentence):
         create_sft_dataset([gpt2, qwen3], EOS, weights=weights)
-    assert len(create_sft_dataset([gpt2, qwen3], EOS, weights=weights, allow_tokenizer_mismatch=True)) == 8
+    assert (
+        len(create_sft_dataset([gpt2, qwen3], EOS, weights=weights, opening=OpenOptions(allow_tokenizer_mismatch=True)))
+        == 8
+    )
     with pytest.raises(InvalidInputError, match="another tokenizer"):  # not what this one allows
-        create_sft_dataset([gpt2, qwen3], EOS, weights=weights, allow_template_mismatch=True)
+        create_sft_dataset([gpt2, qwen3], EOS, weights=weights, opening=OpenOptions(allow_template_mismatch=True))
 
 
 @BLENDED
@@ -74,7 +78,10 @@ def test_different_templates_are_refused_with_the_override_named(weights: list[f
     text = write_data(tmp_path / "text", **made_with("gpt2"))  # documents have no template
     with pytest.raises(InvalidInputError, match=r"another chat template \(bbbb\) than .* allow_template_mismatch=True"):
         create_sft_dataset([old, new], EOS, weights=weights)
-    assert len(create_sft_dataset([old, new], EOS, weights=weights, allow_template_mismatch=True)) == 8
+    assert (
+        len(create_sft_dataset([old, new], EOS, weights=weights, opening=OpenOptions(allow_template_mismatch=True)))
+        == 8
+    )
     assert len(create_sft_dataset([old, text], EOS, weights=weights)) == 8
 
 
@@ -96,8 +103,9 @@ def test_shards_of_one_storage_are_compared_like_datasets(tmp_path: Path) -> Non
         with pytest.raises(InvalidInputError, match=r"qwen3 was made with another tokenizer.*allow_tokenizer_mismatch"):
             opened(paths, EOS)
         with pytest.raises(InvalidInputError, match=r"another chat template.*allow_template_mismatch=True"):
-            opened(paths, EOS, allow_tokenizer_mismatch=True)
-        assert len(opened(paths, EOS, allow_tokenizer_mismatch=True, allow_template_mismatch=True)) == 4
+            opened(paths, EOS, opening=OpenOptions(allow_tokenizer_mismatch=True))
+        accepted = OpenOptions(allow_tokenizer_mismatch=True, allow_template_mismatch=True)
+        assert len(opened(paths, EOS, opening=accepted)) == 4
     with pytest.raises(InvalidInputError, match="another tokenizer"):
         create_sft_dataset(tmp_path, EOS)  # the folder of both
 
@@ -127,7 +135,7 @@ def test_data_that_records_nothing_at_all_is_announced_once(tmp_path: Path, capl
     paths = [bare_file(tmp_path / "one.npy", 99), bare_file(tmp_path / "two.npy", 99)]
     assert len(create_sft_dataset(paths, EOS)) == 8
     [message] = caplog.messages
-    assert "one.npy and 1 more record no tokenizer, so nobody can tell" in message
+    assert "one.npy and 1 more record no tokenizer, so it cannot be checked" in message
     caplog.clear()
     assert len(create_sft_dataset(paths[0], EOS)) == 4
     assert caplog.messages == []
@@ -157,7 +165,7 @@ def test_a_tokenizer_with_too_small_a_vocabulary_is_refused(tmp_path: Path) -> N
             InvalidInputError, match=r"has the id 99, but the vocabulary of this tokenizer \(Words\) ends at 94"
         ):
             create_sft_dataset(path, Words(95, 90))
-        create_sft_dataset(path, Words(95, 90), allow_tokenizer_mismatch=True)
+        create_sft_dataset(path, Words(95, 90), opening=OpenOptions(allow_tokenizer_mismatch=True))
         create_sft_dataset(path, Words(100, 90))
         create_sft_dataset(path, Words(95, 99))
 

@@ -17,6 +17,7 @@ from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 from megatron_packed_sft.data.batch.model_helpers import doc_ids_from_boundaries, document_mask_mod, visible_mask
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
 
@@ -31,10 +32,10 @@ def make_batch(contract: str, **arguments: Any) -> dict[str, Any]:
     return collate([locate_in_samples(SAMPLES)], len(SAMPLES), options)
 
 
-@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "mcore"])
+@pytest.mark.parametrize("contract", ["bridge_0_6", "bridge_main", "mcore"])
 def test_doc_ids_of_a_batch_are_those_of_its_boundaries(contract: str) -> None:
     batch = make_batch(contract, return_doc_ids=True)
-    boundaries = batch["cu_seqlens" if contract in ("bridge_0_3", "bridge_0_5") else "cu_seqlens_q"]
+    boundaries = batch["cu_seqlens_q"]
     assert batch["doc_ids"].tolist() == [[0, 0, 0, 2, 2, 2, 2, *[3] * 9], [0, 0, 0, 0, *[1] * 12]]
     found = doc_ids_from_boundaries(boundaries, 16)
     assert found.dtype == batch["doc_ids"].dtype == torch.int32
@@ -106,12 +107,12 @@ def test_boundaries_without_the_padding_that_aligns_sequences_are_no_places() ->
     assert torch.equal(doc_ids_from_boundaries(batch["cu_seqlens_q_padded"], 8), batch["doc_ids"])
 
 
-@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "mcore"])
+@pytest.mark.parametrize("contract", ["bridge_0_6", "bridge_main", "mcore"])
 def test_a_mask_that_lets_sequences_see_each_other_is_announced(
     contract: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_shard(tmp_path / "shard", make_bins(2, 16), 16)
-    dataset = create_sft_dataset(tmp_path / "shard", 2, contract=contract, return_cu_seqlen=False)
+    dataset = create_sft_dataset(tmp_path / "shard", 2, contract=BatchOptions(contract, return_cu_seqlen=False))
     dataset.fetch_batch([0])
     dataset.fetch_batch([1])
     announced = [message for message in caplog.messages if "lets the sequences of a bin see each other" in message]

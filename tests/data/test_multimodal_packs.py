@@ -17,7 +17,9 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_packed_sft import StaticPackDataset, create_sft_dataset
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.data.static_packs import StaticPackDataset
+from tests.dataset_options import grouped
 from tests.train.launch import ROOT, environment
 
 with warnings.catch_warnings():
@@ -95,7 +97,7 @@ class PictureChats:
 
 def opened(**arguments: Any) -> StaticPackDataset:
     dataset = create_sft_dataset(
-        PictureChats(), processor().tokenizer, PACK, packing_mode="static", contract="hf", **arguments
+        PictureChats(), processor().tokenizer, PACK, **grouped(packing_mode="static", contract="hf", **arguments)
     )
     assert isinstance(dataset, StaticPackDataset)
     return dataset

@@ -16,17 +16,12 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from megatron_packed_sft import (
-    PackedDataset,
-    PackedLoader,
-    StaticPackDataset,
-    TokenPartWriter,
-    TokenStore,
-    create_sft_dataset,
-    pack,
-    publish_store,
-)
+from megatron_packed_sft import PackedLoader, TokenPartWriter, create_sft_dataset, pack, publish_store
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.static_packs import StaticPackDataset
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.tokens.store import TokenStore
+from tests.dataset_options import grouped
 from tests.packed_bins import make_bins, write_shard
 
 EOS = 2
@@ -47,7 +42,8 @@ LENGTHS = np.random.default_rng(1).integers(2, 30, 50).tolist()
 
 
 def static(data: Any, seq_length: int | None = LENGTH, **arguments: Any) -> StaticPackDataset:
-    dataset = create_sft_dataset(data, arguments.pop("tokenizer", EOS), seq_length, packing_mode="static", **arguments)
+    options = grouped(packing_mode="static", **arguments)
+    dataset = create_sft_dataset(data, options.pop("tokenizer", EOS), seq_length, **options)
     assert isinstance(dataset, StaticPackDataset)
     return dataset
 
@@ -123,7 +119,7 @@ def numbers_of(dataset: StaticPackDataset, index: int) -> list[int]:
 
 
 def test_the_length_of_packs_is_derived_and_cannot_be_set_twice() -> None:
-    with pytest.raises(InvalidInputError, match="packing_length is not an argument: the length of packs is seq_length"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'packing_length'"):
         static(samples_of([3]), packing_length=32)
     with pytest.raises(InvalidInputError, match="packing_mode='static' needs seq_length"):
         static(samples_of([3]), None)
@@ -158,7 +154,7 @@ def test_indices_ascend_inside_a_pack_and_packs_are_ordered_by_their_smallest_in
 
 @pytest.mark.parametrize("argument", [{"shuffle_output": True}, {"steps": {"global_batch": 2, "balance": "attention"}}])
 def test_whatever_reorders_packs_is_left_to_the_sampler(argument: dict[str, Any]) -> None:
-    from megatron_packed_sft import SamplePackDataset
+    from megatron_packed_sft.data.sample_packs import SamplePackDataset
 
     with pytest.raises(InvalidInputError, match="changes the order of packs, and a static plan keeps that of the data"):
         SamplePackDataset([[1], [2]], len, pack_size=4, **argument)
@@ -421,8 +417,8 @@ def test_what_static_packs_cannot_be_made_of_is_refused_with_the_way_out(tmp_pat
         static([str(store.path), str(store.path)])
     with pytest.raises(InvalidInputError, match="plan goes with prepared bins"):
         static(store.path, plan="plan.npz")
-    with pytest.raises(InvalidInputError, match="packed_storage goes with prepared bins"):
-        static(store.path, packed_storage="memmap_v1")
+    with pytest.raises(InvalidInputError, match="storage goes with prepared bins"):
+        static(store.path, storage="memmap_v1")
     with pytest.raises(InvalidInputError, match="choose from prepared, static: packs are planned before training"):
         create_sft_dataset(store.path, EOS, LENGTH, packing_mode="dynamic")
     with pytest.raises(InvalidInputError, match="to pack its samples now, set packing_mode='static'"):
@@ -435,7 +431,7 @@ def test_a_token_store_brings_its_vocabulary_and_needs_no_tokenizer(store: Token
     assert dataset.source.vocab_size == 100
     assert [sorted(sample) for sample in dataset[0]] == [["input_ids", "loss_mask"]] * len(dataset[0])
     with pytest.raises(InvalidInputError, match="pass a tokenizer, or its EOS id as an integer"):
-        static(samples_of([3]), tokenizer=None)
+        static(samples_of([3]), tokenizer=None, contract="bridge_0_6")
 
 
 def test_text_only_consumers_refuse_images_and_announce_what_they_leave_out(caplog: pytest.LogCaptureFixture) -> None:

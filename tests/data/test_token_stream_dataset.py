@@ -14,24 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import (
-    MemoryMappedDataset,
-    PackedDataset,
-    PackedLoader,
-    TokenStreamDataset,
-    create_sft_dataset,
-    doc_ids_from_boundaries,
-)
+from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.batch.model_helpers import doc_ids_from_boundaries
+from megatron_packed_sft.data.datasets import PackedDataset
+from megatron_packed_sft.data.options import BatchOptions, OpenOptions
+from megatron_packed_sft.data.token_streams import MemoryMappedDataset, TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StateMismatchError
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.support import file_sizes
 from tests.data.test_datasets import assert_same_batch
+from tests.dataset_options import grouped
 from tests.packed_bins import make_bins, write_shard
 from tests.storage.test_token_stream import write_stream
 
 EOS = 2
 VOCAB = 50
 SEQ_LENGTH = 24
-CONTRACTS = ("mcore", "bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main", "hf")
+CONTRACTS = ("mcore", "bridge_0_6", "bridge_main", "hf")
 
 
 class Tokenizer:
@@ -71,7 +70,9 @@ def windows_of(files: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("packs", [False, True])
 def test_items_are_exactly_those_of_the_seed(packs: bool, tmp_path: Path) -> None:
     windows = windows_of(make_stream(tmp_path))
-    dataset = create_sft_dataset(tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pack_sequences=packs)
+    dataset = create_sft_dataset(
+        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, stream=StreamOptions(pack_sequences=packs)
+    )
     assert isinstance(dataset, TokenStreamDataset)
     assert len(dataset) == len(windows) == 50
     for index, window in enumerate(windows):
@@ -90,7 +91,11 @@ def test_items_are_exactly_those_of_the_seed(packs: bool, tmp_path: Path) -> Non
 def test_items_and_the_compiled_path_give_the_same_batches(contract: str, packs: bool, tmp_path: Path) -> None:
     make_stream(tmp_path)
     dataset = create_sft_dataset(
-        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pack_sequences=packs, contract=contract, return_doc_ids=True
+        tmp_path,
+        Tokenizer(),
+        seq_length=SEQ_LENGTH,
+        contract=BatchOptions(contract, return_doc_ids=True),
+        stream=StreamOptions(pack_sequences=packs),
     )
     for indices in ([0, 1, 2, 3, 9, 20, -1, 25, 26, 49], [-2], [25], range(50)):
         batch = dataset.fetch_batch(indices)
@@ -139,10 +144,14 @@ def test_every_contract_trains_what_the_items_train_at_the_same_positions(
 ) -> None:
     windows = windows_of(make_stream(tmp_path))
     dataset = create_sft_dataset(
-        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pack_sequences=packs, contract=contract, return_doc_ids=True
+        tmp_path,
+        Tokenizer(),
+        seq_length=SEQ_LENGTH,
+        contract=BatchOptions(contract, return_doc_ids=True),
+        stream=StreamOptions(pack_sequences=packs),
     )
     # Megatron-Bridge before its main branch drops the loss where the input is EOS: with documents there is none.
-    drops_eos = contract in ("bridge_0_3", "bridge_0_5", "bridge_0_6")
+    drops_eos = contract == "bridge_0_6"
     items = [plain_item(window, packs=packs) for window in windows]
     batch = dataset.fetch_batch(range(len(windows)))
     assert predictions_of(batch, contract) == predictions_of_items(items, drops_eos=drops_eos)
@@ -150,7 +159,9 @@ def test_every_contract_trains_what_the_items_train_at_the_same_positions(
 
 def test_without_documents_a_batch_is_the_items_stacked(tmp_path: Path) -> None:
     make_stream(tmp_path)
-    dataset = create_sft_dataset(tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pad_to_max_length=True)
+    dataset = create_sft_dataset(
+        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, contract=BatchOptions(pad_to_max_length=True)
+    )
     batch = dataset.fetch_batch(range(50))
     for key, name in (("tokens", "input_ids"), ("labels", "labels")):
         assert torch.equal(batch[key], torch.stack([dataset[index][name] for index in range(50)]))
@@ -162,7 +173,11 @@ def test_without_documents_a_batch_is_the_items_stacked(tmp_path: Path) -> None:
 def test_documents_are_sequences_with_boundaries_and_positions_of_their_own(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([5, 9, 1, EOS, 7, 3, EOS, 8, 4], np.uint16))
     dataset = create_sft_dataset(
-        tmp_path, EOS, seq_length=8, pack_sequences=True, pad_seq_length_to_mult=1, return_doc_ids=True
+        tmp_path,
+        EOS,
+        seq_length=8,
+        contract=BatchOptions(pad_seq_length_to_mult=1, return_doc_ids=True),
+        stream=StreamOptions(pack_sequences=True),
     )
     batch = dataset.fetch_batch([0])
     assert batch["tokens"].tolist() == [[5, 9, 1, 7, 3, 8]]
@@ -171,7 +186,9 @@ def test_documents_are_sequences_with_boundaries_and_positions_of_their_own(tmp_
     assert batch["cu_seqlens_q"].tolist() == [[0, 3, 5, 6]]
     assert batch["doc_ids"].tolist() == [[0, 0, 0, 1, 1, 2]]
     assert doc_ids_from_boundaries(batch["cu_seqlens_q"], 6).tolist() == [[0, 0, 0, 1, 1, 2]]
-    flattened = create_sft_dataset(tmp_path, EOS, seq_length=8, pack_sequences=True, contract="hf").fetch_batch([0])
+    flattened = create_sft_dataset(
+        tmp_path, EOS, seq_length=8, contract="hf", stream=StreamOptions(pack_sequences=True)
+    ).fetch_batch([0])
     assert flattened["input_ids"].tolist() == [[5, 9, 1, EOS, 7, 3, EOS, 8, 4]]
     assert flattened["labels"].tolist() == [[-100, 9, 1, EOS, -100, 3, EOS, -100, 4]]
 
@@ -180,7 +197,11 @@ def test_a_window_of_nothing_but_eos_trains_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.full(33, EOS, np.uint16))
     for answer_only_loss in (True, False):
         dataset = create_sft_dataset(
-            tmp_path, EOS, seq_length=8, pack_sequences=True, answer_only_loss=answer_only_loss
+            tmp_path,
+            EOS,
+            seq_length=8,
+            contract=BatchOptions(answer_only_loss=answer_only_loss),
+            stream=StreamOptions(pack_sequences=True),
         )
         assert set(dataset[0]["labels"].tolist()) == {-100}
         for batch in (dataset.fetch_batch([0, 1]), dataset.collate_fn([dataset[0], dataset[1]])):
@@ -192,7 +213,7 @@ def test_a_window_of_nothing_but_eos_trains_nothing(tmp_path: Path) -> None:
 def test_padding_samples_train_nothing(tmp_path: Path) -> None:
     make_stream(tmp_path)
     for arguments in ({}, {"answer_only_loss": False}, {"pack_sequences": True}):
-        dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH, **arguments)
+        dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH, **grouped(**arguments))
         padding = dataset[-1]
         assert padding["input_ids"].tolist() == dataset[49]["input_ids"].tolist()
         assert set(padding["labels"].tolist()) == {-100}
@@ -230,8 +251,10 @@ def test_streams_are_opened_without_a_tokenizer_where_no_loss_depends_on_its_eos
     with pytest.raises(InvalidInputError, match="does not record a padding id; pass a tokenizer, or its EOS id"):
         create_sft_dataset(tmp_path, seq_length=SEQ_LENGTH, contract="bridge_0_6")
     with pytest.raises(InvalidInputError, match="nobody says which id that is; pass a tokenizer or eos_id"):
-        create_sft_dataset(tmp_path, seq_length=SEQ_LENGTH, pack_sequences=True)
-    dataset = create_sft_dataset(tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, pack_sequences=True, eos_id=7)
+        create_sft_dataset(tmp_path, seq_length=SEQ_LENGTH, stream=StreamOptions(pack_sequences=True))
+    dataset = create_sft_dataset(
+        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, stream=StreamOptions(pack_sequences=True, eos_id=7)
+    )
     assert [stream.eos_id for stream in dataset.streams] == [
         7
     ]  # documents may end with another id than the tokenizer's
@@ -250,17 +273,37 @@ def test_streams_and_packed_chats_are_blended_by_weight(contract: str, tmp_path:
     chats = make_bins(40, SEQ_LENGTH, vocab_size=VOCAB, seed=3)
     write_shard(tmp_path / "chats", chats, SEQ_LENGTH, vocab_size=VOCAB)
     paths = [tmp_path / "tokens", tmp_path / "chats"]
-    arguments: dict[str, Any] = {"seq_length": SEQ_LENGTH, "contract": contract}
-    blend = create_sft_dataset(paths, EOS, weights=[0.75, 0.25], pack_sequences=True, max_num_samples=200, **arguments)
+    padded = BatchOptions(contract, pad_to_max_length=True)
+    blend = create_sft_dataset(
+        paths,
+        EOS,
+        weights=[0.75, 0.25],
+        max_num_samples=200,
+        stream=StreamOptions(pack_sequences=True),
+        seq_length=SEQ_LENGTH,
+        contract=contract,
+    )
     assert type(blend) is PackedDataset
     order = blend.sampling_order
     assert order is not None
     drawn = order.at(np.arange(200))
     assert abs(int((drawn < 50).sum()) - 150) <= 1
-    stream = create_sft_dataset(paths[0], EOS, pack_sequences=True, pad_to_max_length=True, **arguments)
-    packed = create_sft_dataset(paths[1], EOS, pad_to_max_length=True, **arguments)
+    stream = create_sft_dataset(
+        paths[0],
+        EOS,
+        contract=padded,
+        stream=StreamOptions(pack_sequences=True),
+        seq_length=SEQ_LENGTH,
+    )
+    packed = create_sft_dataset(paths[1], EOS, contract=padded, seq_length=SEQ_LENGTH)
     whole = create_sft_dataset(
-        paths, EOS, weights=[0.75, 0.25], pack_sequences=True, max_num_samples=200, pad_to_max_length=True, **arguments
+        paths,
+        EOS,
+        weights=[0.75, 0.25],
+        max_num_samples=200,
+        contract=padded,
+        stream=StreamOptions(pack_sequences=True),
+        seq_length=SEQ_LENGTH,
     )
     for index, number in enumerate(drawn[:40].tolist()):
         if contract == "hf" and number >= 50:
@@ -288,13 +331,16 @@ def test_files_that_a_glob_finds_are_one_stream(tmp_path: Path) -> None:
     assert (stream.dtype, len(stream.files)) == ("uint16", 3)
     again = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
     assert again.fingerprint == dataset.fingerprint
-    assert len(create_sft_dataset([tmp_path / "shard_00002.bin"], EOS, SEQ_LENGTH, dtype="uint16")) == 4
+    assert (
+        len(create_sft_dataset([tmp_path / "shard_00002.bin"], EOS, SEQ_LENGTH, stream=StreamOptions(dtype="uint16")))
+        == 4
+    )
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_loaders_and_workers_give_the_same_batches(context: str, tmp_path: Path) -> None:
     make_stream(tmp_path)
-    dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH, pack_sequences=True)
+    dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH, stream=StreamOptions(pack_sequences=True))
     loader = PackedLoader(dataset, shuffle=False, micro_batch_size=5, global_batch_size=5)
     workers = torch.utils.data.DataLoader(
         dataset, batch_size=5, num_workers=2, collate_fn=dataset.collate_fn, multiprocessing_context=context
@@ -308,7 +354,7 @@ def test_a_run_is_resumed_at_any_sample_and_other_windows_are_refused(tmp_path: 
 
     def loader(**options: Any) -> PackedLoader:
         arguments = {"seq_length": SEQ_LENGTH, "pack_sequences": True, **options}
-        dataset = create_sft_dataset(tmp_path, EOS, **arguments)
+        dataset = create_sft_dataset(tmp_path, EOS, **grouped(**arguments))
         return PackedLoader(dataset, shuffle=True, global_batch_size=4, num_epochs=None)
 
     first = loader()
@@ -337,7 +383,9 @@ def test_a_token_outside_the_tokenizers_vocabulary_is_never_silent(tmp_path: Pat
         with pytest.raises(ShardFileError, match=r"shard_00001.npy: the token at position 317 is 50, not in 0..49"):
             read()
     assert dataset.fetch_batch([0])
-    tolerant = create_sft_dataset(tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, allow_tokenizer_mismatch=True)
+    tolerant = create_sft_dataset(
+        tmp_path, Tokenizer(), seq_length=SEQ_LENGTH, opening=OpenOptions(allow_tokenizer_mismatch=True)
+    )
     assert int(tolerant.fetch_batch([number])["tokens"].max()) == VOCAB
 
 
@@ -358,18 +406,18 @@ def test_what_concerns_streams_is_refused_where_there_is_none(tmp_path: Path) ->
     write_shard(tmp_path / "chats", make_bins(4, 24, seed=3), 24)
     for arguments in ({"pack_sequences": True}, {"file_pattern": "*.npy"}, {"dtype": "uint16"}):
         with pytest.raises(InvalidInputError, match=r"is not a token stream; leave it out, packed data knows its own"):
-            create_sft_dataset(tmp_path / "chats", EOS, **arguments)
+            create_sft_dataset(tmp_path / "chats", EOS, **grouped(**arguments))
 
 
 def test_an_empty_directory_and_a_forced_storage_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="is an empty directory; check the path"):
         create_sft_dataset(tmp_path, EOS)
     with pytest.raises(InvalidInputError, match=r"is an empty directory; name one that holds .npy or .bin files"):
-        create_sft_dataset(tmp_path, EOS, packed_storage="token_stream")
+        create_sft_dataset(tmp_path, EOS, opening=OpenOptions(storage="token_stream"))
     write_stream(tmp_path, [40])
-    with pytest.raises(InvalidInputError, match="is token_stream, but packed_storage asks for 'memmap_v1'"):
-        create_sft_dataset(tmp_path, EOS, packed_storage="memmap_v1")
-    assert len(create_sft_dataset(tmp_path, EOS, 8, packed_storage="token_stream")) == 4
+    with pytest.raises(InvalidInputError, match="is token_stream, but storage asks for 'memmap_v1'"):
+        create_sft_dataset(tmp_path, EOS, opening=OpenOptions(storage="memmap_v1"))
+    assert len(create_sft_dataset(tmp_path, EOS, 8, opening=OpenOptions(storage="token_stream"))) == 4
 
 
 def test_what_is_skipped_and_unused_is_announced_once_and_not_by_workers(

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import PackedBin, PackedDataset, PackedLoader, create_sft_dataset, require_separate_sequences
+from megatron_packed_sft import PackedBin, PackedLoader, create_sft_dataset, require_separate_sequences
 from megatron_packed_sft.data.batch import model_helpers
+from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
+from tests.dataset_options import grouped
 from tests.packed_bins import write_shard
 
 with warnings.catch_warnings():
@@ -93,7 +95,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(shard: Path, **arguments: Any) -> PackedDataset:
-    return create_sft_dataset(shard, EOS, PACK_SIZE, contract="hf", **arguments)
+    return create_sft_dataset(shard, EOS, PACK_SIZE, **grouped(contract="hf", **arguments))
 
 
 def one_by_one(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -19,8 +19,9 @@ import pytest
 import torch
 import xxhash
 
-from megatron_packed_sft import DatasetWriter, MemmapShard, PackedLoader, create_sft_dataset, open_shard, validate
+from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.storage.memmap_v1 import reader as memmap_reader
@@ -36,6 +37,7 @@ from megatron_packed_sft.storage.memmap_v1.manifest import (
     SEQ_STARTS,
     checksums_of_bin,
 )
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
 from megatron_packed_sft.support import checksum, file_sizes, json_document
 from tests.open_files import open_files
@@ -81,9 +83,16 @@ def flip(path: Path, name: str, number: int = BIN, bit: int = 0) -> None:
     array.flush()
 
 
+def dataset_of(path: Path, how: dict[str, str], **arguments: Any) -> Any:
+    """A dataset that is read as these options say."""
+    dataset = create_sft_dataset(path, 2, **arguments)
+    dataset.source.read_with(ReadOptions(**how))
+    return dataset
+
+
 READS: dict[str, Callable[[Path, dict[str, str]], Any]] = {
-    "one bin": lambda path, how: create_sft_dataset(path, 2, **how)[BIN],
-    "a batch": lambda path, how: create_sft_dataset(path, 2, **how).fetch_batch([0, BIN, 1]),
+    "one bin": lambda path, how: dataset_of(path, how)[BIN],
+    "a batch": lambda path, how: dataset_of(path, how).fetch_batch([0, BIN, 1]),
     "a block": lambda path, how: opened(path, **how).block(0, 12),
 }
 
@@ -180,8 +189,8 @@ def test_a_batch_verifies_its_bins_once(shard: Path) -> None:
     flip(shard, LOSS_MASK)
     dataset.fetch_batch([BIN])
     with pytest.raises(ShardFileError, match=r"loss_mask\.npy"):
-        create_sft_dataset(shard, 2, verify="always").fetch_batch([BIN])
-    create_sft_dataset(shard, 2, verify="never").fetch_batch([BIN])
+        create_sft_dataset(shard, 2, opening=OpenOptions(verify="always")).fetch_batch([BIN])
+    create_sft_dataset(shard, 2, opening=OpenOptions(verify="never")).fetch_batch([BIN])
 
 
 def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
@@ -196,9 +205,7 @@ def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
 
 def test_options_that_nobody_knows_are_refused(shard: Path) -> None:
     with pytest.raises(InvalidInputError, match="verify is 'sometimes'; choose from first_read, always, never"):
-        create_sft_dataset(shard, 2, verify="sometimes")
-    with pytest.raises(InvalidInputError, match="access is 'read'; choose from mmap, pread"):
-        create_sft_dataset(shard, 2, access="read")
+        create_sft_dataset(shard, 2, opening=OpenOptions(verify="sometimes"))
 
 
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -233,7 +240,7 @@ def test_batches_are_the_same_however_they_are_read(many: Path, contract: str, m
     expected = plain.collate_fn([plain[index] for index in picked])  # samples one by one, laid end to end
     for verify, access in itertools.product(VERIFY, ACCESS):
         how: dict[str, Any] = {"verify": verify, "access": access}
-        assert_equal(create_sft_dataset(many, 2, contract=contract, **how).fetch_batch(picked), expected)
+        assert_equal(dataset_of(many, how, contract=contract).fetch_batch(picked), expected)
     monkeypatch.setattr(located_bins, "hash_function", lambda: 0)  # an xxhash that exports nothing
     assert_equal(create_sft_dataset(many, 2, contract=contract).fetch_batch(picked), expected)
 
@@ -381,7 +388,7 @@ def test_a_shard_without_checksums_is_read_and_says_once_that_it_is_not_verified
 def test_a_file_that_is_cut_right_before_a_read_is_an_error_with_pread(tmp_path: Path, name: str) -> None:
     # With maps this reads behind the end of the file, which is SIGBUS; see docs/operations.md.
     write_shard(tmp_path / "shard", make_bins(12, 8192, vocab_size=500, seed=3), 8192, vocab_size=500)
-    dataset = create_sft_dataset(tmp_path / "shard", 2, access="pread")
+    dataset = dataset_of(tmp_path / "shard", {"access": "pread"})
     dataset.fetch_batch([0])
     os.truncate(tmp_path / "shard" / name, 4096)
     for read in (lambda: dataset.fetch_batch([11]), lambda: dataset[11]):
@@ -406,7 +413,7 @@ def test_shards_that_are_read_keep_few_files_open(many: Path, monkeypatch: pytes
     from megatron_packed_sft.support import file_maps
 
     monkeypatch.setattr(file_maps, "POOL", file_maps.MapPool(limit=24))  # three shards of eight places
-    dataset = create_sft_dataset(many, 2, access="pread")
+    dataset = dataset_of(many, {"access": "pread"})
     most = 0
     for indices in np.random.default_rng(0).permutation(96).tolist():
         dataset.fetch_batch([indices])

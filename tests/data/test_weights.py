@@ -16,6 +16,7 @@ from megatron_packed_sft import PackedBin, PackedLoader, create_sft_dataset, pac
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
@@ -63,7 +64,7 @@ def slow_mask(one: PackedBin, loss: str, *, shifted: bool) -> tuple[list[float],
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_mcore_batch_has_a_float_mask_and_its_denominator(shards: Path, loss: str, compact: bool) -> None:
-    dataset = create_sft_dataset(shards, seq_length=32, loss=loss, compact=compact)
+    dataset = create_sft_dataset(shards, seq_length=32, contract=BatchOptions(loss=loss, compact=compact))
     plain = create_sft_dataset([shards / "shard_0"], seq_length=32)
     batch = dataset.fetch_batch(range(12))
     assert (batch["loss_mask"].dtype, batch["loss_denominator"].dtype) == (torch.float32, torch.float64)
@@ -96,7 +97,7 @@ def test_the_dtype_of_a_dataset_does_not_change_from_batch_to_batch(shards: Path
 def test_samples_give_the_same_batch_as_the_kernel_that_reads_the_shards(
     shards: Path, contract: str, loss: str
 ) -> None:
-    dataset = create_sft_dataset(shards, seq_length=32, contract=contract, loss=loss)
+    dataset = create_sft_dataset(shards, seq_length=32, contract=BatchOptions(contract, loss=loss))
     indices = [11, 0, -3, 7]
     direct, collated = dataset.fetch_batch(indices), dataset.collate_fn(dataset.__getitems__(indices))
     assert direct.keys() == collated.keys()
@@ -113,7 +114,9 @@ def test_a_plan_over_a_token_store_gives_the_weights_of_its_sequences(tmp_path: 
         writer.finalize()
     store = publish_store(tmp_path)
     plan = pack(store.lengths, pack_size=8)
-    batch = create_sft_dataset(tmp_path, EOS, plan=plan, pad_to_max_length=False).fetch_batch([0])
+    batch = create_sft_dataset(tmp_path, EOS, plan=plan, contract=BatchOptions(pad_to_max_length=False)).fetch_batch(
+        [0]
+    )
     assert sorted(batch["loss_mask"][0].tolist(), reverse=True)[:4] == [1.0, 0.5, 0.5, 0.0]
     assert batch["loss_denominator"].tolist() == [2.0]
 
@@ -136,20 +139,20 @@ def test_every_conversation_counts_1_or_nothing(weights: list[float], cut: int, 
     assert float(batch["loss_mask"].sum()) == pytest.approx(num_trained, rel=1e-5)
 
 
-@pytest.mark.parametrize("contract", ["bridge_0_3", "bridge_0_5", "bridge_0_6", "bridge_main"])
+@pytest.mark.parametrize("contract", ["bridge_0_6", "bridge_main"])
 def test_contracts_of_megatron_bridge_are_refused_when_the_dataset_is_opened(shards: Path, contract: str) -> None:
     with pytest.raises(InvalidInputError, match=f"'{contract}' contract cannot carry data with weights.*to an integer"):
         create_sft_dataset(shards, seq_length=32, contract=contract)
     with pytest.raises(InvalidInputError, match=r"cannot carry loss='per_conversation'.*or set loss='per_token'"):
-        create_sft_dataset(shards / "shard_0", contract=contract, loss="per_conversation")
+        create_sft_dataset(shards / "shard_0", contract=BatchOptions(contract, loss="per_conversation"))
     create_sft_dataset(shards / "shard_0", contract=contract)
 
 
 def test_what_would_lose_weights_or_means_nothing_is_refused(shards: Path) -> None:
     with pytest.raises(InvalidInputError, match="loss is 'per_turn'; choose from per_token, per_conversation"):
-        create_sft_dataset(shards / "shard_0", loss="per_turn")
+        create_sft_dataset(shards / "shard_0", contract=BatchOptions(loss="per_turn"))
     with pytest.raises(InvalidInputError, match="answer_only_loss=False counts every token"):
-        create_sft_dataset(shards, answer_only_loss=False)
+        create_sft_dataset(shards, contract=BatchOptions(answer_only_loss=False))
     sample = {"input_ids": [5, 6], "seq_boundaries": [0, 2], "loss_mask": [0.5, 0.0]}
     options = CollateOptions(contract="mcore", eos_id=EOS, max_seq_length=16)
     with pytest.raises(InvalidInputError, match=r"has weights of the loss, which this batch would lose; set weighted"):
@@ -200,7 +203,7 @@ def by_definition(model: Any, bins: list[PackedBin], loss: str) -> tuple[torch.T
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_of_an_hf_batch_is_that_of_the_conversations_one_by_one(shards: Path, llama: Any, loss: str) -> None:
-    dataset = create_sft_dataset(shards, seq_length=32, contract="hf", loss=loss)
+    dataset = create_sft_dataset(shards, seq_length=32, contract=BatchOptions("hf", loss=loss))
     batch = dataset.fetch_batch(range(12))
     output = llama(**{**batch, "use_cache": False})
     assert output.loss is None  # the obvious way cannot ignore the weights in silence

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed_sft import load_template, open_token_store, sample_conversations, train_sentencepiece
+from megatron_packed_sft import load_template, open_token_store, train_sentencepiece
 from megatron_packed_sft.caches import SPECIAL_TOKENS
 from megatron_packed_sft.cli.main import main as packed_sft
+from megatron_packed_sft.records.samples import sample_conversations
 from tests.docs.pages import ROOT
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, save_folder
 

@@ -190,7 +190,7 @@ def main() -> None:
         if outcome.kind in ("differs", "refused"):
             details.append(f"{template}, {kind}: {outcome.kind}: {outcome.detail}")
     columns = ("exact", "lost", "refused", "template", "differs")
-    print("| family | exact | text left out, refused | not traceable, refused | template's own error | different |")
+    print("| family | exact | text omitted, refused | not traceable, refused | template's own error | different |")
     print("|---|---|---|---|---|---|")
     for family, count in counts.items():
         print(f"| {family} | " + " | ".join(str(count[column] or "") for column in columns) + " |")

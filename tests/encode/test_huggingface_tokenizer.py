@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import GigatokenPath
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
@@ -50,28 +50,29 @@ def train_by_hand(encoding: Any, trained: list[tuple[int, int]]) -> list[int]:
     return [int(any(position in characters for position in range(*span))) for span in encoding.offsets]
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_ids_and_masks_are_those_of_the_tokenizers_library(qwen_like: Path, fast: bool) -> None:
-    tokenizer = HuggingFaceTokenizer(qwen_like, fast=fast)
-    assert tokenizer.fast_path == ("gigatoken" if fast else None)
-    oracle = Tokenizer.from_file(str(qwen_like / "tokenizer.json"))
-    oracle.post_processor = None  # type: ignore[assignment]
-    texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
-    for text, (ids, train) in zip(texts, records(tokenizer.encode_many(texts)), strict=True):
+def assert_as_the_library(tokenizer: HuggingFaceTokenizer, oracle: Tokenizer, texts: list[str]) -> None:
+    marked = [MarkedText(text, thirds(text)) for text in texts]
+    for text, (ids, train) in zip(marked, records(tokenizer.encode_many(marked)), strict=True):
         encoding = oracle.encode(text.text, add_special_tokens=False)
         assert ids == encoding.ids, text
         assert train == train_by_hand(encoding, list(text.trained)), text
 
 
-def test_gemma_like_ids_and_masks_are_those_of_the_tokenizers_library(gemma_like: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(gemma_like)
-    assert tokenizer.fast_path == "gigatoken"
-    oracle = Tokenizer.from_file(str(gemma_like / "tokenizer.json"))
-    texts = [MarkedText(text, thirds(text)) for text in tiny.nasty_texts(list(tokenizer.control_tokens))]
-    for text, (ids, train) in zip(texts, records(tokenizer.encode_many(texts)), strict=True):
-        encoding = oracle.encode(text.text, add_special_tokens=False)
-        assert ids == encoding.ids
-        assert train == train_by_hand(encoding, list(text.trained))
+def assert_same(one: HuggingFaceTokenizer, other: HuggingFaceTokenizer, texts: list[MarkedText]) -> None:
+    both = zip(one.encode_many(texts), other.encode_many(texts), strict=True)
+    assert all(np.array_equal(left, right) for left, right in both)
+
+
+@pytest.mark.parametrize(("family", "fast"), [("qwen_like", True), ("qwen_like", False), ("gemma_like", True)])
+def test_ids_and_masks_are_those_of_the_tokenizers_library(
+    family: str, fast: bool, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(family)
+    tokenizer = HuggingFaceTokenizer(folder, fast=fast)
+    assert tokenizer.fast_path == ("gigatoken" if fast else None)
+    oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    oracle.post_processor = None  # type: ignore[assignment]
+    assert_as_the_library(tokenizer, oracle, tiny.nasty_texts(list(tokenizer.control_tokens)))
 
 
 def test_ids_are_those_of_transformers_chat_templates(qwen_like: Path) -> None:
@@ -108,8 +109,7 @@ def test_fast_and_slow_agree_on_look_alikes(qwen_like: Path) -> None:
         MarkedText(text, thirds(text), [(len(text) // 4, len(text) // 2)])
         for text in tiny.nasty_texts(list(fast.control_tokens))
     ]
-    one, other = fast.encode_many(texts), slow.encode_many(texts)
-    assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+    assert_same(fast, slow, texts)
 
 
 def test_a_control_token_across_the_edge_of_a_literal_range_is_not_recognised(qwen_like: Path) -> None:
@@ -167,8 +167,7 @@ def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(
     left_out = [MarkedText("cafe\u0301", [(0, 4)]), MarkedText("e\u0301 <think>\u0338"), MarkedText("a\U0003ffff1")]
     left_out.append(MarkedText("<think>", literal=[(0, 7)]))
     texts = [MarkedText("the fox"), *left_out, MarkedText("over <think>"), MarkedText("jumps", [(0, 3)])]
-    one, other = fast.encode_many(texts), slow.encode_many(texts)
-    assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+    assert_same(fast, slow, texts)
     seen: list[str] = []
     encode = fast._gigatoken.encode  # type: ignore[union-attr]
     monkeypatch.setattr(fast._gigatoken, "encode", lambda given: (seen.extend(given), encode(given))[1])
@@ -179,8 +178,7 @@ def test_text_that_the_fast_path_leaves_out_comes_back_in_its_place(
 def test_texts_are_composed_before_the_fast_path_sees_them(qwen_like: Path) -> None:
     fast, slow = HuggingFaceTokenizer(qwen_like), HuggingFaceTokenizer(qwen_like, fast=False)
     texts = [MarkedText("cafe\u0301 <think>e\u0301 fox", [(6, 15), (17, 19)]), MarkedText("fox", [(1, 2)])]
-    one, other = fast.encode_many(texts), slow.encode_many(texts)
-    assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
+    assert_same(fast, slow, texts)
 
 
 def test_what_gigatoken_remembers_is_dropped_after_a_while(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +186,7 @@ def test_what_gigatoken_remembers_is_dropped_after_a_while(qwen_like: Path, monk
     path = tokenizer._gigatoken
     assert path is not None
     first = path._encode
-    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers._gigatoken_path._RENEW_AFTER", 100)
+    monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.gigatoken_path._RENEW_AFTER", 100)
     texts = [MarkedText(text) for text in tiny.corpus(30)]
     expected = HuggingFaceTokenizer(qwen_like, fast=False).encode_many(texts).input_ids
     for _ in range(3):
@@ -267,7 +265,7 @@ def test_a_process_with_another_gigatoken_checks_again(tmp_path: Path, monkeypat
     packed = pickle.dumps(HuggingFaceTokenizer(folder))
     monkeypatch.setattr("megatron_packed_sft.encode.tokenizers.huggingface.checked_by", lambda: "gigatoken 99")
     monkeypatch.setattr(
-        "megatron_packed_sft.encode.tokenizers._gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
+        "megatron_packed_sft.encode.tokenizers.gigatoken_path.GigatokenPath.difference", lambda *_: "a text"
     )
     assert pickle.loads(packed).fast_path_refusal == "gigatoken gives other ids for 'a text'"
 
@@ -319,12 +317,7 @@ def test_added_tokens_of_any_kind_get_the_ids_of_the_tokenizers_library(
     made = tiny.byte_level_tokenizer(added=[token], normalizer=normalizer)
     tokenizer = HuggingFaceTokenizer(tiny.save_folder(made, tmp_path / "flags"))
     assert (tokenizer.fast_path == "gigatoken") == is_fast, tokenizer.fast_path_refusal
-    texts = tiny.nasty_texts([*tokenizer.control_tokens, token.content])
-    found = records(tokenizer.encode_many([MarkedText(text, thirds(text)) for text in texts]))
-    for text, (ids, train) in zip(texts, found, strict=True):
-        encoding = made.encode(text, add_special_tokens=False)
-        assert ids == encoding.ids
-        assert train == train_by_hand(encoding, thirds(text))
+    assert_as_the_library(tokenizer, made, tiny.nasty_texts([*tokenizer.control_tokens, token.content]))
 
 
 def change_document(folder: Path, change: Any) -> HuggingFaceTokenizer:
@@ -359,9 +352,7 @@ def test_merges_in_any_order_get_the_ids_of_the_tokenizers_library(tmp_path: Pat
     tokenizer = change_document(folder, change)
     assert tokenizer.fast_path == "gigatoken"
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [*tiny.nasty_texts(list(tokenizer.control_tokens)), "qxz aqxz qxzqxz"]
-    for text, (ids, _) in zip(texts, records(tokenizer.encode_many(list(map(MarkedText, texts)))), strict=True):
-        assert ids == oracle.encode(text, add_special_tokens=False).ids
+    assert_as_the_library(tokenizer, oracle, [*tiny.nasty_texts(list(tokenizer.control_tokens)), "qxz aqxz qxzqxz"])
 
 
 def another_pattern(pattern: str) -> Any:
@@ -402,11 +393,7 @@ def test_masks_do_not_depend_on_a_space_that_is_put_in_front(tmp_path: Path, sch
     assert (tokenizer.fast_path is None) == (scheme == "always"), tokenizer.fast_path_refusal
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [*tiny.nasty_texts(list(tokenizer.control_tokens)), "fox", " fox", "▁fox", "日", "<turn>fox", "\nfox"]
-    marked = [MarkedText(text, thirds(text)) for text in texts]
-    for text, (ids, train) in zip(marked, records(tokenizer.encode_many(marked)), strict=True):
-        encoding = oracle.encode(text.text, add_special_tokens=False)
-        assert ids == encoding.ids, text
-        assert train == train_by_hand(encoding, list(text.trained)), text
+    assert_as_the_library(tokenizer, oracle, texts)
 
 
 def test_without_gigatoken_the_slow_path_is_taken(qwen_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +418,7 @@ def test_what_passed_the_self_check_is_remembered_for_these_versions_and_this_fi
     assert "_backend" not in vars(again)
     assert all(np.array_equal(one, other) for one, other in zip(again.encode_many(texts), expected, strict=True))
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_packed_sft.encode.tokenizers._passed_checks._CHECKS", 99)
+        patch.setattr("megatron_packed_sft.encode.tokenizers.gigatoken_path._CHECKS", 99)
         HuggingFaceTokenizer(folder)
     assert len(asked) == 2
     tiny.byte_level_tokenizer(vocab_size=400).save(str(folder / "tokenizer.json"))

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.interface import ControlTokens
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
 

@@ -60,9 +60,7 @@ def test_a_record_that_loses_something_says_what_and_where() -> None:
     encoder = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("mine", chat_templates.CHATML))
     lost_call = Conversation([user("?"), assistant("", tool_calls=call("f"))])
     [dropped] = encoder.encode_records([lost_call]).dropped
-    assert dropped.detail.startswith(
-        "mine leaves a tool call of message 1 out; choose another template, or set encode."
-    )
+    assert dropped.detail.startswith("mine omits a tool call of message 1; choose another template, or set encode.")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.records.record import Conversation
 from tests.encode.byte_tokenizer import ByteTokenizer
-from tests.encode.template_matrix import OSLO, TOOLS, answer, calling, result, user
+from tests.encode.template_families import Family
+from tests.encode.template_matrix import OSLO, SHAPES, TOOLS, Outcome, answer, calling, compare, result, user
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 # Blanks before whatever follows a tool's result, which no prompt shows.
@@ -31,6 +33,17 @@ CODA = (
 CLOSED_BY_THE_NEXT = (
     "{% for m in messages %}{% if not loop.first %}<end>\n{% endif %}<role>{{ m.role }}\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<end>\n<role>assistant\n{% endif %}"
+)
+# What closes a message stands before the next one, and after the loop if no prompt follows, as AI21's Jamba writes it.
+CLOSED_AFTER_THE_LOOP = (
+    "{% for m in messages %}{% if not loop.first %}<|eom|>{% endif %}<|bom|><|{{ m.role }}|> {{ m.content }}"
+    "{% if m.tool_calls %}<calls>{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}</calls>{% endif %}{% endfor %}<|eom|>{% if add_generation_prompt %}<|bom|><|assistant|>{% endif %}"
+)
+JAMBA = Family(
+    (),
+    " {}<|eom|>",
+    lambda found: " <calls>" + "".join(name + json.dumps(given) for name, given in found) + "</calls><|eom|>",
 )
 # Answers in a row are one turn.
 MERGED = (
@@ -107,6 +120,17 @@ def test_what_follows_every_chat_is_not_taken_for_a_prompt() -> None:
 def test_an_answer_that_nobody_asked_for_needs_no_end_of_a_question() -> None:
     chat = [answer("Hello."), user("Hi"), answer("Yes.")]
     assert trained(CLOSED_BY_THE_NEXT, chat) == ["Hello.<end>", "Yes."]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SHAPES if kind != "reasoning"])
+def test_the_last_turn_keeps_its_end_if_the_template_closes_it_after_its_loop(kind: str) -> None:
+    tokenizer = ByteTokenizer(("<|bom|>", "<|eom|>", "<|user|>", "<|assistant|>", "</s>"), eos="</s>")
+    encoder = RecordEncoder(tokenizer, ChatTemplate("Jamba", CLOSED_AFTER_THE_LOOP), EncodeOptions())
+    assert compare(encoder, JAMBA, kind) == Outcome("exact")
+    shape = SHAPES[kind]
+    chat = Conversation(shape.messages, TOOLS if shape.has_tools else None)
+    for _ in range(20):  # in time from recipes and from a compiled shape
+        assert encoder.mark(chat).trained == encoder.marker().mark_by_rendering(chat).marked.trained
 
 
 def test_answers_that_a_template_writes_as_one_turn_are_one() -> None:

@@ -67,13 +67,13 @@ def test_a_record_with_nothing_to_train_is_counted_or_an_error(template: str) ->
     record = Conversation(CHAT, train=[False] * 4)
     [dropped] = encoder_for(template).encode_records([record]).dropped
     assert (dropped.record, dropped.reason) == (0, "nothing_to_train")
-    with pytest.raises(InvalidInputError, match=r"record 0: nothing_to_train.*encode\.on_empty to drop"):
+    with pytest.raises(InvalidInputError, match=r"record 0: nothing_to_train.*encode\.on_empty=drop"):
         encoder_for(template, EncodeOptions(on_empty="error")).encode_records([record])
 
 
 def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> None:
     source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(InvalidInputError, match="leaves the assistant's answer out"):
+    with pytest.raises(InvalidInputError, match="omits the assistant's answer"):
         encoder_for(source).encode_records([Conversation(CHAT)])
 
 

@@ -126,7 +126,7 @@ def test_cutting_says_what_it_cut() -> None:
     assert [ids for _, ids, _ in sequences(right)] == [[*b"abcdef"], [*b"ab", EOS]]
     assert (right.num_cut_sequences, right.num_cut_tokens, right.num_cut_trained_tokens) == (1, 3 + 5, 3 + 2)
     [dropped] = right.dropped
-    assert dropped == (2, "answer_cut_away", "encode.max_len 6 of 11 tokens leaves none of the 2 trained ones")
+    assert dropped == (2, "answer_cut_away", "cutting its 11 tokens to encode.max_len=6 removes all 2 trained ones")
     left = encoder(max_len=6, truncation="left").encode_records(records)
     assert [ids for _, ids, _ in sequences(left)] == [[*b"defgh", EOS], [*b"ab", EOS], [*b"xxxxy", EOS]]
     assert (left.num_cut_sequences, left.num_cut_tokens, left.num_cut_trained_tokens) == (2, 3 + 5, 0)
@@ -191,7 +191,7 @@ def test_a_template_whose_ends_are_ordinary_text_works_and_says_so(caplog: pytes
         encoded = RecordEncoder(ByteTokenizer(()), "chatml").encode_records([chat("q", "<|im_end|>")])
     trained = encoded.sequences.input_ids[encoded.sequences.train == 1]
     assert bytes(trained.tolist()) == b"<|im_end|><|im_end|>"
-    assert "ordinary text '<|im_end|>' for tokenizer bytes" in caplog.text
+    assert "with tokenizer bytes, a turn ends with the ordinary text '<|im_end|>'" in caplog.text
 
 
 def test_a_missing_date_is_an_error_and_a_given_one_makes_reruns_equal() -> None:

@@ -10,8 +10,7 @@ import pytest
 import sentencepiece
 
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
-from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
 
@@ -189,7 +188,7 @@ def test_training_gives_the_same_file_every_time_and_another_for_other_text(tmp_
 def test_training_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="vocab_size is 100; use more than 262"):
         train_sentencepiece(tiny.corpus(), tmp_path / "small.model", vocab_size=100)
-    with pytest.raises(InvalidInputError, match="there is no text to train on"):
+    with pytest.raises(InvalidInputError, match="the texts are blank"):
         train_sentencepiece(["", " \n"], tmp_path / "empty.model")
     assert list(tmp_path.iterdir()) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, MISTRAL, ByteTokenizer
 from tests.encode.template_matrix import encoder_for
 from tests.encode.template_twins import TWINS
 from tests.encode.test_mask_turns import assistant, call, result, user
-from tests.real_data import IS_WHOLE, templates_folder
+from tests.real_data import DATA, IS_WHOLE, chat_files, real_chats, templates_folder, tokenizer_folder
 
 FRAGMENTS = (
     *("", " ", "\n", "x", "Four.", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<|im_end|>", "<|im_start|>"),
@@ -165,3 +167,53 @@ def test_chats_of_known_messages_are_rendered_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(marker, "_traced", None)
     marked, _ = marker.mark(Conversation(turn * 5))
     assert [marked.text[start:end] for start, end in marked.trained] == ["4<|im_end|>"] * 5
+
+
+def test_texts_that_look_like_the_names_of_programs_change_nothing() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content == 'messages[0]' or 'v0' in m.content %}!"
+        "{% endif %}"
+        "{{ {'tools': 'T', 'message': 'M'}.get(m.content, m.content) }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoder = RecordEncoder(ByteTokenizer(CHATML), ChatTemplate("names", source), EncodeOptions())
+    texts = ("v0", "messages[0]", "message", "tools", "v1['content']", "'v0", '"tools\\')
+    for _ in range(20):
+        for question in texts:
+            for reply in texts:
+                chat = Conversation([user(question), assistant(reply), user("?"), assistant(question)])
+                assert outcome(encoder.marker().mark, chat) == outcome(encoder.marker().mark_by_rendering, chat)
+
+
+# All real chats and six real templates with `make test-real`, which takes some minutes; otherwise a sample.
+REAL_TEMPLATES = {
+    "Llama 3.1": "meta-llama-Llama-3.1-8B-Instruct",
+    "Mistral Nemo": "mistralai-Mistral-Nemo-Instruct-2407",
+    "Hermes": "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "Command-R7B": "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "DeepSeek V3.1": "deepseek-ai-DeepSeek-V3.1",
+}
+# Every so many chats: a twentieth is enough to learn from.
+STEP = 1 if IS_WHOLE else 20
+NUM_CHATS = None if IS_WHOLE else 40  # of a file
+
+
+def real_encoder(name: str) -> RecordEncoder:
+    if name == "Qwen3":
+        return RecordEncoder(load_tokenizer(tokenizer_folder("qwen3")), None, EncodeOptions(on_lost="warn"))
+    return encoder_for(templates_folder() / f"{REAL_TEMPLATES[name]}.jinja", on_lost="warn")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no chats in {DATA}")
+@pytest.mark.parametrize("name", ["Qwen3", *REAL_TEMPLATES])
+def test_real_chats_are_marked_as_by_rendering(name: str) -> None:
+    marker = real_encoder(name).marker()
+    num_marked = 0
+    for path in chat_files():
+        for number, chat in enumerate(islice(real_chats(path), 0, None, STEP)):
+            if number == NUM_CHATS:
+                break
+            expected = outcome(marker.mark_by_rendering, chat)
+            assert outcome(marker.mark, chat) == expected, (path.name, number)
+            num_marked += isinstance(expected, tuple)
+    assert num_marked > (3000 if IS_WHOLE else 40)

@@ -1,234 +1,172 @@
-"""Templates that loop or allocate without end are stopped by a limit, in one sentence, plain and traced."""
+"""Templates that compute or write without end are refused in one sentence, plain and traced, and harm nothing else."""
 
 from __future__ import annotations
 
-import json
-import resource
-from collections.abc import Iterator
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_packed_sft.encode.encoder import RecordEncoder
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer
+from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.encode.templates import limits
-from megatron_packed_sft.encode.templates.load import load_template
+from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
+from tests.encode.byte_tokenizer import ByteTokenizer
+from tests.encode.template_matrix import answer, user
 
-CHAT = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]
-CONTENT = "messages[0].content"
-DOUBLING = "{%% set ns = namespace(x='ab') %%}{%% for _ in range(64) %%}%s{%% endfor %%}{{ ns.x | length }}"
-LOOKING = "{%% set x = %s %%}{%% for _ in range(99999) %%}{{ %s }}{%% endfor %%}"
+CHAT = [user("Hello there"), answer("Hi")]
+SLOW, LONG, REPEATED, OWN = (
+    "took longer than 2 seconds",
+    "writes more than 6",
+    "repeats a text or a list to a length",
+    "",
+)
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ATTACKS = [
-    # much out of little
-    "{{ 'a'.center(3000000000) }}",
-    "{{ 'a'.ljust(10**10) }}",
-    "{{ 'a'.rjust(width=10**10) if false else 'a'.rjust(10**10) }}",
-    "{{ '7'.zfill(10**10) }}",
-    "{{ 'a\t'.expandtabs(10**9) }}",
-    f"{{{{ {CONTENT}.center(10**10) }}}}",
-    f"{{{{ {CONTENT}['center'](10**10) }}}}",
-    f"{{{{ ({CONTENT} | attr('center'))(10**10) }}}}",
-    f"{{{{ {CONTENT} | center(10**10) }}}}",
-    "{{ 'a' * 10**9 }}",
-    "{{ 10**9 * 'a' }}",
-    f"{{{{ {CONTENT} * 10**9 }}}}",
-    "{{ ([0] * 10**10) | length }}",
-    "{{ ((0,) * 10**10) | length }}",
-    "{{ 2 ** (10**12) }}",
-    "{% set ns = namespace(x=3) %}{% for _ in range(64) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x > 1 }}",
-    "{{ '%1000000000s' % 'a' }}",
-    "{{ '%.1000000000f' % 1.5 }}",
-    "{{ '%*s' % (10**10, 'a') }}",
-    f"{{{{ '%1000000000s' % {CONTENT} }}}}",
-    "{{ '%1000000000s' | format('a') }}",
-    "{{ '{:10000000000}'.format('a') }}",
-    "{{ '{:{}}'.format('a', 10**10) }}",
-    f"{{{{ '{{:10000000000}}'.format({CONTENT}) }}}}",
-    "{{ '{a:10000000000}'.format_map({'a': 1}) }}",
-    "{{ '{:999{a}}'.format('a', a='999999') }}",
-    "{{ '{:{a[x]}}'.format('a', a={'x': '>9999999999'}) }}",
-    "{{ ('%999s' * 100000) % (('a',) * 100000) }}",
-    "{{ ('f' * 60000) | int(0, 16) // 3 }}",
-    "{{ (5).from_bytes(('a' * 60000).encode(), 'big') // 3 }}",
-    "{{ ('é' * 60000).encode('punycode') | length }}",
-    "{{ 'a' | indent(10**10, true) }}",
-    f"{{{{ {CONTENT} | indent(10**10, true) }}}}",
-    "{{ ('a' * 10000) | wordwrap(1, wrapstring='b' * 1000000) }}",
-    "{{ ('a' * 10000) | replace('a', 'b' * 1000000) }}",
-    "{{ ('a' * 10000).replace('a', 'b' * 1000000) }}",
-    "{{ ('a' * 10000).replace('', 'b' * 1000000) }}",
-    "{{ ('a' * 10000).translate({97: 'b' * 1000000}) }}",
-    "{{ range(10000) | join('b' * 1000000) }}",
-    "{{ ('b' * 1000000).join('a' * 10000) }}",
-    "{{ range(100000) | map('center', 100000) | join }}",
-    "{{ [1] | batch(10**10, 'x') | list | length }}",
-    "{{ [1] | slice(10**10) | list | length }}",
-    "{{ {'a': [1]} | tojson(indent=10**10) }}",
-    "{{ {'a': [1]} | tojson(false, 10**10) }}",
-    "{{ {'a': [1], 'b': 2} | tojson(separators=['b' * 10000000, ':']) }}",
-    "{{ 1.5 | round(10**10, 'ceil') }}",
-    "{{ 15 | round(-(10**9)) }}",
-    "{{ ('é' * 1000000) | urlencode | length }}",
-    "{{ ('a ' * 300000) | title | length }}",
-    "{{ lipsum(n=10**9) }}",
-    "{{ (5).to_bytes(10**10, 'little') | length }}",
-    # doubling
-    DOUBLING % "{% set ns.x = ns.x ~ ns.x %}",
-    DOUBLING % "{% set ns.x = ns.x + ns.x %}",
-    DOUBLING % "{% set ns.x = [ns.x, ns.x] | join %}",
-    DOUBLING % "{% set ns.x = [ns.x, ns.x] %}",
-    DOUBLING % "{% set ns.x = {'a': ns.x, 'b': ns.x} %}",
-    DOUBLING % "{% set ns.x = [1] + [ns.x] + [ns.x] %}",
-    DOUBLING % "{% set ns.x = ns.x | replace('ab', 'abab') %}",
-    DOUBLING % "{% set ns.x = '%s%s' % (ns.x, ns.x) %}",
-    DOUBLING % "{% set ns.x = '{0}{0}'.format(ns.x) %}",
-    DOUBLING % "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
-    f"{{% set ns = namespace(x={CONTENT}) %}}{{% for _ in range(64) %}}{{% set ns.x = ns.x ~ ns.x %}}{{% endfor %}}",
-    f"{{% set ns = namespace(x={CONTENT}) %}}{{% for _ in range(64) %}}{{% set ns.x = ns.x + ns.x %}}{{% endfor %}}",
-    DOUBLING % "{% set ns.x = ns.x.encode('utf-32').decode('latin-1') %}",
-    DOUBLING % "{% set ns.x = ns.x.encode().hex() %}",
-    DOUBLING % "{% set ns.x = '%' ~ ns.x | urlencode | urlencode | replace('25', '%%%') %}",
-    DOUBLING % "{% set ns.x = (ns.x ~ '&') | string | forceescape | string | replace('amp', '&&&') %}",
-    DOUBLING % "{% set ns.x = ([ns.x ~ '\\\\'] | string) %}",
-    DOUBLING % "{% set ns.x = (ns.x ~ '\\\\') | tojson %}",
-    DOUBLING % "{% set ns.x = dict(a=ns.x, b=ns.x) %}",
-    DOUBLING % "{% set ns.x = dict.fromkeys(['a', 'b'], ns.x) %}",
-    "".join(f"{{% set n{place} = namespace() %}}" for place in range(41))
-    + "".join(f"{{% set n{place}.x = [n{place + 1}, n{place + 1}] %}}" for place in range(40))
-    + "{{ n0 }}",
-    # loops and calls
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{{ loop.index }}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{{ range(99999) | list | length }}{% endfor %}",
-    "{% for a in range(9) recursive %}{% if loop.depth < 30 %}{{ loop(range(9)) }}{% endif %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% set n = namespace(d=0) %}{% block x %}{% set n.d = n.d + 1 %}{% if n.d < 60 %}{{ self.x() }}{{ self.x() }}{% endif %}"  # noqa: E501
-    "{% set n.d = n.d - 1 %}{% endblock %}",
-    "{% set x = 'a' * 1000000 %}{% for a in range(99999) %}{{ x }}{% endfor %}",
-    "{% for a in ('a' * 50000000) %}{% endfor %}",
-    "{% for a in ('a' * 50000000) | map('upper') %}{% endfor %}",
-    # few operations, each of which looks at much
-    LOOKING % ("'a' * 1000000", "'b' in x"),
-    LOOKING % ("'a' * 1000000", "x.lower() == x"),
-    LOOKING % ("range(50000) | list", "-1 in x"),
-    LOOKING % ("range(50000) | list", "x | sort | length"),
-    LOOKING % ("range(2000) | list", "x | map('string') | list"),
-    LOOKING % ("range(2000) | list", "x | select('odd') | first"),
-    LOOKING % ("range(2000) | list", "x | reverse | first"),
-    "{% set n = namespace(x='') %}{% for a in range(90000) %}{% if not a %}{% set n.x = 'a' * 1000000 %}{% endif %}"
-    "{{ 'b' in n.x }}{% endfor %}",
-    "{% for a in range(99999) %}" + "{{ 1 if a else 2 }}" * 3000 + "{% endfor %}",
-    "{{ ('a' * 600000) | wordwrap(9) }}",
-    "{{ ('a' * 600000) | sort | length }}",
+    (LOOP, SLOW),
+    ("{% for a in range(9) recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}", SLOW),
+    ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}", SLOW),
+    ("{% set n = namespace(x=1) %}{% for _ in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}", SLOW),
+    ("{% set n = namespace(x=3) %}{% for _ in range(64) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x > 1 }}", SLOW),
+    ("{% set x = 'a' * 1000000 %}{% for a in range(99999) %}{{ 'b' in x }}{% endfor %}", SLOW),
+    ("{% for a in range(99999) %}{{ messages[0].content * 100 }}{% endfor %}", LONG),
+    ("{% for a in range(99) %}{{ messages[0].content * 100000 }}{% endfor %}", LONG),
+    ("{{ 'x' * 10**9 }}", REPEATED),
+    ("{{ 10**9 * messages[0].content }}", REPEATED),
+    ("{{ ([0] * 10**10) | length }}", REPEATED),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses too deeply"),
+    ("{{ range(10**9) | list | length }}", "MAX_RANGE"),
 ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def _smaller_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The limits are reached sooner, and a template that gets past them finds little memory."""
-    for name in ("MOST_STEPS", "MOST_CHARACTERS", "MOST_IN_ALL"):
-        monkeypatch.setattr(limits, name, getattr(limits, name) // 20)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+def _reached_soon(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 2)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 6_000_000)
+    problem = request.getfixturevalue("problem") if "problem" in request.fixturenames else None
+    expects_time = "source" not in request.fixturenames or problem == SLOW
+    monkeypatch.setattr(limits, "_TICK", 0.05 if expects_time else 5)
 
 
-@pytest.mark.parametrize("source", ATTACKS)
-def test_a_template_that_loops_or_allocates_without_end_is_stopped_by_a_limit(source: str) -> None:
+@pytest.mark.parametrize(("source", "problem"), ATTACKS)
+def test_a_template_that_loops_or_allocates_without_end_is_stopped_by_a_limit(source: str, problem: str) -> None:
     renderer = Renderer(source, name="evil.jinja")
     for render in (renderer.render, TracedRenderer(renderer).render):
         with pytest.raises(RecordRefusedError) as refused:
             render(CHAT)
         assert refused.value.reason is DropReason.TEMPLATE_ERROR
-        assert refused.value.detail.startswith("evil.jinja ")
-        assert "memory" not in refused.value.detail  # it was stopped before
-        assert refused.value.detail.endswith("fix the template")
+        assert refused.value.detail.startswith("evil.jinja")
+        assert problem in refused.value.detail
+        assert "\n" not in refused.value.detail
 
 
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_long_texts_of_a_record_leave_fewer_steps(is_traced: bool) -> None:
-    renderer = Renderer("{% for _ in range(30000) %}{{ 'b' in messages[0].content }}{% endfor %}")
-    render = TracedRenderer(renderer).render if is_traced else renderer.render
-    assert render(CHAT)
-    with pytest.raises(RecordRefusedError, match="too often with 1,000,000 characters to look at; shorten the record"):
-        render([{"role": "user", "content": "a" * 1_000_000}])
+def encoder_for(source: str, **options: Any) -> RecordEncoder:
+    tokenizer = ByteTokenizer(("<end>", "<bot>"), eos="<end>")
+    return RecordEncoder(tokenizer, ChatTemplate("evil.jinja", source), EncodeOptions(**options))
 
 
-def test_what_the_whole_template_writes_costs_no_steps() -> None:
-    chat = [{"role": "user", "content": "x" * 1000}] * 2000
-    renderer = Renderer("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
-    assert len(renderer.render(chat)) == len(TracedRenderer(renderer).render(chat).text) == 2_008_000
+MINE = "{% for m in messages %}<bot>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 
 
-def test_errors_of_a_template_are_short() -> None:
-    for source in ("{{ raise_exception('a\n' * 100000) }}", "{{ messages[0]['a' * 100000].x }}"):
-        renderer = Renderer(source, name="evil.jinja")
-        for render in (renderer.render, TracedRenderer(renderer).render):
-            with pytest.raises(RecordRefusedError) as refused:
-                render(CHAT)
-            assert len(refused.value.detail) < 600
-            assert "\n" not in refused.value.detail
+def test_a_record_that_takes_too_long_is_dropped_and_the_next_one_has_all_of_its_time() -> None:
+    encoder = encoder_for("{% if messages[0].content == 'slow' %}" + LOOP + "{% endif %}" + MINE)
+    records = [Conversation([user(text), answer("Hi")]) for text in ("slow", "Hello", "slow", "Bye")]
+    encoded = encoder.encode_records(records)
+    assert encoded.sequences.record.tolist() == [1, 3]
+    assert [(one.record, one.reason) for one in encoded.dropped] == [(0, "template_error"), (2, "template_error")]
+    assert encoded.dropped[0].detail == (
+        "evil.jinja took longer than 2 seconds; shorten the record, or fix the template"
+    )
 
 
-def test_a_huge_template_is_refused_before_it_is_compiled(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"big\.jinja has 200,001 characters, and a chat template at most 200"):
-        Renderer("x" * 200_001, name="big.jinja")
+def test_a_template_that_never_ends_is_refused_when_it_is_probed() -> None:
+    with pytest.raises(InvalidInputError, match=r"evil\.jinja took longer than 2 seconds"):
+        encoder_for(LOOP + MINE).marker()
+
+
+def test_the_timer_leaves_handlers_and_timers_as_they_were() -> None:
+    calls = []
+    before = signal.signal(signal.SIGVTALRM, lambda number, frame: calls.append(number))
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000, 5)
+    try:
+        with limits.time_limited(), limits.time_limited():
+            with pytest.raises(RecordRefusedError, match="took longer"):
+                Renderer(LOOP).render(CHAT)
+            limits.restart_timer()
+            assert Renderer(MINE).render(CHAT)
+        left, interval = signal.getitimer(signal.ITIMER_VIRTUAL)
+        assert 900 < left < 1001  # the kernel rounds up
+        assert interval == 5
+        signal.raise_signal(signal.SIGVTALRM)
+        assert calls == [signal.SIGVTALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def test_time_that_our_own_code_takes_interrupts_nothing() -> None:
+    renderer = Renderer("")
+    with limits.time_limited():
+        limits._timer.seconds_left = 1
+        limits._tick(signal.SIGVTALRM, None)
+        limits._tick(signal.SIGVTALRM, None)  # nothing is being rendered
+        with pytest.raises(RecordRefusedError, match="took longer"):
+            renderer.render(CHAT)
+
+
+def test_other_threads_render_without_a_time_limit() -> None:
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(Renderer(MINE).render(CHAT)))
+    with limits.time_limited():
+        limits._timer.seconds_left = 0
+        thread.start()
+        thread.join()
+    assert texts == ["<bot>Hello there<end><bot>Hi<end>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ 'x ' | center(9000000) | wordwrap(1) | title }}", SLOW),
+        ("{{ 'x' | center(9000000) }}", "has constants that are too long"),
+        ("x" * 200_001, "has 200,001 characters, but a chat template may have 200,000"),
+    ],
+)
+def test_a_template_that_compiles_without_end_is_refused(source: str, problem: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"evil\.jinja {problem}; .*choose another"):
+        Renderer(source, name="evil.jinja")
+
+
+def test_a_huge_file_is_no_template(tmp_path: Path) -> None:
     with (tmp_path / "big.jinja").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(InvalidInputError, match="so it is no chat template"):
+    with pytest.raises(InvalidInputError, match="so it is not a chat template"):
         load_template(str(tmp_path / "big.jinja"))
 
 
-def test_limits_hold_for_each_render_and_not_for_all_together() -> None:
-    renderer = Renderer("{% for _ in range(3000) %}{% endfor %}{% set x = 'a' * 1000000 %}{{ x }}")
-    for _ in range(20):
-        assert len(renderer.render(CHAT)) == 1_000_000
-        assert len(TracedRenderer(renderer).render(CHAT).text) == 1_000_000
-
-
-OPERATIONS = [
-    "{{ 'ab'.center(9) }}|{{ 'a-b'.replace('-', '+') }}|{{ '-'.join(['a', 'b']) }}|{{ 'a\tb'.expandtabs(4) }}",
-    "{{ 'a' * 3 }}|{{ [1, 2] * 2 }}|{{ 2 ** 10 }}|{{ 7 % 4 }}|{{ '%s-%5d' % ('a', 3) }}|{{ '{:>5}|{b}'.format(1, b=2) }}",  # noqa: E501
-    "{{ 'a' ~ 1 ~ none }}|{{ 1 + 2 }}|{{ 1.5 + 1 }}|{{ 'a' + 'b' }}|{{ [1] + [2] }}|{{ (1, 2) + (3,) }}",
-    "{{ range(3) | join('-') }}|{{ [1, 2, 3] | batch(2, 0) | list }}|{{ [1, 2, 3] | slice(2) | map('list') | list }}",
-    "{{ 'a\nb' | indent(2, true) }}|{{ 'a b c' | wordwrap(3) }}|{{ {'a': [1]} | tojson(indent=2) }}|{{ 2.567 | round(1) }}",  # noqa: E501
-    "{{ [[1], [2]] | sum(start=[]) }}|{{ [1, 2] | sum }}|{{ [{'a': 1}, {'a': 4}] | sum('a') }}|{{ [1, 2] | sum(start=5) }}",  # noqa: E501
-    "{% for k, v in {'a': 1, 'b': [2]}.items() %}{{ loop.index }}{{ loop.length }}{{ k }}{{ v }}{% endfor %}",
-    "{% for x in [1, 2, 3] | map('string') %}{{ x }}{{ loop.last }}{% else %}none{% endfor %}{% for x in '' %}{% else %}-{% endfor %}",  # noqa: E501
-    "{% for x in [1, 2, 3, 4] if x is even %}{{ x }}{{ loop.length }}{% endfor %}{% for x in nothing %}{% endfor %}",
-    "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
-    "{% macro f(a, b=2) %}<{{ a }}{{ b }}{{ caller() if caller }}>{% endmacro %}{{ f(1) }}{% call f(3) %}!{% endcall %}",  # noqa: E501
-    "{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{{ x }}{% endfilter %}{{ 'a'.encode() | length }}",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", OPERATIONS)
-def test_operations_with_limits_give_what_jinja_gives(source: str) -> None:
-    expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    expected.filters["tojson"] = lambda value, indent=None: json.dumps(value, indent=indent)
-    text = expected.from_string(source).render(messages=CHAT)
-    renderer = Renderer(source)
-    assert renderer.render(CHAT) == text
-    assert TracedRenderer(renderer).render(CHAT).text == text
+@pytest.mark.parametrize("source", ["{{ raise_exception('a\n' * 100000) }}", "{{ messages[0]['a' * 100000].x }}"])
+def test_errors_of_a_template_are_short(source: str) -> None:
+    renderer = Renderer(source, name="evil.jinja")
+    for render in (renderer.render, TracedRenderer(renderer).render):
+        with pytest.raises(RecordRefusedError) as refused:
+            render(CHAT)
+        assert len(refused.value.detail) < 600
+        assert "\n" not in refused.value.detail
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{{ " + "[" * 300 + "1" + "]" * 300 + " }}",
         "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
-        "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
-        "{{ " + "not " * 5000 + "1 }}",
         "{{ 1" + " + 1" * 20000 + " }}",
-        "{{ messages" + "[0]" * 5000 + " }}",
     ],
 )
 def test_a_deeply_nested_template_is_one_sentence_or_works(source: str) -> None:

@@ -81,6 +81,7 @@ def outcome(render: Callable[..., str], *arguments: Any, **named: Any) -> str:
         "{{ messages[1].content.split(',', 1) }}{{ messages[1].content.split(sep=',', maxsplit=1) }}",
         "{{ messages[0].content.strip().startswith(messages[0].content.strip()[:1].lower()) }}",
         "{{ messages.strip() }}",
+        "{{ 'a' * 3 }}{{ 3 * 'a' }}{{ [1] * 2 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ 2 ** 10 }}{{ 'a' * 'b' }}",
         "{{ messages[0].none.strip() }}",
         "{{ messages[0].nothing.strip() }}",
         "{{ messages[0].content.replace(1) }}",

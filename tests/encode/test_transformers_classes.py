@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_packed_sft.encode.tokenizers import _transformers_classes as classes
-from megatron_packed_sft.encode.tokenizers._huggingface_folder import read_tokenizer_folder
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed_sft.encode.tokenizers.huggingface_folder import read_tokenizer_folder
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.encode import tiny_tokenizers as tiny
@@ -86,47 +86,41 @@ def test_the_model_beside_the_tokenizer_counts(model_type: str, name: str | None
         assert_ids_of_transformers(folder)
 
 
-def as_its_class_builds_it(name: str, folder: Path) -> Path:
-    """A folder with the parts that transformers makes for a class."""
-    made = tiny.metaspace_tokenizer() if name == "GemmaTokenizer" else tiny.byte_level_tokenizer()
-    first = folder_of(made, folder / "first", name)
-    oracle = transformers.AutoTokenizer.from_pretrained(str(first), local_files_only=True)
-    oracle.save_pretrained(str(folder / "saved"))
-    return folder / "saved"
-
-
-@pytest.mark.parametrize("name", sorted(classes._BUILT))
-def test_a_file_that_is_what_its_class_builds_is_read_without_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("config", [{"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": None}])
+def test_a_generic_class_is_read_without_transformers(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = as_its_class_builds_it(name, tmp_path)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == name
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "generic", **config, eos_token="<|im_end|>")
     assert_ids_of_transformers(folder)
-    assert read_tokenizer_folder(folder).reason is None
-    document = json.loads((folder / "tokenizer.json").read_text())
-    built = classes._BUILT[name]
-    assert classes._comparable(document["pre_tokenizer"]) == built.pre_tokenizer
-    assert document["normalizer"] == built.normalizer
-    # Anything else in the file, and transformers is asked.
-    document["model"]["ignore_merges"] = True
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    assert f"transformers builds its tokenizer_class {name}" in str(read_tokenizer_folder(folder).reason)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        MissingDependencyError, match=f"tokenizer_class {name} in its own way, so .* needs transformers"
-    ):
+    assert read_tokenizer_folder(folder).reason is None
+
+
+@pytest.mark.parametrize("model_type", [None, "qwen2"])
+def test_another_class_and_a_model_beside_it_need_transformers(
+    model_type: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "GPT2Tokenizer" if model_type is None else "PreTrainedTokenizerFast"
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "built", name, model_type)
+    reason = "builds its tokenizer_class GPT2Tokenizer in its own way" if model_type is None else "its model_type qwen2"
+    assert reason in str(read_tokenizer_folder(folder).reason)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingDependencyError, match=f"{reason}, so reading .* needs transformers; install it with"):
         HuggingFaceTokenizer(folder)
 
 
-def test_models_with_a_class_of_their_own_are_those_that_transformers_has() -> None:
-    from transformers.models.auto import tokenization_auto as auto
-
-    known = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", None)
-    if known is None:
-        pytest.skip("this transformers takes every tokenizer.json as it is")
-    names = {model: auto.TOKENIZER_MAPPING_NAMES.get(model) for model in known}
-    assert {model: name for model, name in names.items() if name != "TokenizersBackend"} == classes._CLASS_OF_MODEL
+def test_transformers_is_asked_without_torch(tmp_path: Path) -> None:
+    folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "no_torch", "Qwen2Tokenizer")
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megatron_packed_sft import RecordEncoder, load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(folder)!r})\n"
+        "chat = [{'role': 'user', 'content': 'the fox'}, {'role': 'assistant', 'content': 'jumps'}]\n"
+        "from megatron_packed_sft.records.record import Conversation\n"
+        "print(tokenizer.fingerprint, RecordEncoder(tokenizer, 'chatml').mark(Conversation(chat)).trained)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.split(maxsplit=1) == [HuggingFaceTokenizer(folder).fingerprint, "((57, 72),)\n"]
 
 
 def test_what_transformers_said_travels_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,5 +170,5 @@ def test_a_variable_that_records_may_not_set_is_refused() -> None:
 
 
 def test_what_every_render_sets_is_reserved() -> None:
-    with pytest.raises(InvalidInputError, match="messages has a fixed meaning"):
+    with pytest.raises(InvalidInputError, match="messages is reserved"):
         TemplateOptions(variables={"messages": []})

@@ -115,7 +115,7 @@ def test_a_record_without_what_is_trained_is_dropped() -> None:
 
 
 def test_training_nothing_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"encode\.train leaves nothing to train"):
+    with pytest.raises(InvalidInputError, match=r"encode\.train is false for everything"):
         TrainOptions(answers=False, reasoning=False, tool_calls=False)
 
 

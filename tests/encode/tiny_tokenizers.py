@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import check_texts
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import check_texts
 
 # The shape of pattern that Qwen and Llama 3 use: contractions, words with one sign in front, digits, signs, space.
 WORDS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
+from megatron_packed_sft.records.samples import sample_conversations, write_sample_data
 from tests.other_users import as_user, needs_other_users
 
 ROOT = Path(__file__).parents[2]

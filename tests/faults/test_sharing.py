@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft import MemmapShardWriter, open_shard
+from megatron_packed_sft import open_shard
 from megatron_packed_sft.errors import ShardChangedError, StorageIOError
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard
 
 OLD = make_bins(5, 32, seed=1)

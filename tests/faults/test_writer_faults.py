@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft import MemmapShardWriter, create_shard_writer, open_dataset, open_shard, validate
+from megatron_packed_sft import create_shard_writer, open_dataset, open_shard, validate
 from megatron_packed_sft.errors import NoSpaceError, ShardError, StorageIOError, TargetExistsError
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from tests.faults.injection import Injector
 from tests.faults.kill_driver import SCENARIOS, content
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard
@@ -79,7 +80,8 @@ def test_an_error_at_any_step_is_ours_names_the_path_and_leaves_nothing(
 
 LIMITED = """
 import resource, sys
-from megatron_packed_sft import MemmapShardWriter, PackedSFTError
+from megatron_packed_sft import PackedSFTError
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     with MemmapShardWriter(sys.argv[1], 64, 1024) as writer:

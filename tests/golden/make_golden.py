@@ -155,7 +155,7 @@ def sequence_checksum(arrays: list[np.ndarray]) -> int:
     return xxhash.xxh3_64_intdigest(numbers.tobytes()) % 2**32
 
 
-def token_store(path: Path, version: str, id_dtype: str, *, weighted: bool = False) -> None:
+def token_store(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
     """A token store of one part, as docs/format.md describes it."""
     part = path / "part_000000"
     part.mkdir(parents=True)
@@ -167,7 +167,7 @@ def token_store(path: Path, version: str, id_dtype: str, *, weighted: bool = Fal
     parts["offsets.npy"] = np.cumsum([0] + [len(ids) for ids, _, _ in SEQUENCES]).astype("<u8")
     manifest: dict[str, object] = {
         "format": "token_store_v1",
-        "version": version,
+        "version": "1.2",
         "num_sequences": 3,
         "num_tokens": 8,
         "num_trained_tokens": 4,
@@ -181,9 +181,8 @@ def token_store(path: Path, version: str, id_dtype: str, *, weighted: bool = Fal
     }
     if weighted:
         manifest["weights_dtype"] = "<f4"
-    if version == "1.2":
-        parts["checksums.npy"] = np.array([sequence_checksum(one) for one in sequences], "<u4")
-        manifest["sequence_checksum_algorithm"] = "xxh3_64_low32"
+    parts["checksums.npy"] = np.array([sequence_checksum(one) for one in sequences], "<u4")
+    manifest["sequence_checksum_algorithm"] = "xxh3_64_low32"
     manifest["files"] = {name: write_array(part / name, array, 128) for name, array in parts.items()}
     data = sealed(manifest)
     (part / "manifest.json").write_bytes(data)
@@ -207,10 +206,8 @@ if __name__ == "__main__":
         "memmap_1_1_weighted": partial(full, id_dtype="<u2", weighted=True),
         "memmap_1_1_checksums": partial(full, id_dtype="<i4", checksummed=True),
         "memmap_1_1_weighted_checksums": partial(full, id_dtype="<u2", weighted=True, checksummed=True),
-        "token_store_1_0": partial(token_store, version="1.0", id_dtype="<i4"),
-        "token_store_1_1_weighted": partial(token_store, version="1.1", id_dtype="<u2", weighted=True),
-        "token_store_1_2": partial(token_store, version="1.2", id_dtype="<u2"),
-        "token_store_1_2_weighted": partial(token_store, version="1.2", id_dtype="<i4", weighted=True),
+        "token_store_1_2": partial(token_store, id_dtype="<u2"),
+        "token_store_1_2_weighted": partial(token_store, id_dtype="<i4", weighted=True),
     }.items():
         if not (HERE / name).exists():
             make(HERE / name)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
+from megatron_packed_sft.records.samples import sample_conversations
 
 LONG_TEXT = "lorem ipsum <b>dolor</b> " * 4_000  # 100,000 characters
 HOSTILE = {

@@ -127,7 +127,7 @@ def test_without_its_tokenizer_a_bin_is_shown_by_ids(home: Path, tmp_path: Path,
 
 
 def test_another_tokenizer_is_refused(home: Path, tmp_path: Path) -> None:
-    from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 
     texts = ["some other words to learn from, and more", "of them"] * 50
     other = train_sentencepiece(texts, tmp_path / "other.model", vocab_size=300)
@@ -144,11 +144,11 @@ def test_another_tokenizer_is_refused(home: Path, tmp_path: Path) -> None:
         (["--sample", -1], "samples are counted from 0"),
         (["--split", "test"], "has no split 'test'; choose one of train, validation"),
         (["--bin", 1, "--random", 2], "--bin and --random exclude each other"),
-        (["--bin", 1, "--seed", 2], "--seed goes with --random or --sample"),
-        (["--row", 3], "--row does not go with it"),
-        (["--plan", "plan.npz"], "--plan goes with a token store"),
+        (["--bin", 1, "--seed", 2], "--seed needs --random or --sample"),
+        (["--row", 3], "--row is for chats, but "),
+        (["--plan", "plan.npz"], "--plan needs a token store"),
         (["--sequence", 0], "use --bin"),
-        (["encode.max_len=3"], "is packed data, tokenized already"),
+        (["encode.max_len=3"], "is a setting for chats, but "),
     ],
 )
 def test_a_wrong_question_about_packed_data_is_one_sentence(home: Path, words: list[Any], problem: str) -> None:
@@ -187,7 +187,7 @@ def test_a_token_stream_is_shown_by_window_and_by_document(home: Path, tmp_path:
     for words in (["--seq-length", 4], ["--pack-sequences"], ["--eos-id", 2]):
         refused = packed_sft("preview", home / "data", *words)
         assert refused.code == 2
-        assert f"{words[0]} goes with a token stream" in refused.err
+        assert f"{words[0]} needs a token stream" in refused.err
     by_id = [tmp_path / "stream", "--seq-length", 64, "--pack-sequences", "--bin", 1]
     assert "pass a tokenizer or --eos-id" in packed_sft("preview", *by_id).err
     assert len(preview_json(*by_id, "--eos-id", tokenizer.eos_id)["sequences"]) == len(apart["sequences"])

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.inspect import compare_bins
 from megatron_packed_sft.inspect.compare import compare
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter
 from megatron_packed_sft.storage.registry import create_shard_writer
@@ -126,8 +126,7 @@ def test_weights_are_compared_and_the_mask_of_a_last_token_is_not(tmp_path: Path
     facts = compare(a, tmp_path / "bridge.npy")
     assert facts["equal"]
     assert facts["notes"] == [
-        f"{tmp_path / 'bridge.npy'}: 1 loss masks at the last token of a sequence are not compared; they predict "
-        "nothing"
+        f"{tmp_path / 'bridge.npy'}: ignored 1 loss mask at the last token of a sequence, which predicts nothing"
     ]
 
 
@@ -283,7 +282,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path, prepared: Path)
     a = write(tmp_path / "a", BINS)
     with pytest.raises(InvalidInputError, match="does not exist"):
         compare(a, tmp_path / "nothing")
-    with pytest.raises(InvalidInputError, match="holds no packed bins, so it cannot be compared"):
+    with pytest.raises(InvalidInputError, match="has no packed bins; give a dataset directory"):
         compare(prepared / "a.work", a)
 
 

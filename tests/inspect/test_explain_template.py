@@ -141,7 +141,7 @@ def test_a_hostile_template_reaches_no_terminal_raw(tmp_path: Path) -> None:
         (["TOKENIZER"], "has no chat template; set template.name"),
         (["TOKENIZER", "--tokenizer", "other"], "are two tokenizers"),
         (["bad.jinja"], "fix the template or choose another"),
-        (["silent.jinja"], "leaves the assistant's answer out"),
+        (["silent.jinja"], "omits the assistant's answer"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(

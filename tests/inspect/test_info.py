@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect import info_of_training
 from megatron_packed_sft.inspect.info import KINDS, describe
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.records.samples import sample_conversations
 from megatron_packed_sft.storage.dataset_directory import open_dataset
 from megatron_packed_sft.tokens.store import open_token_store
 from tests.packed_bins import make_bins, write_shard
@@ -146,7 +146,7 @@ def test_a_shard_a_packed_file_and_parquet_tell_what_they_record(home: Path) -> 
     assert legacy["total"]["num_bins"] == truth["num_bins"]
     assert legacy["total"]["max_seq_len"] == truth["max_seq_len"]  # of Megatron-Bridge's metadata.json beside it
     assert "num_tokens" not in legacy["total"]
-    assert legacy["notes"] == ["a legacy file records little of itself; `packed-sft report` reads it"]
+    assert legacy["notes"] == ["a legacy file records little about itself; `packed-sft report` reads the data"]
     parquet = describe(home / "parquet" / "train" / "shard_000000.idx.parquet")
     assert parquet["total"]["num_tokens"] == truth["num_tokens"]  # of the footer
     assert parquet["total"]["num_sequences"] == truth["num_sequences"]
@@ -183,8 +183,6 @@ def test_a_token_store_and_one_of_its_parts_are_described(home: Path, capsys: py
     assert describe(store.parts[0].path)["total"]["num_sequences"] == len(store.parts[0])
     assert facts["sequence_checksum_algorithm"] == "xxh3_64_low32"
     assert not facts["notes"]
-    older = said(Path(__file__).parents[1] / "golden" / "token_store_1_0", capsys=capsys)
-    assert "note: format 1.0 without checksums of sequences" in " ".join(older.split())
 
 
 def test_a_plan_is_described_by_its_header(home: Path) -> None:
@@ -289,11 +287,12 @@ def test_what_is_none_of_these_is_one_sentence(home: Path, tmp_path: Path, capsy
     cases: dict[Any, str] = {
         tmp_path / "nothing": "does not exist; check the path",
         tmp_path / "empty": "is an empty directory; check the path",
-        tmp_path / "folder": "is the folder of a model or a tokenizer, not data; tokenizer.path and model.path take it",
-        tmp_path / "notes.txt": f"is no {', '.join(kinds[:-1])} or {kinds[-1]}; check the path",
-        home / "sp.model": "is a tokenizer's model, not data; tokenizer.path takes it",
-        home / "chats.jsonl": "is a file of records; `packed-sft prepare` makes a dataset of it",
-        home / "data.work": "is the work directory of a preparation; look at what it holds, such as "
+        tmp_path / "folder": "is the folder of a model or a tokenizer, not data; use it as tokenizer.path or "
+        "model.path",
+        tmp_path / "notes.txt": f"is not a {', '.join(kinds[:-1])} or {kinds[-1]}; check the path",
+        home / "sp.model": "is the model of a tokenizer, not data; use it as tokenizer.path",
+        home / "chats.jsonl": "is a file of records; `packed-sft prepare` turns it into a dataset",
+        home / "data.work": "is the work directory of a preparation; describe a part of it, such as "
         f"{home / 'data.work' / 'tokens' / 'train'} or {home / 'data.work' / 'plans' / 'train.npz'}",
     }
     for path, sentence in cases.items():
@@ -320,4 +319,4 @@ def test_a_terminal_gets_colours_and_a_pipe_none(home: Path) -> None:
 
 def test_info_of_a_dataset_imports_nothing_heavy(home: Path) -> None:
     loaded = {name.partition(".")[0] for name in modules_of("info", home / "data")}
-    assert not loaded & {"torch", "numba", "hydra", "pyarrow", "tokenizers", "sentencepiece", "jinja2"}
+    assert not loaded & {"torch", "numba", "hydra", "pyarrow", "tokenizers", "sentencepiece"}

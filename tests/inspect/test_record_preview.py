@@ -118,7 +118,7 @@ def test_a_row_that_stops_prepare_says_so_and_is_no_error(keys: list[str], tmp_p
     done = packed_sft("preview", path, *keys)
     assert done.code == 0
     assert "dropped, bad_row: the record is not valid JSON" in done.out
-    assert "prepare stops here; on_error=skip drops such records" in done.out
+    assert "prepare stops here; set on_error=skip to drop and count such records" in done.out
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet"])
@@ -201,7 +201,7 @@ def test_what_is_lost_escaped_and_weighted_is_said_in_words(keys: list[str], tmp
     assert "⟦×0.5 Because of this.<|im_end|>⟧⏎" in shown
     (tmp_path / "plain.jinja").write_text(CHATML)
     plain = packed_sft("preview", path, keys[0], f"template.name={tmp_path}/plain.jinja", "--row", 2).out
-    assert "lost: the template leaves the reasoning of message 1 out" in plain
+    assert "lost: the template omits the reasoning of message 1" in plain
 
 
 def test_rows_are_counted_as_in_the_rejects_file_and_blank_ones_are_none(keys: list[str], tmp_path: Path) -> None:
@@ -231,15 +231,15 @@ def test_a_draw_of_a_large_compressed_file_finds_every_line_it_drew(keys: list[s
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["chats.jsonl"], "no tokenizer was given; add tokenizer.path=FOLDER"),
+        (["chats.jsonl"], "no tokenizer was given; add tokenizer.path=PATH"),
         (["chats.jsonl", "tokenizer.path=nowhere"], "nowhere does not exist"),
         (["chats.jsonl", "other.jsonl"], "are two paths"),
         (["nothing.jsonl", "tokenizer.path=nowhere"], "does not exist and matches no file"),
-        (["chats.jsonl", "max_len=3"], "use encode.max_len"),
-        (["chats.jsonl", "TOKENIZER", "--bin", "2"], "--bin does not go with it"),
+        (["chats.jsonl", "max_len=3"], "did you mean encode.max_len?"),
+        (["chats.jsonl", "TOKENIZER", "--bin", "2"], "--bin is for packed data, but "),
         (["chats.jsonl", "TOKENIZER", "--row", "1", "--random", "2"], "exclude each other"),
-        (["chats.jsonl", "TOKENIZER", "--seed", "1"], "--seed goes with --random"),
-        (["chats.jsonl", "TOKENIZER", "--random", "0"], "draw at least 1"),
+        (["chats.jsonl", "TOKENIZER", "--seed", "1"], "--seed needs --random"),
+        (["chats.jsonl", "TOKENIZER", "--random", "0"], "it must be at least 1"),
         (["chats.jsonl", "TOKENIZER"], "has no chat template; set template.name"),
         ([], "name a file of chats or packed data"),
     ],

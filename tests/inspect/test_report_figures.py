@@ -10,8 +10,8 @@ import pytest
 from megatron_packed_sft import PackedBin, convert, create_shard_writer, pack
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import open_data
+from megatron_packed_sft.inspect.report.charts import StepShape, length_histogram, slowest_over_mean
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
-from megatron_packed_sft.inspect.report.figures import StepShape, length_histogram, slowest_over_mean
 from megatron_packed_sft.inspect.report.read_bins import bin_lengths
 from tests.packed_bins import make_bins, write_shard
 

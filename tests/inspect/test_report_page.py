@@ -327,5 +327,5 @@ def test_a_metrics_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"metrics\.jsonl, line 2 is not a metrics record"):
         write_report(run, tmp_path / "page.html")
     (run / "metrics.jsonl").write_text("")
-    with pytest.raises(InvalidInputError, match="holds no record yet"):
+    with pytest.raises(InvalidInputError, match="has no record yet"):
         write_report(run, tmp_path / "page.html")

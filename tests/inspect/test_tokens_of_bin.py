@@ -11,7 +11,7 @@ from megatron_packed_sft import PackedBin, load_tokenizer
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import find_tokenizer
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, tokens_of_bin, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, tokens_of_bin
 from tests.encode.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer, save_folder
 from tests.inspect.conftest import HOSTILE
 
@@ -68,9 +68,9 @@ def test_ids_that_the_tokenizer_does_not_have_are_shown_as_numbers(tokenizer_pat
 
 
 def test_characters_that_hide_or_turn_text_around_are_written_as_escapes() -> None:
-    assert visible("a\u202eb\x00\x1b[31m") == "a\\u202eb\\u0000\\u001b[31m"
-    assert visible("line\n\ttab é 👋 שלום") == "line\n\ttab é 👋 שלום"
-    assert visible("\ud800").encode() == b"\\ud800", "half a surrogate pair cannot be written to a file"
+    assert escape_invisible("a\u202eb\x00\x1b[31m") == "a\\u202eb\\u0000\\u001b[31m"
+    assert escape_invisible("line\n\ttab é 👋 שלום") == "line\n\ttab é 👋 שלום"
+    assert escape_invisible("\ud800").encode() == b"\\ud800", "half a surrogate pair cannot be written to a file"
 
 
 def test_a_tokenizer_counts_only_with_the_recorded_fingerprint(tokenizer_path: str, tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
-"""Megatron-Bridge as released, with as much of its own code as a CPU can import, for the tests of the provider.
+"""Megatron-Bridge 0.6.2 as released, with as much of its own code as a CPU can import, for the tests of the provider.
 
-Real in 0.3.1: ConfigContainer with its YAML overrides, checks and checkpoint form, the dispatch to providers, the data
-loaders and samplers, the split into micro batches. Not importable on a CPU, and stood in for by an empty class each:
-the tokenizer (needs six), the training state (tensorboard), the Mamba model (triton).
-
-Real in 0.6.2: DatasetProvider, PackedSequenceSpecs, the allow-list, YAML overrides, dispatch, loaders and samplers. Its
-config module needs `megatron.training`, which no wheel has, so ConfigContainer and its checks are absent, and the
-module that instantiates targets is taken from 0.3.1, where it comes from, with an allow-list of prefixes added.
+Real: DatasetProvider, PackedSequenceSpecs, the allow-list, YAML overrides, dispatch, loaders and samplers. Its config
+module needs `megatron.training`, which no wheel has, so ConfigContainer and its checks are absent, and the module that
+instantiates targets is taken from 0.3.1, where it comes from, with an allow-list of prefixes added.
 """
 
 from __future__ import annotations
@@ -38,8 +34,6 @@ dataset:
 GLOBAL_BATCH = 4
 NUM_STEPS = 5
 _BARE = {
-    "0.3.1": "data data.builders data.datasets models models.mamba peft training training.tokenizers training.utils "
-    "utils",
     "0.6.2": "data data.builders data.datasets data.megatron_mimo data.packing models models.megatron_mimo training "
     "training.tokenizers training.utils utils",
 }
@@ -61,7 +55,7 @@ def installed(version: str) -> Iterator[None]:
             _stand_in("megatron.bridge.training.state", TrainState=type("TrainState", (), {}))
             tokenizer = {"MegatronTokenizer": object, "_HuggingFaceTokenizer": object}
             _stand_in("megatron.bridge.training.tokenizers.tokenizer", **tokenizer)
-            (_prepare_0_3 if version == "0.3.1" else _prepare_0_6)()
+            _prepare_0_6()
             yield
         finally:
             sys.path.remove(str(release))
@@ -70,13 +64,6 @@ def installed(version: str) -> Iterator[None]:
             for name in ("bridge", "training"):
                 vars(sys.modules["megatron"]).pop(name, None)
             vars(bridge).pop(bridge.PROVIDER, None)
-
-
-def _prepare_0_3() -> None:
-    _stand_in("megatron.bridge.models.mamba.mamba_provider", MambaModelProvider=type("MambaModelProvider", (), {}))
-    models = sys.modules["megatron.bridge.models"]
-    models.GPTModelProvider = load("models.gpt_provider").GPTModelProvider  # type: ignore[attr-defined]
-    models.T5ModelProvider = load("models.t5_provider").T5ModelProvider  # type: ignore[attr-defined]
 
 
 def _prepare_0_6() -> None:

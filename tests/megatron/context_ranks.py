@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from megatron_packed_sft.data.batch.contracts import Batch
 from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from megatron_packed_sft.megatron.parameters import FinalizeGradients
 from tests.megatron.tiny_gpt import ALIGNMENT, VOCAB_SIZE, batch_of, make_aligned_row, with_weights
 
 NUM_RANKS = 2

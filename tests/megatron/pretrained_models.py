@@ -9,8 +9,7 @@ import torch
 
 from megatron_packed_sft.megatron.backend import choose_backend
 from megatron_packed_sft.megatron.model import build_gpt_model
-from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder
-from megatron_packed_sft.megatron.weights.load import load_pretrained
+from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, load_pretrained
 
 VOCAB_SIZE = 250  # not a multiple of anything, so that the vocabulary is padded
 NUM_POSITIONS = 60

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron import bridge
 from tests.megatron.bridge_releases import (
@@ -152,6 +153,6 @@ def test_global_batches_work_too_and_their_second_shuffle_is_told(
         micro_batches, length = load("data.batch_utils").prepare_finetuning_batch(train, GLOBAL_BATCH, PACK_SIZE)
         assert length == PACK_SIZE
         seen += [row["tokens"].numpy().tobytes() for row in micro_batches]
-    samples = create_sft_dataset(path, EOS, PACK_SIZE, pad_to_max_length=True, contract="bridge_0_6")
+    samples = create_sft_dataset(path, EOS, PACK_SIZE, contract=BatchOptions("bridge_0_6", pad_to_max_length=True))
     each_row = [samples.fetch_batch([row])["tokens"].numpy().tobytes() for row in range(len(samples))]
     assert sorted(seen) == sorted(2 * each_row)  # 20 samples are two epochs of 10 rows, in whatever order

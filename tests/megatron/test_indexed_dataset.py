@@ -31,6 +31,7 @@ from megatron_packed_sft import (
 )
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, UnsupportedFormatError
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins, write_shard
 
@@ -158,7 +159,8 @@ def test_windows_with_pack_sequences_are_those_of_the_same_tokens_in_a_flat_file
     (tmp_path / "flat").mkdir()
     np.save(tmp_path / "flat" / "tokens.npy", flat)
     ours, theirs = (
-        create_sft_dataset(tmp_path / name, EOS, seq_length=32, pack_sequences=True) for name in ("web", "flat")
+        create_sft_dataset(tmp_path / name, EOS, seq_length=32, stream=StreamOptions(pack_sequences=True))
+        for name in ("web", "flat")
     )
     for one, other in zip(PackedLoader(ours, shuffle=False), PackedLoader(theirs, shuffle=False), strict=True):
         assert one.keys() == other.keys()
@@ -168,7 +170,7 @@ def test_windows_with_pack_sequences_are_those_of_the_same_tokens_in_a_flat_file
 def test_documents_are_samples_when_they_are_asked_for_and_can_be_packed(tmp_path: Path) -> None:
     documents = texts(30)
     prefix = build(tmp_path / "web", documents)
-    dataset = create_sft_dataset(prefix, EOS, seq_length=64, documents=True)
+    dataset = create_sft_dataset(prefix, EOS, seq_length=64, stream=StreamOptions(documents=True))
     assert [dataset[index]["input_ids"].tolist() for index in range(30)] == [ids for [ids] in documents]
     batch = dataset.fetch_batch([4, 7])
     assert batch["loss_mask"].sum() == sum(len(documents[index][0]) - 1 for index in (4, 7))
@@ -180,7 +182,7 @@ def test_documents_are_samples_when_they_are_asked_for_and_can_be_packed(tmp_pat
 def test_a_document_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     prefix = build(tmp_path / "web", [[list(range(3, 103))]])
     with pytest.raises(InvalidInputError, match=r"seq_length is 64, but a bin of .* needs 99"):
-        create_sft_dataset(prefix, EOS, seq_length=64, documents=True)
+        create_sft_dataset(prefix, EOS, seq_length=64, stream=StreamOptions(documents=True))
 
 
 def test_several_indexed_datasets_and_directories_of_them_are_laid_end_to_end(tmp_path: Path) -> None:
@@ -188,8 +190,10 @@ def test_several_indexed_datasets_and_directories_of_them_are_laid_end_to_end(tm
     first, second = texts(20, seed=1), texts(20, seed=2)
     build(tmp_path / "many" / "a", first)
     build(tmp_path / "many" / "b", second)
-    of_directory = create_sft_dataset(tmp_path / "many", EOS, seq_length=64, documents=True)
-    of_list = create_sft_dataset([tmp_path / "many" / "a", tmp_path / "many" / "b"], EOS, seq_length=64, documents=True)
+    of_directory = create_sft_dataset(tmp_path / "many", EOS, seq_length=64, stream=StreamOptions(documents=True))
+    of_list = create_sft_dataset(
+        [tmp_path / "many" / "a", tmp_path / "many" / "b"], EOS, seq_length=64, stream=StreamOptions(documents=True)
+    )
     for dataset in (of_directory, of_list):
         assert [dataset[index]["input_ids"].tolist() for index in range(40)] == [ids for [ids] in first + second]
     windows = create_sft_dataset(tmp_path / "many", EOS, seq_length=16)
@@ -216,7 +220,7 @@ def test_masks_are_refused_with_a_count_unless_they_may_go(tmp_path: Path, capsy
     assert "add --drop-masks" in message
     assert not list(tmp_path.glob("out*"))
     assert main([*command, "--drop-masks"]) == 0
-    assert f"note: {num_untrained:,} predictions that were not trained" in capsys.readouterr().out
+    assert f"readers will train on {num_untrained:,} predictions" in capsys.readouterr().out
     assert read_with_megatron_core(tmp_path / "out") == sequences_of(bins)
     with pytest.raises(InvalidInputError, match="memmap_v1 keeps loss masks, so there are none to drop"):
         convert(tmp_path / "out", tmp_path / "back", drop_masks=True)
@@ -339,7 +343,11 @@ def test_validate_counts_documents_and_says_how_to_train(tmp_path: Path) -> None
     lengths = []
     for start in ("python: ", "python, by document: "):
         [call] = [note.removeprefix(start) for note in report.notes if note.startswith(start)]
-        lengths.append(len(eval(call, {"create_sft_dataset": create_sft_dataset, "tokenizer": EOS})))
+        lengths.append(
+            len(
+                eval(call, {"create_sft_dataset": create_sft_dataset, "StreamOptions": StreamOptions, "tokenizer": EOS})
+            )
+        )
     assert lengths == [1, 10]
 
 

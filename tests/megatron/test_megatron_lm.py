@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from megatron_packed_sft import DatasetWriter, PackedBin, create_sft_dataset
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 from tests.packed_bins import make_bins, write_shard
 from tests.real_data import megatron_core_release
@@ -70,7 +71,7 @@ def build(sizes: Sequence[int | None], **blend: Any) -> list[Any]:
 
 def row_names(path: Path) -> dict[bytes, int]:
     """Tokens of a stored row, as they come in a sample -> number of the row; one name for each row."""
-    rows = create_sft_dataset(path, EOS, PACK_SIZE, pad_to_max_length=True)
+    rows = create_sft_dataset(path, EOS, PACK_SIZE, contract=BatchOptions(pad_to_max_length=True))
     names = {rows.fetch_batch([row])["tokens"].numpy().tobytes(): row for row in range(len(rows))}
     assert len(names) == len(rows)
     return names
@@ -145,7 +146,7 @@ def test_a_sample_is_what_megatron_core_makes_packed_sequence_parameters_of(sour
     from megatron.core.utils import get_thd_batch_on_this_cp_rank
 
     names = row_names(source)
-    stored = create_sft_dataset(source, EOS, PACK_SIZE, pad_to_max_length=True)
+    stored = create_sft_dataset(source, EOS, PACK_SIZE, contract=BatchOptions(pad_to_max_length=True))
     train, _, _ = build([None, None, None], blend=([str(source)], None), split="100,0,0")
     loader = torch.utils.data.DataLoader(train, batch_size=1)
     assert len(loader) == len(stored)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.forward_step import forward_step
-from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from megatron_packed_sft.megatron.parameters import FinalizeGradients
 from tests.megatron import tiny_gpt
 from tests.megatron.conversations import RELATIVE_LIMIT, reference
 from tests.megatron.tiny_gpt import ALIGNMENT, batch_of, build, make_aligned_row, make_row, train, with_weights

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_packed_sft.errors import UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.families import FAMILIES, Family, family_of, register_family
-from megatron_packed_sft.megatron.weights.layout import Span, Weight, dense_weights, local_name
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape, Span, Weight, dense_weights, local_name
 
 SIZES = {
     "vocab_size": 256,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_packed_sft.megatron.backend import choose_backend, start_distributed, stop_distributed
-from megatron_packed_sft.megatron.gradients import FinalizeGradients
+from megatron_packed_sft.megatron.parameters import FinalizeGradients
 from tests.megatron.context_ranks import run_context_parallel
 from tests.megatron.tiny_gpt import batch_of, build, load, make_row, save, train, with_weights
 

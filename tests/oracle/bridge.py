@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-CONTRACT_OF = {"0.3.1": "bridge_0_3", "0.4.2": "bridge_0_3", "0.5.1": "bridge_0_5", "0.6.2": "bridge_0_6"}
+CONTRACT_OF = {"0.6.2": "bridge_0_6"}
 VERSIONS = tuple(CONTRACT_OF)
 
 _BARE_PACKAGES = (
@@ -40,22 +40,19 @@ class Oracle(NamedTuple):
 
     version: str
     dataset: Any
-    parquet_dataset: Any  # None in 0.3.1
+    parquet_dataset: Any
     write_parquet: Any
 
 
 @functools.cache
 def load(version: str) -> Oracle:
     """The packed dataset classes of a release; it is fetched once and kept in the user's cache."""
-    is_new = version.startswith("0.6")
     with _only_modules_of(fetch(version)):
-        module = importlib.import_module(f"megatron.bridge.data.{'packing.gpt_sft' if is_new else 'datasets.sft'}")
-        dataset = module.GPTSFTPackedDataset
-        if version == "0.3.1":
-            return Oracle(version, dataset, None, None)
-        name = "packing.parquet" if is_new else "datasets.packed_parquet"
-        parquet = importlib.import_module(f"megatron.bridge.data.{name}")
-        return Oracle(version, dataset, parquet.GPTSFTPackedParquetDataset, parquet.write_packed_parquet)
+        module = importlib.import_module("megatron.bridge.data.packing.gpt_sft")
+        parquet = importlib.import_module("megatron.bridge.data.packing.parquet")
+        return Oracle(
+            version, module.GPTSFTPackedDataset, parquet.GPTSFTPackedParquetDataset, parquet.write_packed_parquet
+        )
 
 
 def fetch(version: str) -> Path:

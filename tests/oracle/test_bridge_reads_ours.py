@@ -13,8 +13,9 @@ import torch
 
 from megatron_packed_sft import convert, create_sft_dataset, open_dataset, validate
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
+from megatron_packed_sft.records.samples import sample_conversations
+from tests.dataset_options import grouped
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, own_random_state
 from tests.packed_bins import make_bins, write_shard
 
@@ -22,7 +23,6 @@ EOS = 2
 PACK_SIZE = 96
 PREPARED_PACK_SIZE = 2048
 ROW_GROUP = 500
-PARQUET_VERSIONS = VERSIONS[1:]
 
 
 def open_with_bridge(version: str, path: str | Path, **options: Any) -> Any:
@@ -44,7 +44,9 @@ def assert_equal_batches(
     """Compare every key of every batch, padding samples included: the type, the shape, and `torch.equal`."""
     released = open_with_bridge(version, theirs, max_seq_length=max_seq_length, **options)
     options.pop("pack_metadata_file_path", None)  # ours knows these figures itself
-    dataset = create_sft_dataset(ours, EOS, seq_length=max_seq_length, contract=CONTRACT_OF[version], **options)
+    dataset = create_sft_dataset(
+        ours, EOS, seq_length=max_seq_length, **grouped(contract=CONTRACT_OF[version], **options)
+    )
     assert len(released) == len(dataset)
     for first in range(0, len(dataset), 64):
         indices = [*range(first, min(first + 64, len(dataset)))]
@@ -62,7 +64,7 @@ def assert_equal_batches(
     released.close()
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_one_converted_file_of_several_row_groups_gives_bridges_batches(version: str, tmp_path: Path) -> None:
     bins = make_bins(2 * ROW_GROUP + 3, PACK_SIZE, vocab_size=100_000)
     write_shard(tmp_path / "shard", bins, PACK_SIZE, pad_id=EOS)
@@ -71,7 +73,7 @@ def test_one_converted_file_of_several_row_groups_gives_bridges_batches(version:
     assert_equal_batches(version, tmp_path / "bins.idx.parquet", tmp_path / "shard", answer_only_loss=False)
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("named_by", ["directory", "glob"])
 def test_several_converted_shards_give_bridges_batches(version: str, named_by: str, tmp_path: Path) -> None:
     bins = make_bins(40, PACK_SIZE, seed=1)
@@ -102,7 +104,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "data"
 
 
-@pytest.mark.parametrize("version", PARQUET_VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_what_prepare_writes_gives_bridges_batches_with_the_metadata_beside_it(version: str, prepared: Path) -> None:
     split = prepared / "train"
     assert len(open_dataset(prepared).entries("train")) > 1

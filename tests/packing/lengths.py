@@ -1,4 +1,4 @@
-"""Lengths for tests: made of whole numbers only, so that they are the same with every NumPy."""
+"""Lengths for tests, from integer arithmetic only, so that they are the same with every NumPy."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def two_kinds(count: int) -> npt.NDArray[np.int64]:
 
 
 def above_a_third(count: int) -> npt.NDArray[np.int64]:
-    """Just above a third on average: greedy searches pair them badly, the linear program does not."""
+    """Just above a third of 2,048 on average: hard to pair."""
     return bell(696, 30, count, 7)

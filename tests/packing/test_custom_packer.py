@@ -1,4 +1,4 @@
-"""A packer of one's own: passed as a function, or named by its dotted path on the user's word."""
+"""A packer of the user: passed as a function, registered under a name, or allowed by its dotted path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft import PackPlan, pack
+from megatron_packed_sft import PackOptions, PackPlan, pack
 from megatron_packed_sft.cli.main import main as packed_sft
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 
 PAIRS = """
@@ -74,31 +74,45 @@ def test_the_packer_of_the_documentation_needs_ten_lines() -> None:
     assert int(plan.bin_tokens.max()) <= 128
 
 
-WRONG = [
-    (lambda lengths, capacity: [[0, 1], [2]], "left out sequence 3; every sequence needs a bin"),
-    (lambda lengths, capacity: [[0], [1, 2], [3, 1]], "packed a sequence of bin 2 more than once"),
-    (lambda lengths, capacity: [[0, 1, 2, 3]], "filled bin 0 with 12; it holds 10"),
-    (lambda lengths, capacity: [[0, 1], [2, 3], []], "left bin 2 empty; leave empty bins out"),
-    (lambda lengths, capacity: [[0, 1], [2, 4]], "put something into bin 1 that is not an index from 0 to 3"),
-    (lambda lengths, capacity: None, "must return lists of indices, not NoneType"),
-    (lambda lengths, capacity: np.zeros(3, int), "returned 3 bin numbers for 4 sequences"),
-]
-
-
-@pytest.mark.parametrize(("function", "sentence"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_a_packer_returns_is_checked(function: Any, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ([[0, 1], [2]], "left out sequence 3; every sequence needs a bin"),
+        ([[0, 1], [2, 3], [1]], "packed a sequence of bin 2 more than once"),
+        ([[0, 0], [1, 2, 3]], "packed a sequence of bin 0 more than once"),
+        ([[0, 1, 2, 3]], "filled bin 0 with 10; it holds 8"),
+        ([[0, 4], [1, 2, 3]], "put something into bin 0 that is not an index from 0 to 3"),
+        ([[0, -1], [1, 2]], "not an index from 0 to 3"),
+        ([["a"]], "not an index from 0 to 3"),
+        ([[0, 1], [], [2, 3]], "left bin 1 empty; leave empty bins out"),
+        (None, "must return lists of indices, not NoneType"),
+        ([7], "must return lists of indices"),
+        (np.array([0, 0, 1]), "returned 3 bin numbers for 4 sequences"),
+        (np.array([0, 0, 1, -1]), "one bin number >= 0 per sequence"),
+        (np.array([0.0, 0.0, 1.0, 1.0]), "one bin number >= 0 per sequence"),
+        (np.array([[0, 0], [1, 1]]), "one bin number >= 0 per sequence"),
+        (np.array([0, 0, 0, 0]), "filled bin 0 with 10; it holds 8"),
+    ],
+    ids=str,
+)
+def test_what_a_packer_returns_is_checked(returned: Any, sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence) as caught:
-        pack([3, 3, 3, 3], pack_size=10, strategy=function)
+        pack([1, 2, 3, 4], pack_size=8, strategy=lambda lengths, capacity: returned)
     assert "<lambda>' " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_too_many_sequences_in_a_bin_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="put 4 sequences into a bin; max_seqs_per_bin is 2"):
+        pack([1] * 4, pack_size=8, strategy=lambda lengths, capacity: [[0, 1, 2, 3]], max_seqs_per_bin=2)
 
 
 @pytest.mark.parametrize("separator", [".", ":"])
 def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) -> None:
     path = f"{module}{separator}pack_pairs"
-    with pytest.raises(InvalidInputError, match=r"is code, which runs only on your word; set allow_code=true if you"):
+    with pytest.raises(InvalidInputError, match="which runs only if you allow it; set allow_code=true if you"):
         pack([1, 1, 1], pack_size=9, strategy=path)
-    assert bins_of(pack([1, 1, 1], pack_size=9, strategy=path, allow_code=True)) == [[0, 1], [2]]
+    assert bins_of(pack([1, 1, 1], PackOptions(pack_size=9, allow_code=True), strategy=path)) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +128,7 @@ def test_a_dotted_path_runs_only_on_the_users_word(module: str, separator: str) 
 )
 def test_a_path_that_leads_nowhere_is_one_sentence(module: str, path: str, sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence) as caught:
-        pack([1], pack_size=9, strategy=path.replace("MODULE", module), allow_code=True)
+        pack([1], PackOptions(pack_size=9, allow_code=True), strategy=path.replace("MODULE", module))
     assert "\n" not in str(caught.value)
 
 
@@ -136,7 +150,7 @@ def test_prepare_runs_a_dotted_path_on_the_users_word_and_plans_again_when_its_c
         "executor.num_workers=1",
     ]
     assert packed_sft(["prepare", *settings]) == 2
-    assert "is code, which runs only on your word; set packing.allow_code=true" in capsys.readouterr().err
+    assert "is code, which runs only if you allow it; set packing.allow_code=true" in capsys.readouterr().err
     allowed = [*settings, "packing.allow_code=true", "overwrite=true"]
     assert packed_sft(["prepare", *allowed]) == 0, capsys.readouterr().err
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.registry import known_strategies
@@ -31,7 +32,7 @@ def test_a_huge_unsigned_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([], "nothing to pack: lengths is empty"),
+        ([], "lengths is empty"),
         ([[1, 2], [3, 4]], "one dimension"),
         ([[1], [2, 3]], "one number per sequence"),
         ([1.5, 2.0], "integers, not float64"),
@@ -58,7 +59,7 @@ def test_a_plan_with_nothing_left_says_why() -> None:
     with pytest.raises(InvalidInputError, match=r"all 3 were dropped \(longer_than_pack: 3\)"):
         pack([7, 5, 9], pack_size=4, overflow="drop")
     with pytest.raises(InvalidInputError, match=r"all 2 were dropped \(below_min_len: 2\)"):
-        pack([2, 3], pack_size=9, min_len=8)
+        pack([2, 3], PackOptions(pack_size=9, min_len=8))
 
 
 def test_an_unknown_strategy_suggests_the_nearest_or_lists_all() -> None:
@@ -88,16 +89,17 @@ def test_an_unknown_strategy_suggests_the_nearest_or_lists_all() -> None:
         ("pad_seq_to_mult", 0, "pad_seq_to_mult must be a positive integer"),
         ("order_window", 0, "order_window must be a positive integer"),
         ("steps", {"balance": "none"}, "steps needs global_batch"),
-        ("steps", {"global_batch": 4, "size": 1}, "steps needs global_batch and may have balance; it has"),
+        ("steps", {"global_batch": 4, "size": 1}, "may have balance and whole_batches; it has global_batch, size"),
         ("steps", {"global_batch": 0}, "steps.global_batch must be a positive integer"),
         ("steps", {"global_batch": 4, "balance": "cost"}, "steps.balance 'cost' is unknown"),
         ("steps", 4, "steps must be a mapping"),
     ],
 )
 def test_an_option_out_of_range_is_named(option: str, value: Any, message: str) -> None:
-    arguments: dict[str, Any] = {"pack_size": 10, option: value}
+    steps = {"steps": value} if option == "steps" else {}
+    options = PackOptions(**{"pack_size": 10, **({} if steps else {option: value})})
     with pytest.raises(InvalidInputError, match=message):
-        pack([5, 6], **arguments)
+        pack([5, 6], options, **steps)
 
 
 @pytest.mark.parametrize("trained", [[1], [1, -1], [0.5, 0.5], [[1, 1]]])

@@ -48,9 +48,9 @@ GOLDEN = {
     ("chat", "optimal"): "243d041bdd5af73c3de6920ba8a8b418",
     ("chat", "window"): "9d7a451045ec4c5e6b66074ad72804ad",
     ("thirds", "optimal"): "d11a4d04a258c7890dc7ca53805ffeff",
-    ("two_kinds", "optimal"): "af28de7586a10784330a8ba271a19e12",
+    ("two_kinds", "optimal"): "a41ca2c489f5486b896a608dec536b9b",
     ("two_kinds", "window"): "39d83b24674eb6695c5713bac76f3358",
-    ("above_a_third", "optimal"): "8bf46f262ee610193dd0672cdd2a8ae8",
+    ("above_a_third", "optimal"): "c2344b688d890153c6f184042d20c3f5",
 }
 
 

@@ -1,4 +1,4 @@
-"""The compiled parts on their own, against plain Python."""
+"""The compiled kernels, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.packing.search import bitset_kernel
-from megatron_packed_sft.packing.search.bitset_kernel import Bits
-from megatron_packed_sft.packing.search.bounds import lower_bound, martello_toth_bound
-from megatron_packed_sft.packing.search.exact_kernel import exact_fill
-from megatron_packed_sft.packing.search.fit_kernel import shuffle_groups
-from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing
-from megatron_packed_sft.packing.search.linear_program_kernel import RESOLUTION, make_buckets, solve_program
-from megatron_packed_sft.packing.strategies.optimal import guided_fill, mixed_fill
-from megatron_packed_sft.packing.strategies.packing_problem import Int64, Patterns, histogram_of
+from megatron_packed_sft.packing.search import histogram_kernel
+from megatron_packed_sft.packing.search.histogram_kernel import Bits, best_fit_decreasing, exact_fill
+from megatron_packed_sft.packing.search.sequence_kernel import shuffle_groups
+from megatron_packed_sft.packing.strategies.optimal import mixed_fill
+from megatron_packed_sft.packing.strategies.packing_problem import (
+    Int64,
+    Patterns,
+    histogram_of,
+    lower_bound,
+    martello_toth_bound,
+)
 from tests.packing import lengths as made
 
 UNLIMITED = 1 << 40
@@ -26,18 +28,18 @@ UNLIMITED = 1 << 40
 
 @numba.njit
 def add(words: Bits, summary: Bits, value: int) -> None:
-    bitset_kernel.add(words, summary, value)
+    histogram_kernel.add(words, summary, value)
 
 
 @numba.njit
 def discard(words: Bits, summary: Bits, value: int) -> None:
-    bitset_kernel.discard(words, summary, value)
+    histogram_kernel.discard(words, summary, value)
 
 
 @numba.njit
 def neighbours(words: Bits, summary: Bits, value: int) -> tuple[int, int]:
-    at_most = bitset_kernel.highest_at_most(words, summary, value)
-    return at_most, bitset_kernel.lowest_at_least(words, summary, max(value, 0))
+    at_most = histogram_kernel.highest_at_most(words, summary, value)
+    return at_most, histogram_kernel.lowest_at_least(words, summary, max(value, 0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -48,7 +50,7 @@ def neighbours(words: Bits, summary: Bits, value: int) -> tuple[int, int]:
     questions=st.lists(st.integers(0, 9000), min_size=1),
 )
 def test_a_bitset_answers_like_a_set(largest: int, members: set[int], gone: set[int], questions: list[int]) -> None:
-    words, summary = bitset_kernel.new_set(largest)
+    words, summary = histogram_kernel.new_set(largest)
     members = {member for member in members if member <= largest}
     for member in members:
         add(words, summary, member)
@@ -95,14 +97,11 @@ def test_the_histogram_packers_hold_every_size_as_often_as_it_occurs(
 
 @pytest.mark.parametrize("most", [3, UNLIMITED])
 @pytest.mark.parametrize("shape", [made.chat, made.thirds, made.two_kinds, made.above_a_third])
-def test_mixed_and_guided_fill_hold_every_size_as_often_as_it_occurs(shape: object, most: int) -> None:
+def test_mixed_fill_holds_every_size_as_often_as_it_occurs(shape: object, most: int) -> None:
     histogram = histogram_of(shape(20_000).astype(np.int32), 2048)  # type: ignore[operator]
     mixed = mixed_fill(histogram, 2048, most, UNLIMITED, fewest=UNLIMITED)
-    guided = guided_fill(histogram, 2048, most, UNLIMITED, fewest=UNLIMITED)
     assert mixed is not None
-    assert guided is not None
     assert_holds(mixed, histogram, 2048, most)
-    assert_holds(guided, histogram, 2048, most)
 
 
 def test_mixed_fill_may_use_up_everything() -> None:
@@ -117,22 +116,6 @@ def test_mixed_fill_gives_up_when_it_cannot_win() -> None:
     histogram = histogram_of(made.between(1, 2048, 20_000, 5).astype(np.int32), 2048)
     bound = int(lower_bound(histogram, 2048, UNLIMITED))
     assert mixed_fill(histogram, 2048, UNLIMITED, UNLIMITED, fewest=bound) is None
-
-
-def test_the_program_covers_the_demand_with_columns_that_fit() -> None:
-    histogram = histogram_of(made.thirds(50_000).astype(np.int32), 2048)
-    low, high, demand, tokens = make_buckets(histogram, 2048, 56)
-    assert (low <= high).all()
-    assert (high[1:] < low[:-1]).all()
-    assert demand.sum() == 50_000
-    widths = np.clip((2 * tokens * RESOLUTION + demand * 2048) // (2 * demand * 2048), 1, RESOLUTION)
-    columns, lengths, bins = solve_program(widths, demand, UNLIMITED, 2000)
-    covered = np.zeros(demand.size)
-    for column, length, count in zip(columns, lengths, bins / 256, strict=True):
-        assert widths[column[:length]].sum() <= RESOLUTION
-        np.add.at(covered, column[:length], count)
-    assert covered == pytest.approx(demand, rel=0.01, abs=2)
-    assert bins.sum() / 256 == pytest.approx(lower_bound(histogram, 2048, UNLIMITED), rel=0.002)
 
 
 def test_the_bound_sees_that_only_two_lengths_above_a_third_share_a_bin() -> None:

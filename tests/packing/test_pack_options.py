@@ -28,7 +28,7 @@ def assert_conserved(plan: PackPlan, lengths: list[int]) -> None:
 
 def test_filters_drop_and_count_by_reason() -> None:
     lengths = [1, 5, 8, 20, 6]
-    plan = pack(lengths, pack_size=20, min_len=5, max_len=8)
+    plan = pack(lengths, PackOptions(pack_size=20, min_len=5, max_len=8))
     assert sorted(plan.indices.tolist()) == [1, 2, 4]
     assert plan.accounting.dropped_sequences == {"below_min_len": 1, "above_max_len": 1}
     assert plan.accounting.dropped_tokens == {"below_min_len": 1, "above_max_len": 20}
@@ -36,7 +36,7 @@ def test_filters_drop_and_count_by_reason() -> None:
 
 
 def test_max_len_is_looked_at_before_overflow() -> None:
-    plan = pack([5, 15, 30], pack_size=10, max_len=20, overflow="truncate")
+    plan = pack([5, 15, 30], PackOptions(pack_size=10, max_len=20, overflow="truncate"))
     assert plan.accounting.dropped_sequences == {"above_max_len": 1}
     assert plan.accounting.num_truncated == 1
 
@@ -95,7 +95,7 @@ def test_split_without_stride_has_no_overlap() -> None:
 
 def test_a_tail_shorter_than_min_len_is_dropped_and_counted() -> None:
     lengths = [23, 27]
-    plan = pack(lengths, pack_size=10, overflow="split", min_len=5)
+    plan = pack(lengths, PackOptions(pack_size=10, overflow="split", min_len=5))
     assert plan.item_lengths.tolist() == [10, 10, 10, 10, 7]
     assert plan.accounting.dropped_tokens == {"short_tail": 3}
     assert plan.accounting.dropped_sequences == {}
@@ -105,7 +105,7 @@ def test_a_tail_shorter_than_min_len_is_dropped_and_counted() -> None:
 
 def test_a_dropped_tail_costs_only_its_new_tokens() -> None:
     lengths = [19]
-    plan = pack(lengths, pack_size=10, overflow="split", stride=4, min_len=9)
+    plan = pack(lengths, PackOptions(pack_size=10, overflow="split", stride=4, min_len=9))
     # Pieces 0..9, 6..15, 12..18; the last has seven tokens, three of them new.
     assert plan.item_lengths.tolist() == [10, 10]
     assert plan.accounting.dropped_tokens == {"short_tail": 3}
@@ -119,9 +119,9 @@ def test_nothing_is_kept_about_chunks_when_nothing_was_cut() -> None:
 
 
 def test_inputs_count_one_token_less_per_sequence() -> None:
-    assert pack([6, 6], pack_size=10, measure="inputs").num_bins == 1
-    assert pack([6, 6], pack_size=10, measure="tokens").num_bins == 2
-    plan = pack([6, 6, 11], pack_size=10, measure="inputs")
+    assert pack([6, 6], PackOptions(pack_size=10, measure="inputs")).num_bins == 1
+    assert pack([6, 6], PackOptions(pack_size=10, measure="tokens")).num_bins == 2
+    plan = pack([6, 6, 11], PackOptions(pack_size=10, measure="inputs"))
     assert plan.bin_room.tolist() == [10, 10]
     assert plan.bin_tokens.tolist() == [12, 11]
     assert plan.stats().max_bin_tokens == 12
@@ -129,9 +129,9 @@ def test_inputs_count_one_token_less_per_sequence() -> None:
 
 
 def test_inputs_allow_one_token_more_than_the_pack() -> None:
-    assert pack([11], pack_size=10, measure="inputs").num_bins == 1
+    assert pack([11], PackOptions(pack_size=10, measure="inputs")).num_bins == 1
     with pytest.raises(InvalidInputError, match="at most 11 tokens, and the shortest has 12"):
-        pack([12], pack_size=10, measure="inputs")
+        pack([12], PackOptions(pack_size=10, measure="inputs"))
 
 
 @pytest.mark.parametrize(("length", "stored"), [(1, 1), (2, 5), (5, 5), (6, 9), (9, 9)], ids=lambda value: str(value))
@@ -139,7 +139,7 @@ def test_padding_to_a_multiple_rounds_the_inputs_up(length: int, stored: int) ->
     """L tokens are L - 1 inputs; with context parallelism these are padded to a multiple, here of 4."""
     plan = pack([length], pack_size=64, pad_seq_to_mult=4)
     assert plan.bin_room.tolist() == [stored]
-    inputs = pack([length], pack_size=64, pad_seq_to_mult=4, measure="inputs")
+    inputs = pack([length], PackOptions(pack_size=64, pad_seq_to_mult=4, measure="inputs"))
     assert inputs.bin_room.tolist() == [max(stored - 1, 1)]
 
 
@@ -168,29 +168,33 @@ def test_no_bin_has_more_sequences_than_allowed(strategy: str) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="stride 10 must be below the 10 tokens"):
+    with pytest.raises(InvalidInputError, match="stride is 10; it must be below the 10 tokens"):
         pack([5], pack_size=10, overflow="split", stride=10)
     with pytest.raises(InvalidInputError, match="min_len 11 leaves nothing to pack"):
-        pack([5], pack_size=10, min_len=11)
+        pack([5], PackOptions(pack_size=10, min_len=11))
     with pytest.raises(InvalidInputError, match="min_len 6 leaves nothing to pack: at most 5"):
-        pack([5], pack_size=10, min_len=6, max_len=5)
+        pack([5], PackOptions(pack_size=10, min_len=6, max_len=5))
     with pytest.raises(InvalidInputError, match="choose one"):
-        pack([5], pack_size=10, order_window=4, steps={"global_batch": 2, "balance": "attention"})
-    with pytest.raises(InvalidInputError, match="whole_batches needs to know the batch"):
-        pack([5], pack_size=10, whole_batches=True)
+        pack([5], PackOptions(pack_size=10, order_window=4), steps={"global_batch": 2, "balance": "attention"})
+    with pytest.raises(InvalidInputError, match="whole_batches needs the batch size: set global_batch"):
+        pack([5], PackOptions(pack_size=10, whole_batches=True))
     with pytest.raises(InvalidInputError, match="needs trained_tokens"):
         pack([5], pack_size=10, steps={"global_batch": 1, "balance": "trained_tokens"})
 
 
-def test_pack_has_the_options_and_the_defaults_of_pack_options() -> None:
-    """They are declared once; `steps` is the one argument that stands for two of them."""
+def test_keywords_replace_fields_of_the_options_and_there_are_at_most_twelve_arguments() -> None:
     arguments = inspect.signature(pack).parameters
-    for option in dataclasses.fields(PackOptions):
-        if option.name in ("global_batch", "balance"):
-            assert option.name not in arguments
-        elif option.name != "pack_size":
-            assert arguments[option.name].default == option.default, option.name
-    assert arguments["pack_size"].default is inspect.Parameter.empty
+    assert len(arguments) <= 12
+    fields = {field.name for field in dataclasses.fields(PackOptions)}
+    assert set(arguments) - fields == {"lengths", "options", "steps", "trained_tokens"}
+    options = PackOptions(pack_size=10, overflow="drop", min_len=2, global_batch=4)
+    plan = pack([1, 7, 30, 3], options, strategy="greedy", steps={"global_batch": 1, "balance": "attention"})
+    assert (plan.strategy, plan.pack_size, plan.global_batch) == ("greedy", 10, 1)
+    assert plan.accounting.dropped_sequences == {"below_min_len": 1, "longer_than_pack": 1}
+    assert pack([1, 7], options, pack_size=20).pack_size == 20
+    assert options == PackOptions(pack_size=10, overflow="drop", min_len=2, global_batch=4)
+    with pytest.raises(InvalidInputError, match="pack_size is missing; pass pack_size=4096"):
+        pack([1, 7])
 
 
 def test_every_pack_option_is_documented() -> None:
@@ -214,7 +218,7 @@ def test_messages_name_the_options_as_the_user_wrote_them_and_only_the_choices_t
         pack_with(PackOptions(pack_size=4), [3, 5], **choices)
     with pytest.raises(InvalidInputError, match=r"overflow='drop', 'truncate', 'split' or 'single'$"):
         pack([3, 5], pack_size=4)
-    with pytest.raises(InvalidInputError, match=r"packing.overflow 'single' .*from error, drop, truncate, split"):
+    with pytest.raises(InvalidInputError, match=r"packing.overflow='single' .*from error, drop, truncate, split"):
         pack_with(PackOptions(pack_size=4, overflow="single"), [3, 5], **choices)
     with pytest.raises(InvalidInputError, match=r"relax packing.min_len, packing.max_len or packing.overflow"):
         pack_with(PackOptions(pack_size=4, overflow="drop"), [7, 5], **choices)
@@ -224,7 +228,7 @@ def test_messages_name_the_options_as_the_user_wrote_them_and_only_the_choices_t
 
 def test_greedy_with_split_fills_every_bin_and_keeps_the_order() -> None:
     lengths = np.minimum(made.between(3, 60, 4000, 1) * made.between(3, 60, 4000, 2), 9000)
-    plan = pack(lengths, pack_size=2048, strategy="greedy", overflow="split", stride=1, min_len=16)
+    plan = pack(lengths, PackOptions(pack_size=2048, overflow="split", stride=1, min_len=16), strategy="greedy")
     assert plan.stats().utilization > 0.99
     assert plan.indices.tolist() == list(range(plan.item_lengths.size))
     assert_conserved(plan, lengths.tolist())
@@ -237,7 +241,7 @@ def test_greedy_with_split_fills_every_bin_and_keeps_the_order() -> None:
 
 
 def test_greedy_with_split_cuts_no_chunk_below_min_len() -> None:
-    plan = pack([9, 4, 7, 12], pack_size=10, strategy="greedy", overflow="split", min_len=3)
+    plan = pack([9, 4, 7, 12], PackOptions(pack_size=10, overflow="split", min_len=3), strategy="greedy")
     assert plan.item_lengths.min() >= 3
     bins = [plan.item_lengths[plan.bin(number)].tolist() for number in range(plan.num_bins)]
     assert bins == [[9], [4, 4], [3, 7], [5]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.options import Steps
+from megatron_packed_sft.packing.options import PackOptions, Steps
 from megatron_packed_sft.packing.packer import pack
 from tests.packing import lengths as made
 
@@ -84,7 +84,7 @@ def test_steps_without_balance_leave_the_order_alone() -> None:
 
 def test_whole_batches_hold_back_the_emptiest_bins_and_name_them() -> None:
     lengths = [4, 4, 1, 4, 2, 4]
-    plan = pack(lengths, pack_size=4, max_seqs_per_bin=1, steps={"global_batch": 4}, whole_batches=True)
+    plan = pack(lengths, pack_size=4, max_seqs_per_bin=1, steps={"global_batch": 4, "whole_batches": True})
     assert plan.num_bins == 4
     assert plan.held_back is not None
     assert plan.held_back.tolist() == [2, 4]
@@ -95,18 +95,18 @@ def test_whole_batches_hold_back_the_emptiest_bins_and_name_them() -> None:
 
 def test_whole_batches_with_nothing_to_hold_back_change_nothing() -> None:
     plain = pack([4] * 4, pack_size=4)
-    whole = pack([4] * 4, pack_size=4, steps={"global_batch": 2}, whole_batches=True)
+    whole = pack([4] * 4, pack_size=4, steps={"global_batch": 2, "whole_batches": True})
     assert whole.fingerprint == plain.fingerprint
     assert whole.accounting.dropped_sequences == {}
 
 
 def test_a_batch_larger_than_the_plan_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="back everything: 3 bins are fewer than a global batch of 4"):
-        pack([4] * 3, pack_size=4, steps={"global_batch": 4}, whole_batches=True)
+        pack([4] * 3, pack_size=4, steps={"global_batch": 4, "whole_batches": True})
 
 
 def test_a_held_back_piece_does_not_drop_its_sequence() -> None:
-    plan = pack([15, 10], pack_size=10, overflow="split", steps={"global_batch": 2}, whole_batches=True)
+    plan = pack([15, 10], pack_size=10, overflow="split", steps={"global_batch": 2, "whole_batches": True})
     assert plan.accounting.dropped_tokens == {"held_back": 5}
     assert plan.accounting.dropped_sequences == {}
     assert plan.accounting.num_sequences_packed == 2
@@ -114,19 +114,16 @@ def test_a_held_back_piece_does_not_drop_its_sequence() -> None:
 
 @pytest.mark.parametrize("shuffle_output", [False, True])
 @pytest.mark.parametrize("whole_batches", [False, True])
-def test_an_order_window_keeps_every_bin_inside_its_stretch(shuffle_output: bool, whole_batches: bool) -> None:
+def test_an_order_window_keeps_every_bin_inside_its_window(shuffle_output: bool, whole_batches: bool) -> None:
     window = 500
     plan = pack(
         made.chat(4321),
-        pack_size=PACK,
-        order_window=window,
-        shuffle_output=shuffle_output,
-        steps={"global_batch": 7},
-        whole_batches=whole_batches,
+        PackOptions(pack_size=PACK, order_window=window, shuffle_output=shuffle_output),
+        steps={"global_batch": 7, "whole_batches": whole_batches},
     )
-    stretches = [np.unique(plan.bin(number) // window) for number in plan.bin_order.tolist()]
-    assert all(stretch.size == 1 for stretch in stretches)
-    in_order = np.array([stretch[0] for stretch in stretches])
+    windows_of_bins = [np.unique(plan.bin(number) // window) for number in plan.bin_order.tolist()]
+    assert all(window_of_bin.size == 1 for window_of_bin in windows_of_bins)
+    in_order = np.array([window_of_bin[0] for window_of_bin in windows_of_bins])
     assert (np.diff(in_order) >= 0).all()
     if shuffle_output:
         assert plan.order is not None
@@ -134,5 +131,5 @@ def test_an_order_window_keeps_every_bin_inside_its_stretch(shuffle_output: bool
 
 
 def test_an_order_window_counts_only_what_is_packed() -> None:
-    plan = pack([1, 9, 9, 1, 9, 9], pack_size=18, order_window=2, min_len=5)
+    plan = pack([1, 9, 9, 1, 9, 9], PackOptions(pack_size=18, order_window=2, min_len=5))
     assert [plan.bin(b).tolist() for b in range(plan.num_bins)] == [[1, 2], [4, 5]]

@@ -23,6 +23,7 @@ from megatron_packed_sft.errors import (
     StorageIOError,
     UnsupportedFormatError,
 )
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
 from tests.packing import lengths as made
@@ -32,12 +33,8 @@ def small_plan() -> PackPlan:
     """A plan with everything in it: chunks, drops, held-back bins, steps."""
     return pack(
         [30, 4, 7, 7, 1, 9, 3, 10, 10],
-        pack_size=10,
-        overflow="split",
-        stride=2,
-        min_len=2,
-        steps={"global_batch": 2, "balance": "attention"},
-        whole_batches=True,
+        PackOptions(pack_size=10, overflow="split", stride=2, min_len=2),
+        steps={"global_batch": 2, "balance": "attention", "whole_batches": True},
     )
 
 
@@ -45,9 +42,9 @@ PLANS: dict[str, Callable[[], PackPlan]] = {
     "plain": lambda: pack([3, 1, 2, 2], pack_size=4),
     "large": lambda: pack(made.chat(3000), pack_size=2048, strategy="window"),
     "shuffled": lambda: pack([4] * 9, pack_size=4, shuffle_output=True, seed=2),
-    "dropped": lambda: pack([5, 20, 1, 8], pack_size=10, overflow="drop", min_len=2),
+    "dropped": lambda: pack([5, 20, 1, 8], PackOptions(pack_size=10, overflow="drop", min_len=2)),
     "single": lambda: pack([5, 20, 8], pack_size=10, overflow="single"),
-    "inputs": lambda: pack([6, 6, 11], pack_size=10, measure="inputs"),
+    "inputs": lambda: pack([6, 6, 11], PackOptions(pack_size=10, measure="inputs")),
     "padded": lambda: pack([6, 6, 9], pack_size=20, pad_seq_to_mult=4),
     "everything": small_plan,
 }

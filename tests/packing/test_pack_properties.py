@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packed_sft.packing.items import sizes_of
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.packing.search.bounds import lower_bound, martello_toth_bound
+from megatron_packed_sft.packing.strategies.packing_problem import lower_bound, martello_toth_bound
 
 STRATEGIES = ["best_fit", "first_fit", "first_fit_shuffle", "greedy", "optimal", "window"]
 
@@ -56,7 +57,7 @@ def test_every_strategy_packs_every_sequence_once(
     assert most is None or int(np.diff(plan.bin_offsets).max()) <= most
 
 
-options = st.fixed_dictionaries(
+some_options = st.fixed_dictionaries(
     {},
     optional={
         "overflow": st.sampled_from(["drop", "truncate", "split", "single"]),
@@ -78,7 +79,7 @@ options = st.fixed_dictionaries(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=80),
     pack_size=st.integers(8, 40),
     strategy=st.sampled_from(STRATEGIES),
-    chosen=options,
+    chosen=some_options,
     global_batch=st.none() | st.integers(1, 4),
     balance=st.sampled_from(["none", "attention"]),
 )
@@ -94,7 +95,9 @@ def test_rows_and_tokens_are_conserved_under_all_options(
     lengths = [*lengths, *[max(4, chosen.get("min_len", 1))] * 4]
     if global_batch is not None:
         chosen["steps"] = {"global_batch": global_batch, "balance": "none" if "order_window" in chosen else balance}
-    plan = pack(lengths, pack_size=pack_size, strategy=strategy, **{"overflow": "drop", **chosen})
+    steps = chosen.pop("steps", None)
+    options = PackOptions(pack_size=pack_size, strategy=strategy, **{"overflow": "drop", **chosen})
+    plan = pack(lengths, options, steps=steps)
     check_everything(plan, lengths)
 
 
@@ -110,8 +113,7 @@ def test_whole_batches_hold_back_and_name_what_is_missing(lengths: list[int], gl
         lengths,
         pack_size=30,
         overflow=overflow,
-        steps={"global_batch": global_batch, "balance": "attention"},
-        whole_batches=True,
+        steps={"global_batch": global_batch, "balance": "attention", "whole_batches": True},
     )
     check_everything(plan, lengths)
     assert plan.num_bins % global_batch == 0

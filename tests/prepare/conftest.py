@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples.sample_chats import sample_conversations, write_sample_data
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
+from megatron_packed_sft.records.samples import sample_conversations, write_sample_data
 
 
 @pytest.fixture(scope="session")

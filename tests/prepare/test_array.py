@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.prepare.shares import LookedAt, Share
+from megatron_packed_sft.prepare.array import InputListing, Share
 from megatron_packed_sft.prepare.sources import Source
 from megatron_packed_sft.prepare.work_directory import WorkDirectory
 from tests.packed_bins import files_of
@@ -71,7 +71,7 @@ def test_the_last_call_says_how_much_is_missing_and_what_to_run_again(settings: 
     assert "without executor.index to plan and publish" in done.out
     failed = prepare(*arguments, *call(None, 5))
     assert failed.code != 0
-    assert f"5 of 7 files are not read yet, such as {tmp_path}/rows/" in failed.err
+    assert f"5 of 7 files have not been read yet, such as {tmp_path}/rows/" in failed.err
     assert "; run executor.index=0,2-4 of executor.count=5 again" in failed.err
     assert failed.err.count("\n") == 1
     assert not (tmp_path / "data").exists()
@@ -156,11 +156,11 @@ def test_calls_that_do_not_belong_together_are_one_sentence(
     assert failed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("more", [["output=memory://bucket/data"], ["output=data", "work_dir=memory://bucket/work"]])
-def test_a_work_directory_that_other_nodes_cannot_see_is_refused(settings: list[str], more: list[str]) -> None:
+@pytest.mark.parametrize("more", [["output=s3://bucket/data"], ["output=data", "work_dir=s3://bucket/work"]])
+def test_a_work_directory_at_a_url_is_refused(settings: list[str], more: list[str]) -> None:
     failed = prepare(*settings, *more, *call(0, 3))
     assert failed.code == 2
-    assert "set work_dir to a path on a disk that all nodes share, or to the URL of a store" in failed.err
+    assert "executor=array needs a work directory on a disk that all calls share, and s3://bucket/" in failed.err
 
 
 def test_other_settings_begin_a_new_array_unless_calls_of_the_old_one_run(settings: list[str], tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_one_index_runs_once_at_a_time(settings: list[str], tmp_path: Path) -> N
     arguments = [*settings, f"output={tmp_path}/data"]
     assert prepare(*arguments, *call(0, 2)).code == 0
     with WorkDirectory(tmp_path / "data.work", shared=True) as work:
-        assert work.hold("calls/0_of_2")
+        assert work.hold_lock("calls/0_of_2")
         refused = prepare(*arguments, *call(0, 2))
         assert "another call with executor.index=0 is working in" in refused.err
         assert prepare(*arguments, *call(1, 2)).code == 0
@@ -205,8 +205,8 @@ def test_calls_at_once_one_of_them_killed_and_run_again_give_the_bytes_of_a_loca
         subprocess.Popen([*arguments, *call(index, 2)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         for index in range(2)
     ]
-    share = Share(LookedAt.of([Source("input", (f"{folder}/*.jsonl",))]), count=2, index=1)
-    numbers = [int(Path(file.path).stem) for file in share.looked.sources[0].files if share.owners_of(file) == [1]]
+    share = Share(InputListing.of([Source("input", (f"{folder}/*.jsonl",))]), count=2, index=1)
+    numbers = [int(Path(file.path).stem) for file in share.listing.sources[0].files if share.owners_of(file) == [1]]
     receipts = [tmp_path / f"data.work/tokens/receipts/slice_{1_000_000 * number:06d}.json" for number in numbers]
     while not any(one.exists() for one in receipts) and runs[1].poll() is None:
         time.sleep(0.002)

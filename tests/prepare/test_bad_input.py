@@ -72,7 +72,7 @@ def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path, tokenizer_pat
     assert failed.code == 2
     assert "all 1 records were dropped (nothing_to_train 1)" in failed.err
     empty = write_records(tmp_path / "empty.jsonl", [])
-    assert "the input holds no record" in prepare(f"input={empty}", *arguments(tmp_path, tokenizer_path)).err
+    assert "the input has no records" in prepare(f"input={empty}", *arguments(tmp_path, tokenizer_path)).err
 
 
 def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: str) -> None:

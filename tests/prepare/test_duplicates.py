@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft.prepare.slice_tasks import find_duplicates
+from megatron_packed_sft.prepare.encode_stage import find_duplicates
 
 
 @settings(deadline=None)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft import open_dataset
-from megatron_packed_sft.caches.config import read_config
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
@@ -81,7 +80,7 @@ def test_a_pipe_as_input_is_refused_and_never_waited_for(tmp_path: Path, tokeniz
     os.mkfifo(tmp_path / name)
     failed = prepare(f"input={tmp_path}/*.{name.split('.')[-1]}", *arguments(tmp_path, tokenizer_path))
     assert failed.code == 2
-    assert f"{name} is a named pipe, not a file" in failed.err
+    assert f"{name} is a named pipe" in failed.err
 
 
 def test_pipes_in_place_of_other_files_are_refused(tmp_path: Path, tokenizer_path: str) -> None:
@@ -93,8 +92,6 @@ def test_pipes_in_place_of_other_files_are_refused(tmp_path: Path, tokenizer_pat
         failed = prepare(*given, wrong)
         assert failed.code == 2
         assert failed.err.count("\n") == 1, failed.err
-    with pytest.raises(InvalidInputError, match="is a named pipe, not a file"):
-        read_config(pipe)
 
 
 DOCUMENT: dict[str, Any] = {
@@ -170,9 +167,6 @@ def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: 
     assert failed.code == 2
     assert "packed-sft prepare: error: my.yaml or a file that it names is not plain YAML (" in failed.err
     assert failed.err.count("\n") == 1
-    (tmp_path / "sources.yaml").write_text(text.replace("output", "tokenizer"))
-    with pytest.raises(InvalidInputError, match=r"sources\.yaml"):
-        read_config(tmp_path / "sources.yaml")
     assert not Path("hacked").exists()
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.prepare.ray_executor import RayExecutor
+from megatron_packed_sft.prepare.executor import RayExecutor
 from megatron_packed_sft.remote.objects import list_objects
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records
@@ -233,7 +233,7 @@ def test_a_node_killed_in_the_middle_of_encode_changes_no_byte(
 
 BOUNDED = """
 import sys
-from megatron_packed_sft.prepare.ray_executor import RayExecutor
+from megatron_packed_sft.prepare.executor import RayExecutor
 
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024

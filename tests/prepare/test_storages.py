@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft import GPTSFTPackedMultiShardDataset, create_sft_dataset, open_dataset
+from megatron_packed_sft import create_sft_dataset, open_dataset
 from megatron_packed_sft.cli.main import main
+from megatron_packed_sft.data.datasets import GPTSFTPackedMultiShardDataset
 from tests.data.test_datasets import assert_same_batch
 
 STORAGES = ("memmap_v1", "legacy", "parquet")

@@ -18,7 +18,7 @@ from megatron_packed_sft.config.schema import build
 from megatron_packed_sft.prepare.app import main as prepare
 from megatron_packed_sft.train.app import main as train
 from megatron_packed_sft.train.config import TrainConfig
-from tests.megatron import test_bridge_0_3, test_bridge_0_6
+from tests.megatron import test_bridge_0_6
 from tests.megatron.bridge_releases import TARGET, installed
 
 ROOT = Path(__file__).parents[2]
@@ -64,10 +64,8 @@ def test_there_is_a_recipe_for_each_job() -> None:
     assert [file.stem for file in FILES] == ["llama3_8b_lora", "llama3_8b_sft", "qwen3_8b_sft", "smollm2_135m_sft"]
 
 
-def recipe_of(version: str) -> Any:
+def bridge_recipe() -> Any:
     """A recipe of Megatron-Bridge with the parts that our file changes."""
-    if version == "0.3.1":
-        return test_bridge_0_3.recipe()
     recipe = test_bridge_0_6.make_recipe()
     sizes = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10}
     parts = {
@@ -79,19 +77,14 @@ def recipe_of(version: str) -> Any:
     return dataclasses.make_dataclass("Recipe", list(parts))(**parts)
 
 
-@pytest.mark.parametrize(("version", "loader"), [("0.3.1", "batch"), ("0.6.2", "single")])
-def test_a_start_script_hands_megatron_bridge_a_recipe_with_our_dataset(
-    version: str, loader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "_".join(version.split(".")[:2])
-    file = BRIDGE / f"packed_{name}.yaml"
-    [command] = header_commands(file)
+def test_the_start_script_hands_megatron_bridge_a_recipe_with_our_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    [command] = header_commands(BRIDGE / "packed.yaml")
     monkeypatch.chdir(ROOT)
     started: list[Any] = []
-    with installed(version):
+    with installed("0.6.2"):
         # These three import Transformer Engine.
         for module, members in {
-            "recipes": {"llama31_8b_sft_config": lambda: recipe_of(version)},
+            "recipes": {"llama31_8b_sft_config": bridge_recipe},
             "training.finetune": {"finetune": lambda *given: started.append(given)},
             "training.gpt_step": {"forward_step": "forward_step"},
         }.items():
@@ -100,13 +93,13 @@ def test_a_start_script_hands_megatron_bridge_a_recipe_with_our_dataset(
             monkeypatch.setitem(sys.modules, bare.__name__, bare)
             parent, _, leaf = bare.__name__.rpartition(".")
             monkeypatch.setattr(sys.modules[parent], leaf, bare, raising=False)
-        script = command.index(f"recipes/megatron_bridge/finetune_{name}.py")
+        script = command.index("recipes/megatron_bridge/finetune.py")
         monkeypatch.setattr(sys, "argv", [*command[script:], "dataset.path=other_dataset"])
         runpy.run_path(command[script], run_name="__main__")
         [(config, step)] = started
         assert step == "forward_step"
         assert f"{type(config.dataset).__module__}.{type(config.dataset).__name__}" == TARGET
-        assert (config.dataset.path, config.dataset.dataloader_type) == ("other_dataset", loader)
+        assert (config.dataset.path, config.dataset.dataloader_type) == ("other_dataset", "single")
         assert (config.dataset.seq_length, config.model.seq_length) == (4096, 4096)
         assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 32)
         assert config.checkpoint.pretrained_checkpoint == "megatron_checkpoint"

@@ -279,7 +279,7 @@ USE = {"type": "tool_use", "name": "now", "input": {}}
             said({"words": "Hi"}),
             "messages[0].content[0] has no type; only text, reasoning and tool calls are supported",
         ),
-        (said(USE, tool_calls=[CALL]), "messages[0].content has parts that are beside it in tool_calls as well"),
+        (said(USE, tool_calls=[CALL]), "messages[0].content has parts that are also in tool_calls"),
         (said({"type": "tool_call", "value": "f()"}), "messages[0].content[0].value is not valid JSON"),
         (
             said({"type": "tool_result", "content": [{"type": "image", "source": {}}]}, role="user"),

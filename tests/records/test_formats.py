@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.formats.json_files import MARK, array_elements
+from megatron_packed_sft.records.json_files import MARK, array_elements
 from megatron_packed_sft.records.record import RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices
@@ -154,7 +154,7 @@ def test_lines_and_array_of_the_same_records_have_the_same_number_of_records(tmp
 def test_a_large_row_group_of_small_records_is_cut_into_few_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_packed_sft.records.formats.tables._BYTES_AT_ONCE", 1 << 20)  # 16 records at once
+    monkeypatch.setattr("megatron_packed_sft.records.tables._BYTES_AT_ONCE", 1 << 20)  # 16 records at once
     rows = [{"text": f"{number:0100}"} for number in range(10_000)]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False, compression="none")

@@ -155,7 +155,7 @@ def test_rankings_are_refused_with_a_mapping_to_write(record: dict[str, Any], li
     ("record", "message"),
     [
         ({"messages": [USER, GOOD]}, "the record has no chosen side, but take is chosen; remove take, or the record"),
-        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello."}, "chosen is a text without a prompt, so what of it is the"),
+        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello."}, "chosen is a text without a prompt, so the answer cannot"),
         ({"prompt": "Hi", "chosen": 4}, "chosen is a number; give a string or a list of messages"),
         ({"prompt": [USER], "chosen": [{"role": "bot", "content": "4"}]}, "chosen[0].role is 'bot'; use one of"),
         ({"prompt": "Other.", "chosen": [USER, GOOD]}, "prompt is not in the messages of chosen, which begin with an"),
@@ -184,7 +184,7 @@ SEEING = {"role": "user", "content": "<image>What is this?"}
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [SEEING, GOOD], "images": ["cat.png"]}, "images holds an image, which its text speaks of; only"),
+        ({"messages": [SEEING, GOOD], "images": ["cat.png"]}, "images holds an image; only"),
         ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}], "image": "cat.png"}, "image holds an image"),
         ({"messages": [SEEING, GOOD], "videos": ["cat.mp4"]}, "videos holds a video"),
         ({"text": "Hello.", "audio": {"path": "a.wav", "array": [0.1]}}, "audio holds audio"),

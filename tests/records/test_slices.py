@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.files import find_files
-from megatron_packed_sft.records.formats.json_files import cut_stream
+from megatron_packed_sft.records.json_files import cut_stream
 from megatron_packed_sft.records.record import RecordError, content_hash
 from megatron_packed_sft.records.schemas.registry import adapter
 from megatron_packed_sft.records.slices import read_slice, scan_slices

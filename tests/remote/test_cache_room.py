@@ -1,8 +1,9 @@
-"""What the cache of a node does about reboots, processes in the way, and orders that are too wide for it."""
+"""The cache of a node after a loss of power, with other processes in the way, and for orders that are too wide."""
 
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.remote import node_cache as node_caches
 from megatron_packed_sft.remote.node_cache import node_cache
 from megatron_packed_sft.remote.uploads import upload
-from megatron_packed_sft.support import json_document
 from tests.remote.object_store import FaultProxy
 from tests.remote.test_dataset_urls import NUM_SHARDS, URL, contents, files, write_dataset
 
@@ -26,24 +27,18 @@ def published(store: FaultProxy, tmp_path: Path) -> FaultProxy:
     return store
 
 
-def reboot(cache: Path) -> None:
-    """Make it look as if all shards had been fetched before the machine was started."""
-    for file in cache.glob("entries/*/entry.json"):
-        document = json_document.parse(file.read_bytes(), str(file))
-        file.write_bytes(json_document.render({**document, "boot": "of another day"}))
-    node_caches._CACHES.clear()
-
-
-def test_after_a_reboot_only_what_was_durable_is_trusted(published: FaultProxy, tmp_path: Path) -> None:
+def test_a_shard_that_a_loss_of_power_cut_is_fetched_again(published: FaultProxy, tmp_path: Path) -> None:
     expected = contents(create_sft_dataset(URL, 0))
+    file = sorted((tmp_path / "cache").glob("entries/*/shard_*/input_ids.npy"))[0]
+    os.truncate(file, 100)
+    node_caches._CACHES.clear()  # as in another process
     published.requests.clear()
-    reboot(tmp_path / "cache")
     assert contents(create_sft_dataset(URL, 0)) == expected
-    shards = [name for name in published.fetched() if name.endswith("input_ids.npy")]
-    assert len(shards) == NUM_SHARDS, "their bytes may be lost"
-    node_cache().make_durable()
+    assert [name for name in published.fetched() if name.endswith("input_ids.npy")] == [
+        f"sets/my_dataset/train/{file.parent.name}/input_ids.npy"
+    ]
+    node_caches._CACHES.clear()
     published.requests.clear()
-    reboot(tmp_path / "cache")
     assert contents(create_sft_dataset(URL, 0)) == expected
     assert not published.fetched()
 
@@ -62,11 +57,11 @@ def test_a_shuffle_that_is_too_wide_for_the_cache_is_announced_once_with_the_rem
 ) -> None:
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
     caplog.set_level(logging.WARNING)
-    PackedLoader(create_sft_dataset(URL, 0, cache_size=2 * total), shuffle=True)
-    PackedLoader(create_sft_dataset(URL, 0, cache_size=total // 2 + 1), shuffle=False)
+    PackedLoader(create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=2 * total)), shuffle=True)
+    PackedLoader(create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total // 2 + 1)), shuffle=False)
     PackedLoader(create_sft_dataset(URL, 0), shuffle=True)
     assert not caplog.records
-    small = create_sft_dataset(URL, 0, cache_size=total * 5 // 8)
+    small = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8))
     PackedLoader(small, shuffle=True)
     PackedLoader(small, shuffle=True)
     [record] = caplog.records
@@ -75,9 +70,9 @@ def test_a_shuffle_that_is_too_wide_for_the_cache_is_announced_once_with_the_rem
     assert f"(about 2 shards of {NUM_SHARDS})" in message
     assert "set shard_window=1 to visit few shards at a time, or raise cache_size to" in message
     caplog.clear()
-    create_sft_dataset(URL, 0, cache_size=total * 5 // 8 - 1, shard_window=1)
+    create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8 - 1, shard_window=1))
     assert not caplog.records
-    create_sft_dataset(URL, 0, cache_size=total * 5 // 8 - 2, shard_window=2)
+    create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total * 5 // 8 - 2, shard_window=2))
     assert "shard_window=2 visits" in caplog.text
 
 
@@ -88,18 +83,18 @@ def test_a_shuffle_that_fits_is_not_announced_where_ids_are_narrow(
     upload(local, f"{URL}_narrow")
     total = sum(len(data) for name, data in files(local).items() if name.startswith("train"))
     caplog.set_level(logging.WARNING)
-    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total + 100), shuffle=True)
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, opening=OpenOptions(cache_size=total + 100)), shuffle=True)
     assert not caplog.records
-    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, cache_size=total - 1000), shuffle=True)
+    PackedLoader(create_sft_dataset(f"{URL}_narrow", 0, opening=OpenOptions(cache_size=total - 1000)), shuffle=True)
     assert f"(about 3 shards of {NUM_SHARDS})" in caplog.text
 
 
 def test_what_finds_no_room_is_asked_for_once(
     published: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_packed_sft.remote.ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
+    monkeypatch.setattr("megatron_packed_sft.remote.fetch_ahead.NUM_SHARDS_AT_ONCE", 0)  # the test is the thread
     total = sum(len(data) for name, data in files(tmp_path / "my_dataset").items() if name.startswith("train"))
-    dataset = create_sft_dataset(URL, 0, cache_size=total // 2)
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=total // 2))
     views = [dataset.source.bin(index).input_ids for index in (0, 6)]  # of two shards, which is all that has room
     dataset.source.advise(np.arange(len(dataset)))
     cache = node_cache(size=total // 2)
@@ -112,8 +107,8 @@ def test_what_finds_no_room_is_asked_for_once(
 
 MAP_ALL = """
 import sys
-from megatron_packed_sft import create_sft_dataset
-dataset = create_sft_dataset(sys.argv[1], 0, cache_size=int(sys.argv[2]))
+from megatron_packed_sft import OpenOptions, create_sft_dataset
+dataset = create_sft_dataset(sys.argv[1], 0, opening=OpenOptions(cache_size=int(sys.argv[2])))
 for index in (0, 6): dataset[index]
 print("mapped", flush=True)
 sys.stdin.readline()
@@ -129,7 +124,7 @@ def test_a_process_that_is_short_of_room_gets_it_from_the_others(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "mapped\n"
-        dataset = create_sft_dataset(URL, 0, cache_size=size)
+        dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=size))
         for index in (12, 18):  # the other two shards
             dataset[index]
         assert sum(entry.num_bytes for entry in node_cache(size=size).entries()) <= size

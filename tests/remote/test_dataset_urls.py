@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_packed_sft import PackedLoader, convert, create_sft_dataset, validate
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, StorageIOError, TargetExistsError
 from megatron_packed_sft.inspect.info import describe
 from megatron_packed_sft.inspect.preview_bins import is_packed
@@ -120,7 +121,7 @@ def test_a_partial_upload_is_not_readable(published: FaultProxy, tmp_path: Path)
     published.trouble["PUT /bucket/sets/my_dataset/train/shard_000003"] = ["drop"] * 1000
     with pytest.raises(StorageIOError, match="cannot write s3://bucket/sets/my_dataset/train/shard_000003"):
         upload(other, URL, overwrite=True)
-    unfinished = r"my_dataset is not whole: an upload to it is under way, or was cut; wait for it, or run the command"
+    unfinished = r"my_dataset is incomplete: an upload to it is running or was killed; wait for it, or run the command"
     looks = (lambda url: create_sft_dataset(url, 0), open_dataset, describe, validate, is_packed)
     for look in looks:
         with pytest.raises(StorageIOError, match=unfinished):
@@ -154,12 +155,12 @@ def test_a_republished_dataset_is_not_mixed_with_the_cached_one(
 def test_a_cache_smaller_than_the_data_stays_within_its_size(published: FaultProxy, local: Path) -> None:
     one_shard = sum(len(data) for name, data in files(local).items() if "shard_000000" in name)
     cache = node_cache(size=2 * one_shard + 100)
-    dataset = create_sft_dataset(URL, 0, cache_size=2 * one_shard + 100)
+    dataset = create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=2 * one_shard + 100))
     for _ in range(2):
         assert contents(dataset) == contents(create_sft_dataset(local, 0))
         assert sum(entry.num_bytes for entry in cache.entries()) <= 2 * one_shard + 100
     with pytest.raises(InvalidInputError, match=r"more than the whole cache of .* set cache_size to at least"):
-        create_sft_dataset(URL, 0, cache_size=one_shard // 2)[0]
+        create_sft_dataset(URL, 0, opening=OpenOptions(cache_size=one_shard // 2))[0]
 
 
 def test_a_mapped_shard_is_never_evicted(published: FaultProxy) -> None:
@@ -200,10 +201,10 @@ def test_a_damaged_a_missing_and_a_longer_object_are_one_sentence_each(published
     good = read_object(f"{URL}/{name}", 1 << 20)
     dataset = create_sft_dataset(URL, 0)
     write_object(f"{URL}/{name}", good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum that its manifest says"):
+    with pytest.raises(ShardFileError, match=f"{URL}/{name} does not have the checksum in its manifest"):
         dataset[6]
     write_object(f"{URL}/{name}", good + b"more")
-    with pytest.raises(ShardFileError, match=f"{URL}/{name} is longer than the .* bytes that its manifest says"):
+    with pytest.raises(ShardFileError, match=f"{URL}/{name} is longer than the .* bytes in its manifest"):
         dataset[6]
     write_object(f"{URL}/{name}", good[:100])
     with pytest.raises(ShardFileError, match=f"{URL}/{name} is shorter than"):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.data.order.sample_order import ShardOrder
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, StateMismatchError, StorageIOError
-from megatron_packed_sft.remote.client_errors import is_final
-from megatron_packed_sft.remote.filesystem import child, retried
+from megatron_packed_sft.remote.filesystem import child, is_final, retried
+from megatron_packed_sft.remote.node_cache import parse_size
 from megatron_packed_sft.remote.objects import read_object, write_object
-from megatron_packed_sft.remote.sizes import parse_size
 from megatron_packed_sft.remote.uploads import upload
 from megatron_packed_sft.support.paths import redacted
 from tests.remote.test_dataset_urls import write_dataset
@@ -33,7 +33,7 @@ def test_a_window_of_shards_holds_every_sample_once_and_few_shards_at_a_time() -
 
 def test_a_state_of_another_window_is_refused(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "data")
-    sets = [create_sft_dataset(path, 0, shard_window=window) for window in (1, 2)]
+    sets = [create_sft_dataset(path, 0, opening=OpenOptions(shard_window=window)) for window in (1, 2)]
     assert sets[0].fingerprint != sets[1].fingerprint
     with pytest.raises(StateMismatchError):
         PackedLoader(sets[0]).load_state_dict(PackedLoader(sets[1]).state_dict())

@@ -98,7 +98,7 @@ def test_prepare_reads_and_writes_there_and_a_rerun_sends_nothing(
     if place.proxy is not None:
         assert not [name for method, name in place.proxy.requests if method == place.upload_method]
         place.proxy.is_down = True
-        monkeypatch.setattr("megatron_packed_sft.remote.cache_upkeep._PATIENCE", 0.5)
+        monkeypatch.setattr("megatron_packed_sft.remote.cache_eviction._PATIENCE", 0.5)
         assert contents(create_sft_dataset(output, 0)) == contents(here), "a warm cache needs no network"
         place.proxy.is_down = False
     assert main([*there, "packing.pack_size=128"]) == 1, "made differently"
@@ -244,10 +244,10 @@ def test_a_hub_and_plain_http_are_read_and_never_written(
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_TOKEN": TOKEN})
     assert done.returncode == 0, done.stderr
     assert "24 24" in done.stdout
-    assert f"output is {base}/out, and hf:// is for input only" in done.stderr
-    assert f"output is {plain}/out, and http:// is for input only" in done.stderr
+    assert f"output is {base}/out, but hf:// is read-only" in done.stderr
+    assert f"output is {plain}/out, but http:// is read-only" in done.stderr
     assert f"{base}/data/none.jsonl does not exist" in done.stderr
-    assert "plain HTTP does not tell what is below a URL" in done.stderr
+    assert "plain HTTP has no listings" in done.stderr
     local = tmp_path / "served" / "data" / "chats.jsonl"
     settings = (f"tokenizer.path={tokenizer_path}", *ENCODING)
     assert main(["prepare", f"input={local}", f"output={tmp_path / 'local'}", *settings]) == 0

@@ -58,10 +58,6 @@ CALLS = {
     "compare": ["URL {data}", "{data} URL", "{data} {other} --tokenizer URL"],
     "convert": ["URL {here}/out", "URL/*.npy {here}/out", "URL.npy URL/out", "{here}/nothing URL"],
     "cache": [
-        "build-all --config URL",
-        "build-all --config {here}/sources.yaml --cache-dir URL",
-        "build-all --config {here}/sources.yaml --cache-dir {here}/cache --tokenizer URL",
-        "build-all --config {here}/sources.yaml --cache-dir {here}/cache",
         "prefetch URL",
         "prefetch URL --cache-dir URL",
         "status --cache-dir URL",
@@ -72,7 +68,7 @@ CALLS = {
 }
 # What needs no store to answer.
 LOCAL_ONLY = (
-    r"is a URL, but only local paths work here|is not a directory|goes with a token store|"
+    r"is a URL, but only local paths work here|is not a directory|needs a token store|"
     r"is neither a run|does not exist and matches nothing"
 )
 
@@ -80,8 +76,6 @@ LOCAL_ONLY = (
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> dict[str, str]:
     here = tmp_path_factory.mktemp("places")
-    source = f"tokenizer: {tokenizer_path}\nsources:\n  books:\n    kind: pretrain\n    path: {GONE}/*.txt\n"
-    (here / "sources.yaml").write_text(source)
     return {
         "here": str(here),
         "chats": str(write_records(here / "chats.jsonl", [chat("Say 1.", "It is 1.")])),
@@ -131,8 +125,7 @@ def test_a_url_with_nothing_there_is_one_sentence(
     for words in (words for verb in VERBS for words in calls(verb, GONE, places)):
         assert main(words) in (1, 2), words
         shown = capsys.readouterr()
-        is_table = "build-all" in words and "was not built" in shown.out
-        assert is_table or is_one_sentence(shown.err), (words, shown)
+        assert is_one_sentence(shown.err), (words, shown)
     assert {one.name for one in set(tmp_path.iterdir()) - before} <= {"cache"}, "a directory named after a scheme"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote import waiting
+from megatron_packed_sft.remote import filesystem
 from megatron_packed_sft.remote.filesystem import retried
 from megatron_packed_sft.remote.objects import list_objects, object_info, try_writing
 from tests.prepare.preparing import chat, write_records
@@ -25,8 +25,8 @@ from tests.remote.test_dataset_urls import write_dataset
         ("file:/data/set", "file:/data/set has one slash after its scheme; write file:///data/set"),
         ("s3:///data", "s3:///data names no bucket; write s3://BUCKET/NAME"),
         ("gs://", "gs:// names no bucket; write gs://BUCKET/NAME"),
-        ("https://host/a?X-Amz-Signature=abc", "which is a credential .* download the file and give its local path"),
-        ("s3://me:secret@bucket/data", "which is a credential .* give the plain URL, and credentials by environment"),
+        ("https://host/a?X-Amz-Signature=abc", "contains a query or a password.* download the file and"),
+        ("s3://me:secret@bucket/data", "contains a query or a password.* give the plain URL, and set"),
     ],
 )
 def test_a_url_that_cannot_be_meant_is_refused_with_the_remedy(url: str, sentence: str) -> None:
@@ -38,7 +38,7 @@ def test_a_url_that_cannot_be_meant_is_refused_with_the_remedy(url: str, sentenc
 
 def test_a_url_is_a_path_to_look_at_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preview", "https://host/a.jsonl?X-Amz-Signature=abc", "template=chatml"]) == 2
-    assert "which is a credential" in capsys.readouterr().err
+    assert "contains a query or a password" in capsys.readouterr().err
 
 
 def test_output_where_nobody_can_write_is_refused_before_any_work(
@@ -77,8 +77,8 @@ def test_output_where_nobody_can_write_is_refused_before_any_work(
 
 
 def test_whoever_waits_for_a_store_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE", 0.02)
-    monkeypatch.setattr(waiting, "_SILENCE", 0.0)
+    monkeypatch.setattr(filesystem, "PATIENCE", 0.02)
+    monkeypatch.setattr(filesystem, "_SECONDS_BETWEEN_WARNINGS", 0.0)
     caplog.set_level(logging.WARNING)
     end = time.monotonic() + 60
 
@@ -87,5 +87,5 @@ def test_whoever_waits_for_a_store_is_told(monkeypatch: pytest.MonkeyPatch, capl
             time.sleep(0.01)
 
     retried("look at", "s3://me:secret@bucket/key", hear)
-    assert "to the request to look at s3://***@bucket/key; it is tried again" in caplog.text
-    assert not waiting._waiting
+    assert "has not answered the request to look at s3://***@bucket/key for" in caplog.text
+    assert not filesystem._waiting

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from megatron_packed_sft import (
-    GPTSFTPackedMemmapDataset,
-    GPTSFTPackedMultiShardDataset,
-    LegacyPickleWriter,
-    MemmapShardWriter,
-    convert_legacy_to_memmap,
-    create_sft_dataset,
-)
+from megatron_packed_sft import create_sft_dataset
+from megatron_packed_sft.data.datasets import GPTSFTPackedMemmapDataset, GPTSFTPackedMultiShardDataset
 from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.storage.convert import convert_legacy_to_memmap
+from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 BINS = [
     (np.array([1, 2, 3]), np.array([0, 1, 0]), np.array([0])),

@@ -60,13 +60,11 @@ def test_our_writer_gives_the_golden_bytes(name: str, vocab_size: int, tmp_path:
     assert ours == golden
 
 
-STORES_WITHOUT_CHECKSUMS = ("token_store_1_0", "token_store_1_1_weighted")
-STORES = (*STORES_WITHOUT_CHECKSUMS, "token_store_1_2", "token_store_1_2_weighted")
+STORES = ("token_store_1_2", "token_store_1_2_weighted")
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_golden_token_stores_are_read_the_same(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_golden_token_stores_are_read_the_same(name: str) -> None:
     store = open_token_store(GOLDEN / name)
     for index, (ids, train, weights) in enumerate(SEQUENCES):
         assert [one.tolist() for one in store[index]] == [ids, train]
@@ -75,11 +73,6 @@ def test_golden_token_stores_are_read_the_same(name: str, caplog: pytest.LogCapt
     assert report.ok, report.findings
     planned = create_sft_dataset(GOLDEN / name, 2, plan=pack(store.lengths, pack_size=8))
     assert sorted(planned[0]["input_ids"].tolist()) == sorted(token for ids, _, _ in SEQUENCES for token in ids)
-    planned.fetch_batch([0])
-    said = [one.getMessage() for one in caplog.records if "not verified as they are read" in one.getMessage()]
-    assert len(said) == len(report.notes) == (name in STORES_WITHOUT_CHECKSUMS)
-    if said:
-        assert f"{GOLDEN / name}: format {store.manifest.version} without checksums of sequences" in said[0]
 
 
 @pytest.mark.parametrize(("name", "vocab_size"), [("token_store_1_2", 100), ("token_store_1_2_weighted", 100_000)])
@@ -101,11 +94,8 @@ def test_our_writer_gives_the_bytes_of_golden_token_stores(name: str, vocab_size
     assert ours == golden
 
 
-@pytest.mark.parametrize("name", STORES)
-def test_a_reader_refuses_token_stores_that_came_after_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = ("1.0", "1.1", "1.2")
-    version = open_token_store(GOLDEN / name).manifest.version
-    for before in range(1, known.index(version) + 1):
-        monkeypatch.setattr(part_manifest, "_VERSIONS", known[:before])
-        with pytest.raises(UnsupportedFormatError, match=rf"version '{version}' is not token_store_v1"):
-            open_token_store(GOLDEN / name)
+@pytest.mark.parametrize("known", ["1.1", "2.0"])
+def test_a_token_store_of_another_version_is_refused(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_manifest, "VERSION", known)
+    with pytest.raises(UnsupportedFormatError, match=rf"version '1\.2' is not token_store_v1 {known}"):
+        open_token_store(GOLDEN / STORES[0])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft import ShardManifest, open_shard, validate
+from megatron_packed_sft import open_shard, validate
 from megatron_packed_sft.errors import ManifestError
-from megatron_packed_sft.storage.memmap_v1.manifest import parse_manifest
+from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest, parse_manifest
 from megatron_packed_sft.support import json_document
 from tests.packed_bins import make_bins, write_seed_shard, write_shard
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import MemmapShard, create_sft_dataset, open_shard
+from megatron_packed_sft import create_sft_dataset, open_shard
 from megatron_packed_sft.errors import ShardError, ShardFileError
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.support import file_maps as mapping
 from tests.open_files import mapped_files, open_files

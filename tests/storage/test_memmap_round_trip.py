@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_packed_sft import BinBlock, MemmapShardWriter, open_shard, validate
+from megatron_packed_sft import open_shard, validate
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from tests.packed_bins import assert_same_bins, bins, block_of, files_of, make_bins, write_shard
 
 

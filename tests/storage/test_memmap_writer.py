@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft import MemmapShardWriter, create_shard_writer
+from megatron_packed_sft import create_shard_writer
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, WriterStateError
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from tests.packed_bins import block_of, make_bins, write_shard
 
 GOOD = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id": [0, 2]}
@@ -169,7 +170,7 @@ def test_a_target_below_a_file_is_one_sentence(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 import numpy as np
-from megatron_packed_sft import MemmapShardWriter
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 ids, mask = np.arange(4096, dtype=np.int32), np.zeros(4096, np.uint8)
 def write(name, num_bins):
     with MemmapShardWriter(f"{sys.argv[1]}/{name}", num_bins, 4096) as writer:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import (
-    OrderedShardWriter,
     PackedBin,
     PackedLoader,
     Storage,
@@ -19,11 +18,12 @@ from megatron_packed_sft import (
     create_sft_dataset,
     open_dataset,
     register_storage,
-    storage_names,
     validate,
 )
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
-from megatron_packed_sft.storage.registry import STORAGES
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
+from megatron_packed_sft.storage.registry import STORAGES, storage_names
 from megatron_packed_sft.storage.testing import CHECKS, check_figures, check_names
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
@@ -156,7 +156,9 @@ def test_a_storage_of_another_package_is_converted_to_validated_and_trained_on(t
     assert create_sft_dataset(tmp_path / "json").tokenizer_fingerprint == "f"  # dataset.json also knows the padding id
     with pytest.raises(InvalidInputError, match="seq_length is 3, but a bin of"):
         create_sft_dataset(tmp_path / "json", EOS, seq_length=3)
-    loader = PackedLoader(create_sft_dataset(tmp_path / "json", packed_storage="test_json"), micro_batch_size=2)
+    loader = PackedLoader(
+        create_sft_dataset(tmp_path / "json", opening=OpenOptions(storage="test_json")), micro_batch_size=2
+    )
     assert sum(len(batch["tokens"]) for batch in loader) == 10
     convert(tmp_path / "json", tmp_path / "back")
     assert open_dataset(tmp_path / "back").figures["train"].tokenizer == {"name": "t", "fingerprint": "f"}

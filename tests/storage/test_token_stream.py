@@ -26,7 +26,6 @@ from megatron_packed_sft import (
     create_shard_writer,
     open_shard,
     open_token_stream,
-    storage_names,
     validate,
 )
 from megatron_packed_sft.errors import (
@@ -39,12 +38,12 @@ from megatron_packed_sft.errors import (
 )
 from megatron_packed_sft.storage.bins import find_violations
 from megatron_packed_sft.storage.blocks import block_of
-from megatron_packed_sft.storage.registry import storage_of
+from megatron_packed_sft.storage.registry import storage_names, storage_of
 from megatron_packed_sft.storage.token_stream.options import parse_dtype
 from megatron_packed_sft.support import file_sizes
 from tests.open_files import open_files
 from tests.packed_bins import make_bins, write_shard
-from tests.tokens.test_store import make_sequences, write_store
+from tests.tokens.stores import make_sequences, write_store
 
 EOS = 2
 
@@ -475,8 +474,13 @@ def test_validate_prints_lines_that_train_on_the_stream(tmp_path: Path) -> None:
     assert f"train: packed-sft train data.path={tmp_path} data.sequence_length=16 data.pack_sequences=true" in notes
     assert "data.eos_id=2 model.vocab_size=50" in notes
     [call] = [note for note in report.notes if note.startswith("python: ")]
-    assert call == f"python: create_sft_dataset({str(tmp_path)!r}, 2, seq_length=16, pack_sequences=True)"
-    dataset = eval(call.removeprefix("python: "), {"create_sft_dataset": create_sft_dataset})
+    assert (
+        call
+        == f"python: create_sft_dataset({str(tmp_path)!r}, 2, seq_length=16, stream=StreamOptions(pack_sequences=True))"
+    )
+    dataset = eval(
+        call.removeprefix("python: "), {"create_sft_dataset": create_sft_dataset, "StreamOptions": StreamOptions}
+    )
     assert len(dataset) == report.num_bins
     json.dumps(report.to_json())
 
@@ -496,7 +500,7 @@ def test_the_printed_lines_are_taken_by_a_shell_the_recipe_and_python(name: str,
     assert (settings["data"]["dtype"], settings["data"]["pack_sequences"]) == ("uint16", True)
     assert (settings["data"]["eos_id"], settings["model"]["vocab_size"]) == (EOS, 50)
     [call] = [note.removeprefix("python: ") for note in notes if note.startswith("python: ")]
-    assert len(eval(call, {"create_sft_dataset": create_sft_dataset})) == 5 + 3
+    assert len(eval(call, {"create_sft_dataset": create_sft_dataset, "StreamOptions": StreamOptions})) == 5 + 3
 
 
 def test_validate_says_what_nobody_knows(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed_sft import BinBlock, DatasetWriter, validate
+from megatron_packed_sft import DatasetWriter, validate
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.memmap_v1 import validate as shard_content
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support import json_document

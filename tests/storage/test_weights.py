@@ -9,20 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed_sft import (
-    DatasetWriter,
-    MemmapShard,
-    MemmapShardWriter,
-    convert,
-    open_dataset,
-    open_shard,
-    validate,
-)
+from megatron_packed_sft import DatasetWriter, convert, open_dataset, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, UnsupportedFormatError
 from megatron_packed_sft.storage.blocks import block_of
 from megatron_packed_sft.storage.memmap_v1 import manifest as shard_manifest
 from megatron_packed_sft.storage.memmap_v1 import writer as writer_module
 from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES, FIRST_VERSION
+from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
+from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.support import json_document
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft import create_shard_writer, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.plan import PackPlan
-from megatron_packed_sft.tokens.materialize import materialize, stored_width
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.tokens.materialize import materialize, materialize_shards, stored_width
 from megatron_packed_sft.tokens.store import TokenStore, open_token_store
 from tests.packed_bins import files_of
-from tests.tokens.test_store import Sequences, make_sequences, write_store
+from tests.tokens.stores import Sequences, make_sequences, write_store
 
 
 def expected_rows(plan: PackPlan, sequences: Sequences, pad_id: int) -> list[tuple[list[int], list[int], list[int]]]:
@@ -126,7 +126,7 @@ def test_the_legacy_writer_takes_the_same_blocks(tmp_path: Path) -> None:
 
 def test_a_plan_by_inputs_needs_wider_rows_and_says_how_wide(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
-    plan = pack(store.lengths, pack_size=64, measure="inputs")
+    plan = pack(store.lengths, PackOptions(pack_size=64, measure="inputs"))
     needed = stored_width(plan)
     assert needed > 64
     with (

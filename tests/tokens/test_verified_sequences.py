@@ -13,28 +13,28 @@ import pytest
 import xxhash
 
 from megatron_packed_sft import PackedLoader, create_sft_dataset
+from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.support import checksum, json_document
 from megatron_packed_sft.tokens import manifest as part_manifest
 from megatron_packed_sft.tokens import materialize as materializing
-from megatron_packed_sft.tokens import open_arrays
+from megatron_packed_sft.tokens import part as token_part
 from megatron_packed_sft.tokens import writer as writing
-from megatron_packed_sft.tokens.gathered import GatheredSequences
-from megatron_packed_sft.tokens.shards import materialize_shards
-from megatron_packed_sft.tokens.store import TokenStore, copies_of_part, open_token_store, publish_store
+from megatron_packed_sft.tokens.materialize import materialize_shards
+from megatron_packed_sft.tokens.remote_store import GatheredSequences
+from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import files_of
-from tests.tokens.test_store import make_sequences, write_store
-from tests.tokens.test_weights import make_weights, write_part
+from tests.tokens.stores import make_sequences, make_weights, write_part, write_store
 
 SEQUENCES = make_sequences(60, longest=30, seed=1)
 SEQUENCE = next(number for number, (ids, _) in enumerate(SEQUENCES) if number > 45 and len(ids) > 8)
 IN_PART = SEQUENCE - 40
 PLAN = pack([len(ids) for ids, _ in SEQUENCES], pack_size=64, overflow="single")
 BIN = next(place for place, number in enumerate(PLAN.bin_order.tolist()) if SEQUENCE in PLAN.bin(number))
-FILES = (*part_manifest.FILES, part_manifest.WEIGHTS, part_manifest.CHECKSUMS)
+FILES = (*part_manifest.FILES, part_manifest.WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,6 @@ READS: dict[str, Callable[[Path], Any]] = {
     "one sequence": lambda path: open_token_store(path)[SEQUENCE],
     "weights of a sequence": lambda path: open_token_store(path).weighted(SEQUENCE),
     "shards": materialized,
-    "copies": lambda path: copies_of_part(open_token_store(path).parts[1]),
     "gathered": lambda path: GatheredSequences(open_token_store(path), np.array([3, SEQUENCE]), path.parent),
 }
 
@@ -139,7 +138,8 @@ def test_other_sequences_of_a_damaged_store_are_read(store: Path) -> None:
 
 def test_when_a_sequence_is_verified(store: Path) -> None:
     first, always, never = (
-        create_sft_dataset(store, 2, plan=PLAN, verify=verify) for verify in ("first_read", "always", "never")
+        create_sft_dataset(store, 2, plan=PLAN, opening=OpenOptions(verify=verify))
+        for verify in ("first_read", "always", "never")
     )
     for one in (first, always, never):
         one.fetch_batch([BIN, 0])
@@ -170,7 +170,7 @@ def test_damage_that_no_file_has_is_told_from_the_damage_of_files(store: Path, m
     ids = arrays.ids.copy()
     ids[int(arrays.begins[IN_PART])] ^= 1
     part._arrays = arrays._replace(ids=ids)  # as if memory had gone bad
-    with pytest.raises(ShardFileError, match=r"but its files match theirs: look for a fault of the memory"):
+    with pytest.raises(ShardFileError, match=r"but its files match their checksums: check the memory"):
         part.spans(np.array([IN_PART]))
 
 
@@ -192,7 +192,7 @@ def test_a_copy_that_is_damaged_on_its_way_into_a_shard_is_an_error(store: Path,
 def test_an_xxhash_that_exports_nothing_gives_the_same_files_and_errors(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (checksum, open_arrays, materializing):
+    for module in (checksum, token_part, materializing):
         monkeypatch.setattr(module, "hash_function", lambda: 0)
     monkeypatch.setattr(writing, "_MANY_SEQUENCES", 0)
     weights = make_weights(SEQUENCES)
@@ -257,8 +257,6 @@ def test_validate_finds_checksums_that_are_wrong_from_the_start(store: Path) -> 
     [
         {"sequence_checksum_algorithm": None},
         {"sequence_checksum_algorithm": "crc32"},
-        {"version": "1.0"},
-        {"version": "1.1"},
         {"weights_dtype": "<f8"},
         {"weights_dtype": None},
     ],
@@ -269,46 +267,13 @@ def test_manifests_that_contradict_themselves_are_refused(store: Path, changes: 
         open_token_store(part_path(store, 1))
 
 
-def without_checksums(part: Path) -> None:
-    """Make the part one of those that were written before there were checksums of sequences."""
-    (part / part_manifest.CHECKSUMS).unlink()
-    document = json.loads((part / "manifest.json").read_text())
-    del document["files"][part_manifest.CHECKSUMS]
-    version = "1.1" if "weights_dtype" in document else "1.0"
-    resealed(part, files=document["files"], sequence_checksum_algorithm=None, version=version)
-
-
-def mixed(store: Path) -> TokenStore:
-    without_checksums(part_path(store, 0))
-    return publish_store(store)
-
-
-def test_parts_with_and_without_checksums_are_read_together_and_the_log_says_so_once(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    opened = mixed(store)
-    assert validate_token_store(store).ok
-    assert opened.verification_note is not None
-    assert opened.verification_note.startswith("1 part of 2: format 1.1 without checksums of sequences")
-    dataset = create_sft_dataset(store, 2, plan=PLAN)
-    dataset.fetch_batch(list(range(PLAN.num_bins)))
-    assert dataset[BIN]
-    assert len([one for one in caplog.records if "not verified" in one.getMessage()]) == 1
-    flip(store, part_manifest.IDS, 5, part=0)  # nobody can know
-    flip(store, part_manifest.IDS)
-    with pytest.raises(ShardFileError, match=rf"part_000001/ids\.npy is damaged at sequence {IN_PART}"):
-        create_sft_dataset(store, 2, plan=PLAN).fetch_batch(list(range(PLAN.num_bins)))
-
-
-def test_copies_of_sequences_without_checksums_are_not_compared_with_any(store: Path, tmp_path: Path) -> None:
-    opened = mixed(store)
+def test_gathered_copies_with_filled_in_weights_are_not_compared(store: Path, tmp_path: Path) -> None:
     write_store(tmp_path / "plain", [SEQUENCES[:5]], vocab_size=1000)
-    shutil.copytree(part_path(tmp_path / "plain", 0), part_path(store, 2))  # has checksums, but no weights
+    shutil.copytree(part_path(tmp_path / "plain", 0), part_path(store, 2))  # a part without weights
     opened = publish_store(store)
     (tmp_path / "scratch").mkdir()
     gathered = GatheredSequences(opened, np.arange(len(opened)), tmp_path / "scratch")
-    assert gathered.arrays.verified.tolist() == [1] * 40 + [0] * 20 + [1] * 5
+    assert gathered.arrays.verified.tolist() == [0] * 60 + [1] * 5
     gathered.spans(np.arange(len(opened)))
 
 

@@ -5,37 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from megatron_packed_sft import create_shard_writer, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.support import array_files
-from megatron_packed_sft.tokens.materialize import materialize
-from megatron_packed_sft.tokens.shards import materialize_shards
+from megatron_packed_sft.tokens.materialize import materialize, materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
 from megatron_packed_sft.tokens.validate import validate_token_store
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import files_of
-from tests.tokens.test_store import Sequences, make_sequences, write_store
-
-Weights = list[npt.NDArray[np.float32]]
-
-
-def make_weights(sequences: Sequences, seed: int = 0) -> Weights:
-    """Random weights up to 3 where a token is trained; some of them are 1."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.choice(np.array([0.1, 0.5, 1, 3], np.float32), len(train)) for _, train in sequences]
-    return [weights * np.array(train, np.float32) for weights, (_, train) in zip(chosen, sequences, strict=True)]
-
-
-def write_part(path: Path, sequences: Sequences, weights: Weights, plain: int = 0) -> None:
-    """Write a part; the first `plain` sequences come without weights."""
-    with TokenPartWriter(path, vocab_size=1000) as writer:
-        for index, ((ids, train), own) in enumerate(zip(sequences, weights, strict=True)):
-            writer.append(ids, train, None if index < plain else own)
-        writer.finalize()
+from tests.tokens.stores import make_sequences, make_weights, write_part, write_store
 
 
 def stored(path: Path) -> list[list[float]]:
@@ -111,17 +92,6 @@ def test_validate_finds_weights_that_do_not_fit_the_train_mask(tmp_path: Path) -
     assert {finding.field for finding in findings} == {"weights", "checksums", None}
     assert {finding.file for finding in findings} == {str(part / "weights.npy")}
     assert f"above 0 exactly where train is 1 at entry {place}" in findings[0].message
-
-
-def test_copies_have_the_same_weights(tmp_path: Path) -> None:
-    with TokenPartWriter(tmp_path / "part_000000", vocab_size=10) as writer:
-        for weight in (0.5, 0.5, 2, 1):
-            writer.append([1, 2, 3], [0, 1, 1], [0, weight, weight])
-        writer.append([1, 2, 3], [0, 1, 1])
-        writer.finalize()
-    copies = publish_store(tmp_path).copies()
-    assert copies is not None
-    assert copies.tolist() == [0, 0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate"])

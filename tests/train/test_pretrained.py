@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 from megatron_packed_sft.cli.main import main as command_line
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.megatron.weights.checkpoint_weights import CheckpointWeights
 from megatron_packed_sft.megatron.weights.folder import HuggingFaceFolder, joint_checksum
-from megatron_packed_sft.megatron.weights.torch_dist import TorchDistCheckpoint
+from megatron_packed_sft.megatron.weights.torch_dist import CheckpointWeights, TorchDistCheckpoint
 from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.config import DataConfig, ModelConfig, TrainConfig
 from megatron_packed_sft.train.data import open_data
@@ -153,7 +152,7 @@ def test_the_model_beside_adapters_is_frozen_and_has_no_optimizer_state(runs: Ru
         of_optimizer = [name for name in checkpoint.tensors if name.startswith("optimizer.")]
         assert of_optimizer
         assert all("adapters.layers." in name for name in of_optimizer)
-        assert checkpoint.tensors["adapters.layers.linear_fc1.b.1"].sizes == (2, 96, 8)
+        assert checkpoint.tensors["adapters.layers.linear_fc1.b.1"].size == (2, 96, 8)
         weights = CheckpointWeights(checkpoint, HuggingFaceFolder.open(runs.model).shape)
         [embedding] = [weight for weight in weights.weights() if "embedding" in weight.name]
         before = load_file(runs.model / "model.safetensors")["model.embed_tokens.weight"]
@@ -280,7 +279,7 @@ def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsy
     assert "is neither a run, a checkpoint nor a Hugging Face folder" in failing(capsys, runs.data, target, code=2)
     assert "--dtype is 'int8'; choose from bf16, fp16" in failing(capsys, run, target, "--dtype", "int8", code=2)
     message = failing(capsys, run, target, "--max-shard-size", "big", code=2)
-    assert "--max-shard-size is 'big'; write a size such as 5GB" in message
+    assert "--max-shard-size is 'big'; give a size such as" in message
     message = failing(capsys, run, target, "--like", str(runs.other), code=2)
     assert "describes another model than" in message
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

@@ -6,14 +6,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
+from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import CountedBatches, open_data, training_loader, validation_loader
 from tests.packed_bins import make_bins, write_shard
@@ -159,11 +161,15 @@ def test_an_id_that_the_manifest_excludes_is_damage_and_no_reason_for_a_larger_m
     )
 
 
-def test_a_batch_of_single_ids_is_refused_in_one_sentence(dataset: Path) -> None:
-    [batch] = first_batches(config_of(str(dataset)), 1)
-    empty = {key: value[:, :0] for key, value in batch.items() if key in ("tokens", "labels", "padding_mask")}
-    with pytest.raises(InvalidInputError, match="only sequences of a single id"):
-        next(CountedBatches(iter([empty]), vocab_size=VOCAB_SIZE, source=source_of(dataset)))
+def test_bins_that_predict_nothing_are_a_batch_of_padding(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", [PackedBin(np.array([7]), np.array([0]), np.array([0]))] * 2, 32, vocab_size=100)
+    [batch] = first_batches(config_of(str(tmp_path / "shard")), 1)
+    assert batch["tokens"].shape == (1, 16)
+    assert batch["padding_mask"].all()
+    assert not batch["loss_mask"].any()
+    counted = CountedBatches(iter([batch]), vocab_size=100, source=source_of(tmp_path / "shard"))
+    next(counted)
+    assert counted.take_counts() == (0, 16)
 
 
 def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_path: Path) -> None:

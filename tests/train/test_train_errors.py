@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_packed_sft.config.composition import config_directory
-from megatron_packed_sft.encode.tokenizers.train_sentencepiece import train_sentencepiece
+from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.train.app import main
-from megatron_packed_sft.train.checkpoint import STATE, TrainingState
-from megatron_packed_sft.train.config import ModelConfig
+from megatron_packed_sft.train.checkpoint import STATE, TrainingState, recorded_model
+from megatron_packed_sft.train.config import ModelConfig, TrainConfig
 from megatron_packed_sft.train.pretrained import model_shape
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset, write_legacy
 from tests.train.launch import RECIPE, environment, torchrun
@@ -50,7 +49,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["optimizer.lr=1e-4"], "optimizer.lr is not a key; use optimizer.learning_rate"),
         (
             ["parallel.context=2"],
-            "share sequences of a multiple of 4; run the packed-sft prepare that made the data again",
+            "need a multiple of 4; run the packed-sft prepare command that made the data again",
         ),
         (["train.stepz=3"], "train.stepz is not a key; did you mean train.steps?"),
         (["train.steps=many"], "train.steps is 'many'; it must be an integer or null"),
@@ -74,7 +73,6 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["output="], "output is empty; give it a value"),
         (["resume="], "resume is empty; give it a value"),
         (["seed=-1"], "seed is -1; it must be at least 0"),
-        (["data.prefetch=-1"], "data.prefetch is -1; it must be at least 0"),
         (["data.eos_id=-1"], "data.eos_id is -1; it must be at least 0"),
         (["data.eos_id=256"], "data.eos_id is 256, but the vocabulary ends at 255"),
         (["data.allow_mismatch=[sed]"], "data.allow_mismatch has sed; choose from fingerprint"),
@@ -153,7 +151,9 @@ def saved_run(output: Path, **changes: object) -> Path:
         "seed": 1234,
         **changes,
     }
-    state = TrainingState(step=2, data=data, scheduler=SCHEDULER, model=asdict(model_shape(TINY, VOCAB_SIZE)))
+    state = TrainingState(
+        step=2, data=data, scheduler=SCHEDULER, model=recorded_model(model_shape(TINY, VOCAB_SIZE), TrainConfig())
+    )
     checkpoint = output / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / STATE).write_bytes(state.to_bytes())

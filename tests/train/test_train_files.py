@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError, ManifestError, ShardFileError
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.train.checkpoint import (
     STATE,
@@ -25,8 +25,7 @@ from megatron_packed_sft.train.checkpoint import (
     refuse_damaged,
     refuse_other_model,
 )
-from megatron_packed_sft.train.config import LoggerConfig, TrainConfig
-from megatron_packed_sft.train.loggers import TENSORBOARD, TensorBoardTracker, open_trackers
+from megatron_packed_sft.train.config import TrainConfig
 from megatron_packed_sft.train.metrics import (
     METRICS,
     MetricsFile,
@@ -36,6 +35,7 @@ from megatron_packed_sft.train.metrics import (
     step_record,
 )
 from megatron_packed_sft.train.report import ConsoleReporter, EarlyEnd
+from megatron_packed_sft.train.trackers import TensorBoardTracker, TrackedRun, open_trackers
 from tests.terminal import on_terminal, screen
 from tests.train.sound_states import MODEL, SCHEDULER
 
@@ -97,13 +97,11 @@ def test_a_checkpoint_with_a_changed_byte_is_refused_by_the_rank_that_reads_the_
         refuse_damaged(tmp_path, checksums, rank=1, num_ranks=2)
 
 
-def test_a_checkpoint_from_before_freezing_was_recorded_had_nothing_frozen() -> None:
+def test_other_frozen_parameters_or_another_weight_decay_are_another_model() -> None:
     config = TrainConfig()
     shape = ModelShape.of_sizes(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256)
-    current = recorded_model(shape, config)
-    before = {name: value for name, value in current.items() if name not in ("freeze", "optimizer.no_weight_decay")}
-    refuse_other_model(Path("step_000020"), before, current)
-    config.model.hidden_dropout = 0.1  # may change: it is no part of the shape
+    before = recorded_model(shape, config)
+    config.model.hidden_dropout = 0.1  # not part of the shape
     refuse_other_model(Path("step_000020"), before, recorded_model(shape, config))
     config.model.freeze = ["embeddings"]
     config.optimizer.no_weight_decay = ["norms"]
@@ -220,11 +218,11 @@ def test_tensorboard_gets_the_same_numbers_when_it_is_installed(tmp_path: Path) 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(tmp_path / TENSORBOARD, first_step=0)
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, 0, {}))
     with MetricsFile(tmp_path, first_step=0, trackers=[tracker]) as metrics:
         write_steps(metrics, range(1, 4))
         metrics.write_validation("validation", 3, 2.5, 100)
-    written = EventAccumulator(str(tmp_path / TENSORBOARD))
+    written = EventAccumulator(str(tmp_path / "tensorboard"))
     written.Reload()
     assert [(one.step, one.value) for one in written.Scalars("train/loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [(one.step, one.value) for one in written.Scalars("validation/validation")] == [(3, 2.5)]
@@ -298,7 +296,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there_is_room(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = TensorBoardTracker(small_disk / TENSORBOARD, first_step=0)
+    tracker = TensorBoardTracker(TrackedRun(small_disk, 0, {}))
     metrics = MetricsFile(small_disk, first_step=0, trackers=[tracker])
     write_steps(metrics, range(1, 3))
     ballast = small_disk / "ballast"
@@ -306,7 +304,7 @@ def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there
         while True:
             file.write(bytes(512))
     write_steps(metrics, range(3, 40))
-    [about_metrics, about_tensorboard] = sorted(metrics.unwritten.take_warnings())
+    [about_metrics, about_tensorboard] = sorted(metrics.lost.take_warnings())
     assert re.fullmatch(
         r"warning: cannot write to metrics.jsonl \(cannot write .*metrics.jsonl: No space left on device; free some "
         r"space or choose another disk\); training goes on",
@@ -319,7 +317,7 @@ def test_metrics_and_tensorboard_on_a_full_disk_are_counted_and_go_on_when_there
     steps = [record["step"] for record in read_metrics(small_disk / METRICS)]  # every line is whole
     assert steps[:2] == [1, 2]
     assert steps[-2:] == [40, 41]
-    assert len(steps) + metrics.unwritten.counts[METRICS] == 41
+    assert len(steps) + metrics.lost.counts[METRICS] == 41
 
 
 def test_metrics_whose_file_is_removed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,9 +333,9 @@ def test_metrics_that_cannot_even_be_started_do_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / METRICS).mkdir()  # even root cannot write to that
-    (tmp_path / TENSORBOARD).touch()
-    trackers, notes = open_trackers(LoggerConfig(names=[TENSORBOARD]), tmp_path, first_step=0, config={})
+    (tmp_path / "tensorboard").touch()
+    trackers, notes = open_trackers(["tensorboard"], TrackedRun(tmp_path, 0, {}))
     assert (trackers, len(notes)) == ([], 1)
-    assert notes[0].startswith(f"warning: cannot write to {tmp_path / TENSORBOARD} (")
+    assert notes[0].startswith(f"warning: cannot write to {tmp_path / 'tensorboard'} (")
     report_steps(MetricsFile(tmp_path, first_step=0), 2)
     assert capsys.readouterr().out.splitlines()[-1] == "not written: 3 records of metrics.jsonl"

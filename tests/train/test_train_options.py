@@ -159,7 +159,7 @@ def test_layers_above_frozen_embeddings_learn_the_same_when_recomputed() -> None
 @pytest.mark.parametrize(
     ("freeze", "problem"),
     [
-        (["embedings"], "model.freeze has 'embedings', which is the name of no parameter; choose from norms"),
+        (["embedings"], "model.freeze has 'embedings', which matches no parameter; choose from norms"),
         (["first_3_layers"], "model.freeze has 'first_3_layers', but the model has 2 layers"),
         (["*"], "freezes the whole model; leave something to train"),
     ],
@@ -214,18 +214,12 @@ def test_each_schedule_has_its_learning_rates() -> None:
     assert rates(decay_style="linear") == pytest.approx([1 - 0.9 * step / 10 for step in range(10)])
     cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 10)) for step in range(10)]
     assert rates(decay_style="cosine") == pytest.approx(cosine)
-    stable = [1.0] * 7
-    assert rates(decay_style="wsd", wsd_share=0.4, wsd_style="linear") == pytest.approx([*stable, 0.775, 0.55, 0.325])
     decayed = [0.1 + 0.9 * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
-    assert rates(decay_style="wsd", wsd_share=0.4) == pytest.approx([*stable, *decayed])
+    assert rates(decay_style="wsd", wsd_share=0.4) == pytest.approx([*[1.0] * 7, *decayed])
 
 
-def test_warm_up_is_a_share_of_the_steps_or_a_number_of_them() -> None:
-    expected = [1 / 4, 2 / 4, 3 / 4, 1.0]
-    assert rates(warmup_share=0.3, decay_style="constant")[:4] == pytest.approx(expected)
-    assert rates(warmup_steps=3, warmup_share=0.9, decay_style="constant")[:4] == pytest.approx(expected)
-    with pytest.raises(InvalidInputError, match=r"optimizer\.warmup_steps is 10, but the run has 10 steps"):
-        rates(warmup_steps=10)
+def test_warm_up_is_a_share_of_the_steps() -> None:
+    assert rates(warmup_share=0.3, decay_style="constant")[:4] == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -266,14 +260,11 @@ def test_fp8_is_padded_as_megatron_core_says() -> None:
     ("argument", "problem"),
     [
         ("optimizer.fp8=delayed", "optimizer.fp8=delayed needs CUDA and Transformer Engine"),
-        ("optimizer.gradient_dtype=bfloat16", "optimizer.gradient_dtype=bfloat16 needs CUDA"),
         ("optimizer.distributed=true", "optimizer.distributed=true needs CUDA and Transformer Engine"),
         ("optimizer.precision=bfloat16", "optimizer.precision=bfloat16 needs CUDA"),
-        ("+model.num_moe_experts=8", "does not train mixtures of experts (MoE)"),
-        ("+model.mtp_num_layers=1", "does not train several tokens ahead (MTP)"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true needs parallel.tensor above 1"),
         ("train.recompute=some", "train.recompute is 'some'; choose from none, selective, full"),
-        ("optimizer.decay_style=wsd optimizer.wsd_share=0.99", "are more than all steps"),
+        ("optimizer.decay_style=wsd optimizer.wsd_share=0.99", "add up to more than 1"),
         ("optimizer.fp8=delayed optimizer.precision=float32", "optimizer.fp8=delayed needs optimizer.precision=bfl"),
         ("model.hidden_dropout=1", "model.hidden_dropout is 1.0; it is a share"),
         ("validation.patience=2", "validation.patience needs validation.every"),

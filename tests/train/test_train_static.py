@@ -23,7 +23,7 @@ from tests.train.launch import RECIPE, environment, run_in_turn, torchrun
 LENGTH = 128
 VOCAB_SIZE = 100
 FUNCTION = "tests.train.static_samples.make_samples"
-RANKS = "megatron_packed_sft.train.data_sources.num_ranks"
+RANKS = "megatron_packed_sft.train.data.num_ranks"
 
 
 def write_store(path: Path, seed: int = 0, num_sequences: int = 60) -> Path:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_packed_sft import create_sft_dataset
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
+from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.data import open_data, training_loader
@@ -80,7 +81,7 @@ def test_the_recipe_trains_on_the_batches_of_the_dataset(packs: bool, home: Path
     config = config_of(str(home / "tokens"), sequence_length=PACK_SIZE, pack_sequences=packs, eos_id=EOS, shuffle=False)
     data = open_data(config)
     assert (data.sequence_length, data.vocab_size) == (PACK_SIZE, VOCAB_SIZE)
-    dataset = create_sft_dataset(home / "tokens", EOS, PACK_SIZE, pack_sequences=packs)
+    dataset = create_sft_dataset(home / "tokens", EOS, PACK_SIZE, stream=StreamOptions(pack_sequences=packs))
     batches = itertools.islice(training_loader(data, config, global_batch_size=1), 20)
     for index, batch in enumerate(batches):
         assert torch.equal(batch["tokens"], dataset.fetch_batch([index])["tokens"])
@@ -99,7 +100,7 @@ def test_streams_may_be_validated_on_beside_packed_data(home: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"sequence_length": None}, "is a token stream, and nobody says how long its windows are; set data.sequence_l"),
+        ({"sequence_length": None}, "is a token stream, which needs data.sequence_length, the length of its windows"),
         ({"pack_sequences": True}, "data.pack_sequences tells the documents of .* pass a tokenizer or data.eos_id"),
         ({"pack_sequences": True, "eos_id": 3}, "data.pack_sequences is on, but the EOS id 3 is not among"),
         ({"file_pattern": "*.bin"}, "has no file that matches '.*.bin'; check the pattern"),

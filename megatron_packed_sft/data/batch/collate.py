@@ -132,7 +132,8 @@ def _padded_shape(
     longest = max(token_count)
     if longest > options.max_seq_length:
         raise _overlong(bins, token_count.index(longest), longest, options)
-    length = options.padded_length(longest, options.max_seq_length)
+    fewest = CONTRACTS[options.contract].fewest_positions  # bins of single ids predict nothing, and are all padding
+    length = options.padded_length(max(longest, fewest), options.max_seq_length)
     num_boundaries = [1 + count + (tokens < length) for count, tokens in zip(num_sequences, token_count, strict=True)]
     return _Shape(len(token_count), length, num_boundaries)
 

@@ -2,8 +2,6 @@
 
 | contract      | consumer                             | boundaries                      | loss at EOS tokens |
 |---------------|--------------------------------------|---------------------------------|--------------------|
-| `bridge_0_3`  | Megatron-Bridge 0.3 and 0.4          | cu_seqlens, -1 behind the last  | dropped            |
-| `bridge_0_5`  | Megatron-Bridge 0.5                  | as 0_3; attention_mask is None  | dropped            |
 | `bridge_0_6`  | Megatron-Bridge 0.6                  | cu_seqlens_q/kv, last repeated  | dropped            |
 | `bridge_main` | Megatron-Bridge after 0.6            | as 0_6, and padding_mask        | kept               |
 | `mcore`       | Megatron-Core, through your own step | as 0_6, and padding_mask        | kept               |
@@ -11,7 +9,7 @@
 
 What keeps the sequences apart is part of each batch; docs/datasets.md says what happens to a careless consumer.
 
-The released packages are the oracle for the first three: tests/oracle compares every key with `torch.equal`.
+The released package is the oracle for the first: tests/oracle compares every key with `torch.equal`.
 
 Weights and `loss="per_conversation"` make the loss mask float32 and add `loss_denominator`; only `mcore` and `hf` take
 them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights in silence.
@@ -28,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.data.batch.model_helpers import refuse_old_transformers, visible_mask
+from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
 
 Batch = dict[str, Any]
@@ -35,54 +34,29 @@ LOSSES = ("per_token", "per_conversation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CollateOptions:
-    """How bins become a batch. Names and meanings are those of Megatron-Bridge's packed dataset.
+class CollateOptions(BatchOptions):
+    """How bins become a batch: what a user chose, and what only the dataset knows.
 
     Args:
-        contract: whose keys the batch has: one of `CONTRACTS`.
         eos_id: the tokenizer's end-of-sequence id; it pads tokens and labels.
         max_seq_length: the most positions a bin may need; label-only last ids do not count (for `hf` they do).
-        pad_to_max_length: pad every bin to `max_seq_length` positions; otherwise to the longest bin of the batch.
-        pad_seq_length_to_mult: round the longest bin's length up to a multiple; None means 16, and 1 for `hf`, which
-            needs no padding. `hf` pads the whole batch, with one sequence at its end.
+        pad_seq_to_mult: as in `BatchOptions`, but a number.
         pad_each_bin: for `hf`: a batch [B, L] with one bin to each first index, padded on its own, instead of all bins
             end to end in one; boundaries still count through the whole batch.
-        ceil_to_power_2: round up to a power of two instead.
-        return_cu_seqlen: return the sequences' boundaries; otherwise a dense mask [B, 1, L, L], True where a key is
-            hidden. Bridge's mask hides only the future, so sequences see each other; that of `mcore` separates them.
-        pad_cu_seqlens: give the boundaries the same shape in every batch, for CUDA graphs. Needs `pad_to_max_length`
-            and the next three numbers.
-        dataset_max_seqlen: the longest sequence of the dataset.
+        dataset_max_seqlen: the longest sequence of the dataset; `pad_cu_seqlens` needs this and the next two.
         max_samples_per_bin: the most sequences in one bin.
         min_packed_seqlen: the length of the shortest bin.
-        pad_seq_to_mult: the multiple to which the data's sequences were padded with EOS, for context parallelism. Above
-            1, boundaries with and without that padding are returned.
-        answer_only_loss: the loss counts where the stored mask says so; otherwise at every token.
-        compact: ids and positions as int32 and the loss mask as uint8, to be cast on the device; see `widen`.
-        return_doc_ids: also return `doc_ids`, int32: which sequence each position belongs to; see attention_masks.py.
         weighted: the data has weights, so the loss mask holds them as float32, in every batch; see `loss_denominator`.
-        loss: `per_token` is the mean over trained tokens, by their weights. `per_conversation` is the mean over
-            sequences of each one's own mean: its weights are divided by their sum when a batch is made.
     """
 
-    contract: str
     eos_id: int
     max_seq_length: int
-    pad_to_max_length: bool = False
-    pad_seq_length_to_mult: int | None = None
+    pad_seq_to_mult: int = 1
     pad_each_bin: bool = False
-    ceil_to_power_2: bool = False
-    return_cu_seqlen: bool = True
-    pad_cu_seqlens: bool = False
     dataset_max_seqlen: int | None = None
     max_samples_per_bin: int | None = None
     min_packed_seqlen: int | None = None
-    pad_seq_to_mult: int = 1
-    answer_only_loss: bool = True
-    compact: bool = False
-    return_doc_ids: bool = False
     weighted: bool = False
-    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -179,29 +153,7 @@ class Contract:
     masks_sequences: bool = False  # the dense mask keeps sequences apart
     flattened: bool = False  # all bins end to end instead of one padded row each
     takes_weights: bool = False
-
-
-def _bridge_0_3(bins: CollatedBins, options: CollateOptions) -> Batch:
-    batch = _tokens_and_labels(bins)
-    if not options.return_cu_seqlen:
-        return batch | {"attention_mask": _causal_mask(bins)}
-    counts = [max(count, options.min_boundaries) for count in bins.num_boundaries]
-    batch |= {
-        "attention_mask": torch.from_numpy(np.ones(len(counts), np.int64)),
-        "cu_seqlens": _open_ended(bins.boundaries[0], counts),
-        "cu_seqlens_argmin": torch.from_numpy(np.array(counts)[:, None]),
-        "max_seqlen": _max_seqlen(bins, options),
-    }
-    if options.pad_seq_to_mult > 1:  # in Bridge, pad_cu_seqlens does not reach these
-        counts = bins.num_boundaries
-        batch["cu_seqlens_unpadded"] = _open_ended(bins.boundaries[1], counts)
-        batch["cu_seqlens_unpadded_argmin"] = torch.from_numpy(np.array(counts)[:, None])
-    return batch
-
-
-def _bridge_0_5(bins: CollatedBins, options: CollateOptions) -> Batch:
-    batch = _bridge_0_3(bins, options)
-    return batch | {"attention_mask": None} if options.return_cu_seqlen else batch
+    fewest_positions: int = 0  # of a padded row: a model of Megatron-Core cannot run on none
 
 
 def _bridge_0_6(bins: CollatedBins, options: CollateOptions) -> Batch:
@@ -265,8 +217,6 @@ def _hf_without_weights(bins: CollatedBins) -> Batch:
 
 
 CONTRACTS = {
-    "bridge_0_3": Contract(adapt=_bridge_0_3, keeps_eos_loss=False),
-    "bridge_0_5": Contract(adapt=_bridge_0_5, keeps_eos_loss=False),
     "bridge_0_6": Contract(adapt=_bridge_0_6, keeps_eos_loss=False),
     "bridge_main": Contract(adapt=_bridge_main, keeps_eos_loss=True, has_padding_mask=True),
     "mcore": Contract(
@@ -276,6 +226,7 @@ CONTRACTS = {
         has_padding_mask=True,
         masks_sequences=True,
         takes_weights=True,
+        fewest_positions=1,
     ),
     "hf": Contract(adapt=_hf, keeps_eos_loss=True, keeps_all_eos_loss=True, flattened=True, takes_weights=True),
 }
@@ -316,14 +267,6 @@ def _max_seqlen(bins: CollatedBins, options: CollateOptions) -> torch.Tensor:
     num_bins, length = bins.loss_mask.shape
     longest = max(options.dataset_max_seqlen, length - options.min_packed_seqlen)
     return torch.full((num_bins,), longest, dtype=torch.int32)
-
-
-def _open_ended(boundaries: npt.NDArray[np.int32], counts: list[int]) -> torch.Tensor:
-    """Return the first `counts` boundaries of each bin, followed by at least one -1."""
-    result = np.full((len(counts), max(counts) + 1), -1, np.int32)
-    for index, count in enumerate(counts):
-        result[index, :count] = boundaries[index, :count]
-    return torch.from_numpy(result)
 
 
 def _causal_mask(bins: CollatedBins) -> torch.Tensor:

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.accounting import Accounting
-from megatron_packed_sft.packing.items import make_items
+from megatron_packed_sft.packing.items import Accounting, make_items
 from megatron_packed_sft.packing.options import PackOptions, check_count
 from megatron_packed_sft.packing.packer import pack_with
 from megatron_packed_sft.packing.plan import PackPlan

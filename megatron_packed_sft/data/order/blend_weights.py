@@ -135,7 +135,7 @@ class AnnealedWeights:
 
 @dataclass(frozen=True)
 class BlendSchedule:
-    """Weights that change over a run, by share of the run: what `blend={"start": ..., "end": ...}` says.
+    """Weights that change over a run, by share of the run: what `weights={"start": ..., "end": ...}` says.
 
     Args:
         start: the weights before the share `begin` of the run, as integers.
@@ -190,26 +190,23 @@ class BlendSchedule:
         )
 
 
-def mixing_of(
-    weights: Any, blend: Mapping[str, Any] | None, names: Sequence[str], *, num_sources: int
-) -> tuple[int, ...] | BlendSchedule | None:
-    """Return how sources are mixed: by whole weights, by weights that change, or not at all.
+def mixing_of(weights: Any, names: Sequence[str], *, num_sources: int) -> tuple[int, ...] | BlendSchedule | None:
+    """Return how sources are mixed: by whole weights, by weights that change over the run, or not at all.
 
     Args:
-        weights: one per source, as a list or by name, or None.
-        blend: what `BlendSchedule.parse` reads, or None.
+        weights: one per source, as a list or by name; what `BlendSchedule.parse` reads; or None.
         names: of the sources; empty if they have none.
         num_sources: how many there are.
 
     Example:
-        >>> mixing_of({"chats": 0.5, "web": 1}, None, ["chats", "web"], num_sources=2)
+        >>> mixing_of({"chats": 0.5, "web": 1}, ["chats", "web"], num_sources=2)
         (1, 2)
     """
-    if blend is not None and weights is not None:
-        raise InvalidInputError("weights and blend were both given; blend has start and end weights of its own")
-    if blend is not None:
-        return BlendSchedule.parse(blend, names, num_sources=num_sources)
-    return None if weights is None else whole_weights(weights_in_order(weights, names, num_sources=num_sources))
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping) and any(isinstance(value, Mapping | list | tuple) for value in weights.values()):
+        return BlendSchedule.parse(weights, names, num_sources=num_sources, where="weights")
+    return whole_weights(weights_in_order(weights, names, num_sources=num_sources))
 
 
 def _share_of_run(value: Any, where: str) -> Fraction:

@@ -106,7 +106,12 @@ class StreamSampler:
         allow_mismatch: Collection[str] = (),
     ) -> None:
         refuse_unknown(allow_mismatch)
-        if seed is not None and shuffle is None and order is None:
+        if seed is not None and order is not None:
+            raise InvalidInputError(
+                f"seed is {seed}, but the order of the samples is given, such as that of a blend, and has its own "
+                "seed; leave it out here, and pass seed to create_sft_dataset"
+            )
+        if seed is not None and shuffle is None:
             raise InvalidInputError(
                 f"seed is {seed}, but nothing is shuffled; pass shuffle=True as well, or shuffle=False if the stored "
                 "order is meant"

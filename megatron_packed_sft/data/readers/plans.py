@@ -18,7 +18,7 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.packing_problem import Int32
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin
 from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
-from megatron_packed_sft.storage.read_options import MMAP, NEVER, ReadOptions
+from megatron_packed_sft.storage.read_options import MMAP, ReadOptions
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
@@ -92,9 +92,6 @@ class PlanBinReader:
     def read_with(self, options: ReadOptions) -> None:
         """Choose when sequences are compared with their checksums; a token store is mapped, whatever `access` says."""
         self._store.read_with(options)
-        note = self._store.verification_note
-        if note is not None and options.verify != NEVER:
-            logger.info("%s: %s", self._store.path, note)
         if options.access != MMAP:
             logger.info("%s: access concerns shards; a token store is mapped", self._store.path)
 

@@ -19,7 +19,8 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_in_shards,
     locate_in_stream,
 )
-from megatron_packed_sft.data.made_with import MadeWith, Tolerance, refuse_mixed
+from megatron_packed_sft.data.made_with import MadeWith, refuse_mixed
+from megatron_packed_sft.data.options import Tolerance
 from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of, sample_of
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.storage.bins import BinFigures, PackedBin

@@ -1,12 +1,12 @@
-"""Strings that remember who wrote each of their characters, and what a template asked about them.
+"""Strings that remember who wrote each of their characters, and that record what a template asks about them.
 
-An `AuthoredText` is the string itself, so a template's comparisons and lookups answer as before. Beside its characters
+An `AuthoredText` is a string, so a template's comparisons and lookups give the usual answers. Besides its characters,
 it carries two things through every operation that templates use:
 
 - `authors`: runs of characters with the message (or tool) that wrote them; None for the template's own text. Runs of
   length zero are events, such as the beginning of a loop's iteration.
-- `parts`: how to build the text again for another record of the same shape: constants, and variables of a straight-line
-  program that the `Recorder` writes down. Every answer that a template gets becomes a guard of that program.
+- `parts`: how to build the same text for another record of the same shape: constants, and variables of a straight-line
+  program that the `Recorder` keeps. Every answer that a template gets becomes a guard of that program.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 TOOLS = -1
-# Names in recorded programs. Constants are written in ASCII, so none of them can be taken for one of these.
-MESSAGES_NAME, TOOLS_NAME, VARIABLE = "ä", "ü", "ö"
-MESSAGE_NAME = "ï"  # in programs about a single message
+# Names in recorded programs: of the record, and of variables (v0, v1, ...).
+MESSAGES_NAME, TOOLS_NAME, VARIABLE = "messages", "tools", "v"
+MESSAGE_NAME = "message"  # in programs about a single message
+# Matches a quoted constant, which may hold anything, or a name (group 1).
+_CONSTANT_OR_NAME = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\b(v\d+\b|messages\[\d+\]|message\b|tools\b)""")
 _SUPPORTED_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]*")
 
 
@@ -31,7 +33,7 @@ class Author(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened between two characters: `enter`, `leave`, `after` (a loop), `begin`, `end` (a block)."""
+    """An event between two characters: `enter`, `leave`, `after` (of a loop), `begin`, `end` (of a block)."""
 
     kind: str
     message: int = TOOLS
@@ -43,22 +45,22 @@ Part = tuple[str, "str | None"]
 
 
 class Recorder:
-    """The straight-line program of one chat: assignments and guards, in the order in which they happened.
+    """The straight-line program of one chat: assignments and guards, in the order of the render.
 
     Example:
         >>> recorder = Recorder()
-        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "ä[0]['content']")
+        >>> content = authored("Hi ", Author(0, ("content",)), recorder, "messages[0]['content']")
         >>> bool(content.strip() == "Hi"), recorder.lines
-        (True, [('ö0', "ä[0]['content']"), ('ö1', 'ö0.strip()'), ("ö1=='Hi'", True)])
+        (True, [('v0', "messages[0]['content']"), ('v1', 'v0.strip()'), ("v1=='Hi'", True)])
     """
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, Any]] = []  # (name, source) assigns, (source, answer) guards
         self.is_assignment: list[bool] = []
         self.obstacle: str | None = None
-        self.sought: set[str] = set()  # constants that the template looked for in strings
-        self.edges_in_slots: set[int] = set()  # edges of turns that stand at a known place inside a string
-        self.names: dict[str, str] = {}  # of variables, by what they hold
+        self.sought: set[str] = set()  # constants that the template searches strings for
+        self.edges_in_slots: set[int] = set()  # edges of turns at known places inside strings
+        self.names: dict[str, str] = {}  # expression -> variable
         self._guarded: set[tuple[str, str]] = set()
 
     def variable(self, source: str) -> str:
@@ -71,7 +73,7 @@ class Recorder:
         return name
 
     def guard(self, source: str, answer: Any) -> None:
-        """Demand that an expression gives the same answer as now."""
+        """Require that an expression gives the same answer again."""
         key = (source, repr(answer))
         if key not in self._guarded:
             self._guarded.add(key)
@@ -79,8 +81,28 @@ class Recorder:
             self.is_assignment.append(False)
 
     def give_up(self, obstacle: str) -> None:
-        """Something happened that the program cannot repeat."""
+        """Note that the template did something that a program cannot repeat."""
         self.obstacle = self.obstacle or obstacle
+
+
+def names_in(source: str) -> list[str]:
+    """Return the names that a line of a program uses, in order.
+
+    Example:
+        >>> names_in("v1=='v2' or tools and v0 in messages[3]['content']")
+        ['v1', 'tools', 'v0', 'messages[3]']
+    """
+    return [name for name in _CONSTANT_OR_NAME.findall(source) if name]
+
+
+def replace_names(source: str, replace: Callable[[str], str]) -> str:
+    """Replace the names that a line of a program uses, and nothing in its constants.
+
+    Example:
+        >>> replace_names("message['content']=='message'", lambda name: "messages[3]")
+        "messages[3]['content']=='message'"
+    """
+    return _CONSTANT_OR_NAME.sub(lambda match: replace(match[1]) if match[1] else match[0], source)
 
 
 def plain_text(text: str) -> str:
@@ -89,14 +111,14 @@ def plain_text(text: str) -> str:
 
 
 class AuthoredText(str):
-    """See the module; made by `authored` and `constant`."""
+    """A string with authors and parts; see the module. Create it with `authored` or `constant`."""
 
     __slots__ = ("authors", "parts", "recorder")
     authors: tuple[Run, ...]
     parts: tuple[Part, ...]
     recorder: Recorder | None
 
-    # Asking.
+    # Questions about the text.
 
     def __str__(self) -> str:
         return self
@@ -153,7 +175,7 @@ class AuthoredText(str):
     def __ge__(self, other: str) -> Any:
         return _compare(self, other, ">=")
 
-    # Building.
+    # Operations that make new texts.
 
     def __add__(self, other: str) -> Any:
         return _concatenated(self, other)
@@ -237,7 +259,7 @@ class AuthoredText(str):
         return self[: -str.__len__(suffix)] if suffix and self.endswith(suffix) else self
 
     def replace(self, old: str, new: str, count: Any = -1) -> str:
-        """Replace texts; a replacement is its own author's, or the author's whose text it replaces."""
+        """Replace texts; a constant replacement belongs to the author whose text it replaces."""
         text, sought = plain_text(self), plain_text(old)
         limit = -1 if count is None else int(count)
         self._seek(old)
@@ -298,7 +320,7 @@ class AuthoredText(str):
             fragments.append(value if isinstance(value, str) else str(value))
         return concatenate(fragments)
 
-    # Inside.
+    # Helpers.
 
     def _guard(self, source: str, answer: Any) -> None:
         if self.recorder is not None:
@@ -317,7 +339,7 @@ class AuthoredText(str):
             self.recorder.sought.add(plain_text(text))
 
     def _opaque(self, text: str, operation: str = "") -> str:
-        """A text whose characters cannot be told apart any more: all of them are the first author's."""
+        """Return a text whose authors are unknown by character; all of it belongs to the first author."""
         runs: tuple[Run, ...] = ((len(text), first_author(self.authors)),) if text else ()
         if self.recorder is None or not operation:
             return _make(text, runs, _constant_parts(text), None)
@@ -328,7 +350,7 @@ class AuthoredText(str):
         return _make(text, _runs_between(self.authors, start, end), _constant_parts(text), None)
 
     def _derived(self, start: int, end: int, operation: str) -> AuthoredText:
-        """A slice of this text, which `operation` behind its source computes."""
+        """Return a slice of this text, which the source followed by `operation` computes."""
         if self.recorder is None:
             return self._constant_slice(start, end)
         text = plain_text(self)[start:end]
@@ -348,7 +370,7 @@ class AuthoredText(str):
         return self._derived(start, end, f".{method}({argument})")
 
     def _stripped_parts(self, method: str, chars: str | None, argument: str) -> tuple[Part, ...] | None:
-        """Strip only the outer parts; None where one of them has nothing left."""
+        """Strip only the outer parts; return None if one of them becomes empty."""
         assert self.recorder is not None
         parts = list(self.parts)
         for side, index in (("lstrip", 0), ("rstrip", -1)):
@@ -442,7 +464,7 @@ for _method in (
 
 
 def authored(text: str, author: Author, recorder: Recorder | None = None, source: str | None = None) -> AuthoredText:
-    """Return a text that one author wrote; with a `source`, another record may say something else there."""
+    """Return a text by one author; with a `source`, another record may have another text in its place."""
     runs: tuple[Run, ...] = ((len(text), author),) if text else ()
     if recorder is None or source is None:
         return _make(text, runs, _constant_parts(text), None)
@@ -450,7 +472,7 @@ def authored(text: str, author: Author, recorder: Recorder | None = None, source
 
 
 def constant(text: Any) -> AuthoredText:
-    """Return a value as a text; what has no author is the template's own."""
+    """Return a value as an authored text; without an author, it is the template's own."""
     if type(text) is AuthoredText:
         return text
     text = str(text)
@@ -471,7 +493,7 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
         return constant(found[0])
     runs: list[Run] = []
     parts: list[Part] = []
-    constants: list[str] = []  # since the last variable; joined at once, since there may be very many
+    constants: list[str] = []  # since the last variable; there may be very many, so they are joined at once
     recorder = None
     for fragment in found:
         if type(fragment) is AuthoredText:
@@ -496,13 +518,13 @@ def concatenate(texts: Iterable[Any]) -> AuthoredText:
     return _make("".join(map(plain_text, found)), tuple(runs), tuple(parts), recorder)
 
 
-def made_of(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
-    """Put a text together from what is known about it."""
+def build_text(text: str, authors: Iterable[Run], parts: Iterable[Part], recorder: Recorder | None) -> AuthoredText:
+    """Return an authored text with these authors and parts."""
     return _make(text, tuple(authors), tuple(parts), recorder)
 
 
 def percent_format(pattern: Any, values: Sequence[Any]) -> str:
-    """`pattern % values`, with the authors of values; only `%s` and `%%` can be followed."""
+    """Return `pattern % values` with the authors of values; only `%s` and `%%` are traced."""
     fragments = re.split(r"(%s|%%)", plain_text(pattern))
     if not is_constant(pattern) or any("%" in fragment for fragment in fragments[::2]):
         result = plain_text(pattern) % tuple(map(_plain_argument, values))
@@ -520,12 +542,12 @@ def percent_format(pattern: Any, values: Sequence[Any]) -> str:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a text is the same for every record of the shape."""
+    """Return whether a text is the same for every record of the shape."""
     return not isinstance(value, AuthoredText) or value.recorder is None
 
 
 def source_of(value: Any) -> str:
-    """Return an expression that gives a value again."""
+    """Return an expression that evaluates to a value."""
     if not isinstance(value, AuthoredText):
         return ascii(value)
     if value.recorder is None:
@@ -587,7 +609,7 @@ def _runs_between(runs: Sequence[Run], start: int, end: int) -> tuple[Run, ...]:
 
 
 def _authors_of(text: str, default: Author | None) -> tuple[Run, ...]:
-    """A replacement belongs to whoever wrote it, or to whom it replaces."""
+    """Return the authors of a replacement; a constant belongs to the author whose text it replaces."""
     if isinstance(text, AuthoredText) and first_author(text.authors):
         return text.authors
     return ((str.__len__(text), default),) if str.__len__(text) else ()
@@ -599,3 +621,54 @@ def _plain_argument(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain_argument, value))
     return value
+
+
+# Texts marked as safe: like Markup, they escape what is added to them, but keep authors.
+
+# What markupsafe.escape replaces, in an order in which nothing is replaced twice.
+_ESCAPES = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ('"', "&#34;"))
+
+
+class AuthoredMarkup(AuthoredText):
+    """An authored text that the filter `safe` has marked."""
+
+    def __html__(self) -> str:
+        return plain_text(self)
+
+    def __str__(self) -> str:
+        return build_text(plain_text(self), self.authors, self.parts, self.recorder)
+
+    def __add__(self, other: Any) -> Any:
+        return _added(self, other) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return _added(other, self) if isinstance(other, str) else NotImplemented
+
+
+def marked_as_safe(value: Any) -> AuthoredMarkup:
+    """Return a value as a text that is not escaped.
+
+    Example:
+        >>> str("<b>" + marked_as_safe("<i>"))
+        '&lt;b&gt;<i>'
+    """
+    text = constant(value)
+    if text.recorder is not None:
+        text.recorder.give_up("safe")
+    marked = str.__new__(AuthoredMarkup, plain_text(text))
+    marked.authors, marked.parts, marked.recorder = text.authors, text.parts, text.recorder
+    return marked
+
+
+def _added(left: Any, right: Any) -> AuthoredMarkup:
+    return marked_as_safe(concatenate([_escaped(left), _escaped(right)]))
+
+
+def _escaped(value: Any) -> AuthoredText:
+    text = constant(value)
+    if hasattr(value, "__html__"):
+        return text
+    for character, entity in _ESCAPES:
+        if character in plain_text(text):
+            text = constant(text.replace(character, entity))
+    return text

@@ -1,4 +1,4 @@
-"""Messages and tools made of authored texts: dicts, lists, lengths, and the JSON that templates write of them."""
+"""Messages and tools made of authored texts: dicts, lists, lengths, and the JSON that templates write."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Recorder,
     Run,
     authored,
+    build_text,
     concatenate,
-    made_of,
     plain_text,
     source_of,
 )
-from megatron_packed_sft.encode.templates.json_text import JsonSettings, json_text
+from megatron_packed_sft.encode.templates.renderer import JsonSettings, json_text
 
 
 def signature(value: Any) -> Any:
-    """Return what a template may see of a container without reading its strings: keys, kinds, numbers.
+    """Return what a template can see of a container without reading its strings: keys, types, numbers.
 
     Example:
         >>> signature({"a": "text", "b": 1, "c": []})
@@ -40,14 +40,14 @@ def signature(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    # 1, 1.0 and True are equal but are not written alike.
+    # 1, 1.0 and True are equal, but not written alike.
     if isinstance(value, str | dict | list):
         return type(value).__name__
     return value if value is None else (type(value).__name__, value) if not isinstance(value, int) else repr(value)
 
 
 class _Container:
-    """A dict or list of a record that guards its structure as soon as a template looks at it."""
+    """A dict or list of a record; its structure becomes a guard as soon as a template looks at it."""
 
     raw: Any
     author: Author
@@ -84,7 +84,7 @@ class AuthoredDict(_Container, dict[Any, Any]):
 
 
 class AuthoredMessage(AuthoredDict):
-    """A message; its own keys and kinds belong to the shape's key and need no guard."""
+    """A message; its keys and types are part of the shape's key and need no guard."""
 
     number: int
 
@@ -123,7 +123,7 @@ for _method in (
 
 
 class AuthoredLength(int):
-    """The length of an authored text: comparisons are guarded, not the length itself."""
+    """The length of an authored text: comparisons become guards, not the length itself."""
 
     text: AuthoredText
 
@@ -173,7 +173,7 @@ for _method in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul
 
 
 def length_of(value: Any) -> Any:
-    """Return the length of a value; that of an authored text knows what it is asked."""
+    """Return the length of a value; for an authored text, one that records comparisons."""
     if not isinstance(value, AuthoredText) or value.recorder is None:
         return len(value)
     length = AuthoredLength(str.__len__(value))
@@ -182,12 +182,12 @@ def length_of(value: Any) -> Any:
 
 
 class AuthoredChat:
-    """A record whose strings know the message and the path they come from; renders of its parts share it.
+    """A record whose strings know the message and the path that they come from; renders of its parts share it.
 
     Args:
         tools: of the chat.
-        recorder: writes down what templates ask.
-        parts: for messages whose content came in parts, the length of each; every part is an author of its own.
+        recorder: records what templates ask.
+        parts: the lengths of the parts of messages whose content came in parts; every part is a separate author.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class AuthoredChat:
         self._messages: dict[int, AuthoredMessage] = {}
 
     def messages(self, messages: Sequence[dict[str, Any]], *, is_probe: bool = False) -> list[AuthoredMessage]:
-        """Return the first messages of the chat, roles as they are; in a probe, some are not the record's."""
+        """Return the first messages of the chat, with plain roles; in a probe, some are not the record's."""
         result = []
         for number, message in enumerate(messages):
             known = self._messages.get(number)
@@ -230,9 +230,9 @@ def _author_message(number: int, message: dict[str, Any], recorder: Recorder | N
 
 
 def _author_parts(message: AuthoredMessage, lengths: Sequence[int]) -> None:
-    """Make every part of a content an author of its own: `("content", "part", 0)` and so on."""
+    """Make every part of a content a separate author: `("content", "part", 0)` and so on."""
     owner, key = message, "content"
-    if isinstance(message.raw.get("content"), list):  # a template that takes contents in parts got one part
+    if isinstance(message.raw.get("content"), list):  # for a template that reads content in parts
         owner, key = list.__getitem__(dict.__getitem__(message, "content"), 0), "text"
     content = owner.raw.get(key)
     if isinstance(content, str):
@@ -250,7 +250,7 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
         return value
 
     def inside(step: str | int) -> Author:
-        # Nobody asks which of the tools wrote something, and their texts are long: they are all one author's.
+        # All tools are one author: which tool a text comes from does not matter, and there may be many.
         return author if author.message == TOOLS else Author(author.message, (*author.path, step))
 
     result: Any
@@ -258,7 +258,7 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
         result = AuthoredDict()
         for key, inner in value.items():
             place = inside(key)
-            # A key is the same in every record of the shape, but it has an author all the same.
+            # A key is the same in every record of the shape, but it has an author too.
             name = authored(key, place) if isinstance(key, str) else key
             dict.__setitem__(result, name, author_value(inner, place, recorder, f"{source}[{key!a}]"))
     else:
@@ -271,7 +271,7 @@ def author_value(value: Any, author: Author, recorder: Recorder | None, source: 
 
 
 def without_authors(value: Any) -> Any:
-    """Return a value without anything that this module added."""
+    """Return the plain value of an authored one."""
     if isinstance(value, AuthoredText):
         return plain_text(value)
     if isinstance(value, _Container):
@@ -286,7 +286,7 @@ def without_authors(value: Any) -> Any:
 
 
 def has_authors(value: Any, depth: int = 4) -> bool:
-    """Whether a value holds authored texts."""
+    """Return whether a value contains authored texts."""
     if isinstance(value, AuthoredText | _Container | AuthoredLength):
         return True
     if depth and isinstance(value, list | tuple):
@@ -299,7 +299,7 @@ def has_authors(value: Any, depth: int = 4) -> bool:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write JSON as `tojson` does, with authors: in a record's own value even brackets and numbers are its author's."""
+    """Write JSON as `tojson` does, with authors; brackets and numbers in a record's value belong to its author."""
     settings: JsonSettings = (ensure_ascii, indent, tuple(separators) if separators else None, sort_keys)
     if not isinstance(value, _Container):
         return _authored_json(value, settings)
@@ -319,10 +319,10 @@ def _authored_json(value: Any, settings: JsonSettings) -> str:
     writer.write(value, None, 0)
     if (
         "".join(fragment for fragment, _, _ in writer.fragments) != text
-    ):  # odd keys: nobody's text, but never a wrong one
+    ):  # unusual keys: the text is right, its authors are not traced
         if writer.recorder is not None:
             writer.recorder.give_up("JSON of an unusual value")
-        return made_of(text, [(len(text), writer.first_author)], [(text, None)], None)
+        return build_text(text, [(len(text), writer.first_author)], [(text, None)], None)
     return writer.result(text)
 
 
@@ -339,7 +339,7 @@ class _JsonWriter:
         pair: tuple[str, str] = separators or ((", " if indent is None else ","), ": ")
         self._comma, self._colon = pair
         self._ascii = ensure_ascii
-        self._whole: tuple[int, str] | None = None  # where a record's own value began, and its source
+        self._whole: tuple[int, str] | None = None  # where a value of the record began, and its source
 
     def write(self, value: Any, author: Author | None, level: int) -> None:
         if isinstance(value, _Container):
@@ -362,7 +362,7 @@ class _JsonWriter:
             self._add(json.dumps(value, ensure_ascii=self._ascii), author)
 
     def _write_inner(self, value: Any, author: Author | None, level: int) -> None:
-        """A record's value inside one that the template made: on one line its JSON does not depend on its place."""
+        """Write a record's value inside one of the template; on one line, its JSON does not depend on its place."""
         if self._indent is not None:
             value.touch()
             if isinstance(value, dict):
@@ -379,7 +379,7 @@ class _JsonWriter:
             self.fragments += inner.fragments
             return
         source = value.recorder.variable(f"json_text({value.source},{self._settings!a})")
-        # Authors fragment by fragment, but one variable for all of it: it stands with the first.
+        # Each fragment has its author, but all of them are one variable, which stands with the first.
         self.fragments += [
             (fragment, whose, source if number == 0 else "")
             for number, (fragment, whose, _) in enumerate(inner.fragments)
@@ -407,11 +407,11 @@ class _JsonWriter:
         self.recorder = self.recorder or value.recorder
         position, text = 0, plain_text(value)
         runs = [run for run in value.authors if run[0]]
-        # Quotes around nothing are written by whoever wrote the value that they are in.
+        # The quotes of an empty text belong to the author of the value that contains it.
         whose = next((author for _, author in runs if isinstance(author, Author)), author_of_all)
         self.first_author = self.first_author or whose
         self._add('"', whose)
-        # Empty texts are parts too: another record may have more to say.
+        # Empty texts are parts too: in another record they may not be empty.
         source = None
         if value.recorder is not None:
             source = value.recorder.variable(f"json_inside({source_of(value)},{self._ascii})")
@@ -433,14 +433,14 @@ class _JsonWriter:
                 runs.append((len(fragment), author))
         if self._whole is not None and self.recorder is not None:
             whole = self.recorder.variable(f"json_text({self._whole[1]},{self._settings!a})")
-            return made_of(text, runs, [(text, whole)], self.recorder)
+            return build_text(text, runs, [(text, whole)], self.recorder)
         parts: list[Part] = []
         for fragment, _, source in self.fragments:
             if source == "" or (source is None and parts and parts[-1][1] is None):
                 parts[-1] = (parts[-1][0] + fragment, parts[-1][1])
             elif source is not None or fragment:
                 parts.append((fragment, source))
-        return made_of(text, runs, parts, self.recorder)
+        return build_text(text, runs, parts, self.recorder)
 
 
 def _of_first(source: str | None, number: int) -> str | None:

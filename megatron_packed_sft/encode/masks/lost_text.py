@@ -1,4 +1,4 @@
-"""What a template leaves out of a chat: strings of the record that have no place in the rendered text."""
+"""What a template omits from a chat: strings of the record that do not appear in the rendered text."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
 
 TOOL_CALL, REASONING, CONTENT, MESSAGE, ALL_TOOLS = "tool_call", "reasoning", "content", "message", "tools"
 _SENTENCES = {
-    TOOL_CALL: "leaves a tool call of message {message} out",
-    REASONING: "leaves the reasoning of message {message} out",
-    CONTENT: "leaves the content of message {message} out",
-    MESSAGE: "leaves message {message} out",
-    ALL_TOOLS: "leaves the tools out",
+    TOOL_CALL: "omits a tool call of message {message}",
+    REASONING: "omits the reasoning of message {message}",
+    CONTENT: "omits the content of message {message}",
+    MESSAGE: "omits message {message}",
+    ALL_TOOLS: "omits the tools",
 }
 
 Path = tuple[str | int, ...]
 
 
 class Loss(NamedTuple):
-    """Text that is lost.
+    """Text that the template omits.
 
     Args:
         kind: `tool_call`, `reasoning`, `content`, `message` or `tools`.
         message: its number, -1 for tools.
-        is_grave: a trained turn loses a call, or all of it.
+        is_grave: whether a trained turn loses a call, or all of its text.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Loss(NamedTuple):
     is_grave: bool
 
     def sentence(self, template: str) -> str:
-        """Say it."""
+        """Return a sentence about the loss."""
         return f"{template} {_SENTENCES[self.kind].format(message=self.message)}"
 
 
@@ -47,14 +47,14 @@ def find_losses(
     recorder: Recorder | None = None,
     numbers: Collection[int] | None = None,
 ) -> list[Loss]:
-    """Return what the render of a chat has lost.
+    """Return what the render of a chat omits.
 
     Args:
         messages: of the chat, in the form that was rendered.
         tools: of the chat.
         chat: its render.
-        turns: the own spans of each trained turn: what is written elsewhere is not trained, so it does not count.
-        recorder: gets a guard for every string that is missing: one that says nothing here may say something elsewhere.
+        turns: the spans of each trained message in its turn; what is written elsewhere is not trained.
+        recorder: gets a guard for every omitted string, which may be empty here and not in another record.
         numbers: look at these messages only; `TOOLS` for the tools.
     """
     shown: dict[int, set[Path]] = {}
@@ -72,7 +72,7 @@ def find_losses(
 
 
 def says_something(message: dict[str, Any]) -> bool:
-    """Whether a message has a text that can be lost."""
+    """Return whether a message has text that can be omitted."""
     return any(text is None or text.strip() for _, _, text in _strings_of(message))
 
 
@@ -97,7 +97,7 @@ def _losses_of(
 
 
 def _strings_of(message: dict[str, Any]) -> Iterator[tuple[Path, str, str | None]]:
-    """Yield path, kind and text of what a message says; None for what is no text but says something all the same."""
+    """Yield path, kind and text of the values of a message; the text is None for values that are not strings."""
     content = message.get("content")
     if isinstance(content, str):
         yield ("content",), CONTENT, content
@@ -128,5 +128,5 @@ def _strings_of_call(path: Path, call: dict[str, Any]) -> Iterator[tuple[Path, s
 
 
 def _is_in(path: Path, paths: Iterable[Path]) -> bool:
-    """Whether a value is written: itself, a part of it, or what it is a part of."""
+    """Return whether a value is written: itself, a part of it, or a value that contains it."""
     return any(other[: len(path)] == path or path[: len(other)] == other for other in paths)

@@ -1,8 +1,8 @@
-"""A conversation to a marked text: which characters the model is to learn, and which only look like control tokens.
+"""`ChatMarker` turns a conversation into a marked text: what the model learns, and what only looks like control tokens.
 
 a shape that repeats    guards, one join, the trained ranges          no render
 known messages          one render, read with their recipes           one render
-anything else           searched (`RenderingMarker`), and learnt      many renders
+anything else           searched (`RenderingMarker`) and learnt       many renders
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from operator import is_
 from typing import Any
 
 from megatron_packed_sft.encode.masks.authored_text import TOOLS, Recorder
-from megatron_packed_sft.encode.masks.escapes import ControlMarks, literal_ranges
-from megatron_packed_sft.encode.masks.lesson import Lesson
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
-from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Read, Recipe, RecipeBook
+from megatron_packed_sft.encode.masks.probe import ControlMarks, literal_ranges
+from megatron_packed_sft.encode.masks.recipes import HEAD, Kind, Lesson, Read, Recipe, RecipeBook
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat, Messages, RenderingMarker
 from megatron_packed_sft.encode.masks.shapes import NotCompilable, Shape, compile_shape
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_parts import Range, joined
+from megatron_packed_sft.encode.masks.turn_parts import Range, join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
@@ -29,11 +28,11 @@ from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenize
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
 
-_MAX_SHAPES = 4096  # sequences of roles and keys that are remembered
+_MAX_SHAPES = 4096  # sequences of roles and keys to remember
 _MAX_VARIANTS = 8  # compiled shapes of each
-_MAX_COMPILED = 24  # attempts to compile each
-_MAX_UNLEARNT = 16  # chats that gave no recipes, after which none is tried
-_NUM_CHECKS = 2  # of a compiled shape's texts against a render
+_MAX_COMPILED = 24  # attempts to compile one of each
+_MAX_UNLEARNT = 16  # chats without recipes, after which learning stops
+_NUM_CHECKS = 2  # comparisons of a compiled shape's text with a render
 
 
 class _Compiled:
@@ -41,11 +40,11 @@ class _Compiled:
         self.shape = shape
         self.losses = losses
         self.num_checks = _NUM_CHECKS
-        self.num_marks = num_marks  # where control tokens may begin in its constants
+        self.num_marks = num_marks  # places in its constants where control tokens may begin
 
 
 class _Known:
-    """What is known of chats with one sequence of roles and keys."""
+    """What is known about chats with one sequence of roles and keys."""
 
     def __init__(self, wanted: Sequence[bool]) -> None:
         self.wanted = wanted
@@ -55,19 +54,19 @@ class _Known:
         self.shapes: list[_Compiled] = []
 
     def is_due(self, num_messages: int) -> bool:
-        """Whether to compile a shape: that costs a traced render, so it pays for what repeats."""
+        """Return whether to compile a shape, which takes a traced render and pays only if the shape repeats."""
         return self.num_compiled < _MAX_COMPILED and self.num_seen % max(8, 2 * num_messages) == 0
 
 
 class ChatMarker(RenderingMarker):
-    """Marks conversations, and learns from each how to mark the next of its kind; see `RenderingMarker`."""
+    """Marks conversations, and learns from each how to mark the next one of its kind; see `RenderingMarker`."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, options: EncodeOptions, template_options: TemplateOptions
     ) -> None:
         super().__init__(tokenizer, template, options, template_options)
         self._count_marks = ControlMarks(self._escaped_tokens).count
-        # How control tokens begin that the template could write, and how they go on.
+        # Beginnings of control tokens that the template could write -> the characters that continue them.
         self._continued: dict[str, set[str]] = {}
         for token in self._escaped_tokens:
             for length in range(1, len(token)):
@@ -80,11 +79,11 @@ class ChatMarker(RenderingMarker):
         self._do_tools_decide = False  # whether prompts ask more about tools than chats do
 
     def mark(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedChat:
-        """Render a conversation and say which characters are trained; RecordRefusedError if that cannot be said.
+        """Return the text of a conversation and its trained characters; raise RecordRefusedError if they are unknown.
 
         Args:
             conversation: the chat.
-            is_turn: only its last message counts: what the template leaves out of others is meant to be left out.
+            is_turn: whether only the last message counts; then losses in earlier messages are ignored.
         """
         if not conversation.weight:
             raise RecordRefusedError(DropReason.NOTHING_TO_TRAIN, "the weight of the record is 0")
@@ -98,14 +97,14 @@ class ChatMarker(RenderingMarker):
     def _mark_whole(self, conversation: Conversation) -> MarkedChat:
         tools = None if conversation.tools is None else list(conversation.tools)
         kinds = self._book.kinds_of(conversation.messages)
-        flags = tuple(self.wanted(conversation)) if conversation.train or conversation.parts else None
+        flags = tuple(self.trained_messages(conversation)) if conversation.train or conversation.parts else None
         key = (tools is None, flags, *[number for number, _, _ in kinds])
         known = self._known.get(key)
         if known is not None and known.shapes:
             found = self._mark_by_shape(conversation, tools, known)
             if found is not None:
                 return found
-        known = known or self._remember(key, self._checked_wanted(conversation))
+        known = known or self._remember(key, self._require_trained(conversation))
         known.num_seen += 1
         marked = self._mark_by_recipes(conversation, tools, known, kinds)
         if marked is None:
@@ -119,7 +118,7 @@ class ChatMarker(RenderingMarker):
         return known
 
     def _mark_by_shape(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat | None:
-        """Return a chat as a compiled shape says, if it is of one."""
+        """Mark a chat by a compiled shape; return None if it has none."""
         messages, plain = conversation.messages, None
         if not known.is_direct:
             messages, plain = self._first_form(conversation, tools)
@@ -127,7 +126,7 @@ class ChatMarker(RenderingMarker):
             try:
                 found = compiled.shape.run(messages, tools)
             except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-                continue  # an answer that the first record did not get
+                continue  # another structure than the first chat's
             if found is None:
                 continue
             parts, trained = found
@@ -144,7 +143,7 @@ class ChatMarker(RenderingMarker):
         return None
 
     def _literal_in(self, text: str, parts: Sequence[str], compiled: _Compiled) -> Sequence[Range]:
-        """Return where a shape's strings hold the text of control tokens; hardly any does."""
+        """Return where a shape's strings contain the text of control tokens, which is rare."""
         if self._count_marks(text) == compiled.num_marks:
             return ()
         starts = [0, *accumulate(map(len, parts))]
@@ -153,7 +152,7 @@ class ChatMarker(RenderingMarker):
     def _mark_by_recipes(
         self, conversation: Conversation, tools: Any, known: _Known, kinds: Sequence[Kind]
     ) -> MarkedChat | None:
-        """Return a chat as the recipes of its messages read one render of it; those that are missing are learnt."""
+        """Mark a chat by reading one render with recipes, learning those that are missing; None if that fails."""
         messages, plain = self._first_form(conversation, tools)
         is_direct = all(map(is_, messages, conversation.messages))
         if not is_direct:
@@ -169,21 +168,21 @@ class ChatMarker(RenderingMarker):
             except NotCompilable:
                 self._num_unlearnt[bool(tools)] += 1
             except RecordRefusedError:
-                return None  # the full search will refuse it and say why
+                return None  # the full search refuses it and says why
         if not read.is_whole(plain, messages):
             return None
         literal: Sequence[Range] = ()
         if self._count_marks(plain) != read.num_marks:
             literal = self._literal_between(plain, read.slots(messages, tools))
-        return MarkedChat(MarkedText(plain, tuple(joined(read.turns)), literal), tuple(read.losses()))
+        return MarkedChat(MarkedText(plain, tuple(join_ranges(read.turns)), literal), tuple(read.losses()))
 
     def _learn(
         self, messages: Messages, plain: str, tools: Any, known: _Known, kinds: Sequence[Kind], *, compiles: bool
     ) -> Read:
-        """Read a chat, learning the recipes that are missing, and perhaps compile its shape.
+        """Read a chat, learning missing recipes, and compile its shape if asked.
 
         Raises:
-            NotCompilable: its messages cannot be told apart.
+            NotCompilable: the text cannot be divided among its messages.
         """
         recorder = Recorder()
         finder = self._finder(messages, plain, tools, recorder)
@@ -191,9 +190,9 @@ class ChatMarker(RenderingMarker):
         if self._is_unsafe_to_learn(finder.chat, recorder):
             raise NotCompilable("a control token at the edge of a string")
         lesson = Lesson(messages, tools, finder.chat, recorder, self._count_marks)
-        numbers: list[int] = []  # around which it was learnt
+        numbers: list[int] = []  # of messages around which recipes were learnt
         while not (read := self._book.read(plain, messages, kinds, tools, known.wanted)).is_whole(plain, messages):
-            # Where turns do not depend on tools, other tools are only another head, and nothing is searched.
+            # If turns do not depend on tools, other tools only need another head, and nothing is searched.
             is_head = read.num_messages == HEAD and lesson.is_for_these_tools and not self._do_tools_decide
             numbers.append(HEAD if is_head and not numbers else max(read.num_messages, 0))
             if numbers[-1] in numbers[:-1]:
@@ -207,10 +206,9 @@ class ChatMarker(RenderingMarker):
     def _recipes_around(
         self, finder: TurnFinder, lesson: Lesson, tools: Any, wanted: Sequence[bool], number: int, recorder: Recorder
     ) -> dict[int, Recipe]:
-        """Return the recipes of the messages between two trained turns, and of the second, around a message.
+        """Return the recipes of the messages around one, from after the last trained turn up to the next.
 
-        What a turn depends on is mostly asked about the messages right before it, while it is searched; so these are
-        learnt together.
+        While a turn is searched, most questions are about the messages right before it, so they are learnt together.
         """
         messages, size = list(finder.messages), lesson.head_size
         trained = [place for place, is_wanted in enumerate(wanted) if is_wanted]
@@ -236,9 +234,9 @@ class ChatMarker(RenderingMarker):
     def _compile(
         self, known: _Known, chat: TracedText, read: Read, messages: Messages, tools: Any, recorder: Recorder
     ) -> None:
-        """Compile the shape of a chat that was read."""
+        """Compile the shape of a chat that was read with recipes."""
         known.num_compiled += 1
-        turns = tuple(joined(read.turns))
+        turns = tuple(join_ranges(read.turns))
         lines = [(number, recipe.lines) for number, recipe in zip(read.numbers, read.recipes, strict=True)]
         try:
             shape = compile_shape(messages, chat, turns, recorder, lines)
@@ -248,8 +246,8 @@ class ChatMarker(RenderingMarker):
         self._keep_shape(known, shape, marked, messages, tools)
 
     def _mark_and_compile(self, conversation: Conversation, tools: Any, known: _Known) -> MarkedChat:
-        """Find the turns of a chat whose messages cannot be told apart; compile its shape if it repeats."""
-        # This takes time that grows with the square of the chat: it pays for shapes that repeat as often.
+        """Find the turns of a chat that cannot be divided among its messages; compile its shape if it repeats."""
+        # This takes time quadratic in the chat's length, so it pays for shapes that repeat as often.
         is_due = known.num_seen % max(2, len(conversation.messages) ** 2 // 2) == 0
         recorder = Recorder() if is_due and known.num_compiled < _MAX_COMPILED else None
         found = self._mark_slowly(conversation, tools, known.wanted, recorder)
@@ -276,7 +274,7 @@ class ChatMarker(RenderingMarker):
             del known.shapes[_MAX_VARIANTS:]
 
     def _is_unsafe_to_learn(self, chat: TracedText, recorder: Recorder) -> bool:
-        """Whether a string completes a control token, or a part that every such chat has holds one as a text."""
+        """Return whether a string completes a control token, or a part that such chats share contains one as text."""
         parts = [part for part in chat.whole.parts if part[0]]
         for (text, before), (following, name) in pairwise(parts):
             if name is not None and before is None and text.endswith(self._beginnings):

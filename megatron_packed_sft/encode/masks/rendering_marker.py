@@ -1,6 +1,6 @@
-"""Marks conversations by rendering alone: where every turn begins and ends, what of it is trained, and how much.
+"""Marking conversations by rendering alone: where each turn begins and ends, and which parts of it are trained.
 
-Nothing is learnt from one chat for the next. `ChatMarker` does that, and must give the same.
+Nothing is learnt from one chat for the next; `ChatMarker` does that, and must give the same result.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import Author, Recorder
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
-from megatron_packed_sft.encode.masks.escapes import literal_ranges, tokens_to_escape
-from megatron_packed_sft.encode.masks.generation_blocks import Block, generation_blocks
 from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
-from megatron_packed_sft.encode.masks.probe import probe_template
+from megatron_packed_sft.encode.masks.probe import literal_ranges, probe_template, tokens_to_escape
 from megatron_packed_sft.encode.masks.shapes import note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind, TurnSyntax, probe_syntax, segments_of
-from megatron_packed_sft.encode.masks.turn_outline import TurnOutline, outline_of
-from megatron_packed_sft.encode.masks.turn_parts import Range, Tokens, is_own, joined, scaffold_of
+from megatron_packed_sft.encode.masks.turn_parts import (
+    Block,
+    Range,
+    Tokens,
+    TurnOutline,
+    generation_blocks,
+    is_own,
+    join_ranges,
+    outline_of,
+    scaffold_of,
+)
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.message_forms import (
@@ -32,8 +39,7 @@ from megatron_packed_sft.encode.templates.message_forms import (
     with_reasoning_under,
 )
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
 
@@ -45,7 +51,7 @@ _ANYBODY = Author(0, ())
 
 
 class MarkedChat(NamedTuple):
-    """A conversation as it is tokenized, and what the template left out of it."""
+    """A conversation as it is tokenized, and what the template omitted."""
 
     marked: MarkedText
     losses: tuple[Loss, ...] = ()
@@ -57,7 +63,7 @@ class Found(NamedTuple):
     marked: MarkedChat
     chat: TracedText
     messages: Messages
-    is_direct: bool  # rendered in the form in which it came
+    is_direct: bool  # whether it was rendered in its original form
 
 
 class ChatOutline(NamedTuple):
@@ -73,8 +79,8 @@ class RenderingMarker:
     Args:
         tokenizer: gives the template's variables, control tokens and stop tokens.
         template: the chat template.
-        options: of the encoding.
-        template_options: what the user says about the template.
+        options: which messages and parts are trained.
+        template_options: the user's settings of the template.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class RenderingMarker:
         )
         self._traced = TracedRenderer(self._renderer)
         self._reasoning_key = reasoning_key(self._renderer.tree)
-        # Some tokenizers have thousands of control tokens; those that the template can write are few.
+        # Some tokenizers have thousands of control tokens, but a template can write only a few of them.
         self._own_text = "".join((template.source, *map(str, self._renderer.variables.values())))
         self._control = control_pattern(
             token for token in tokenizer.control_tokens if token.strip() and token in self._own_text
@@ -111,18 +117,18 @@ class RenderingMarker:
         self._warn_of_ordinary_ends(tokenizer, probe.ends)
 
     def render(self, conversation: Conversation) -> str:
-        """Render a conversation once, in the first form that the template takes."""
+        """Render a conversation in the first form that the template accepts."""
         return self._first_form(conversation, None if conversation.tools is None else list(conversation.tools))[1]
 
     def outline(self, conversation: Conversation) -> ChatOutline:
-        """Return the turns of a conversation as the template writes them, for people to look at."""
+        """Return what the template writes for each message, to show it to people."""
         tools = None if conversation.tools is None else list(conversation.tools)
         messages, _ = self._first_form(conversation, tools)
         chat = self._traced.render(messages, AuthoredChat(tools))
         return ChatOutline(chat, outline_of(messages, chat, self.ends))
 
     def generation_prompt(self, conversation: Conversation) -> str:
-        """Return what the template adds behind a conversation when the assistant is to speak next."""
+        """Return what the template adds after a conversation when the assistant speaks next."""
         tools = None if conversation.tools is None else list(conversation.tools)
         messages, _ = self._first_form(conversation, tools)
         chat = AuthoredChat(tools)
@@ -131,14 +137,14 @@ class RenderingMarker:
         return scaffold.text[scaffold.num_bare :]
 
     def mark_by_rendering(self, conversation: Conversation) -> MarkedChat:
-        """Mark a conversation without anything that was learnt from others: slow, and what `mark` must equal."""
+        """Mark a conversation without using what was learnt from others: slow; `mark` must give the same."""
         tools = None if conversation.tools is None else list(conversation.tools)
-        found = self._mark_slowly(conversation, tools, self._checked_wanted(conversation), None).marked
+        found = self._mark_slowly(conversation, tools, self._require_trained(conversation), None).marked
         self._refuse_losses(found.losses)
         return found
 
-    def wanted(self, conversation: Conversation) -> list[bool]:
-        """Return which messages are to be trained."""
+    def trained_messages(self, conversation: Conversation) -> list[bool]:
+        """Return for each message whether it is trained."""
         roles = self._options.roles_to_train
         flags = conversation.train or [None] * len(conversation.messages)
         wanted = [
@@ -153,7 +159,7 @@ class RenderingMarker:
         return wanted
 
     def needs_segments(self, conversation: Conversation) -> bool:
-        """Whether a conversation has weights besides 0 and 1, or options leave a part of its turns untrained."""
+        """Return whether a conversation has weights besides 0 and 1, or options exclude a part of its turns."""
         return bool(
             self._untrained
             or conversation.parts
@@ -172,7 +178,7 @@ class RenderingMarker:
         roles = [str(message.get("role")) for message in messages]
         weights = self._weights_of(conversation)
         segments = segments_of(traced, chat.marked.trained, roles, weights, self._syntax, self._untrained)
-        trained = tuple(joined((segment.start, segment.end) for segment in segments))
+        trained = tuple(join_ranges((segment.start, segment.end) for segment in segments))
         return chat._replace(marked=chat.marked._replace(trained=trained, segments=segments))
 
     @cached_property
@@ -180,10 +186,10 @@ class RenderingMarker:
         return probe_syntax(self._traced, self._reasoning_key, Tokens(self._control).pattern, self.ends)
 
     def _weights_of(self, conversation: Conversation) -> dict[int, MessageWeights]:
-        """Return the weights of the messages to train."""
+        """Return the weights of the trained messages."""
         found = {}
         flags = conversation.train or [None] * len(conversation.messages)
-        for number, (is_wanted, flag) in enumerate(zip(self.wanted(conversation), flags, strict=True)):
+        for number, (is_wanted, flag) in enumerate(zip(self.trained_messages(conversation), flags, strict=True)):
             if is_wanted:
                 by_role = conversation.messages[number].get("role") in self._options.roles_to_train
                 weight = float(by_role) if flag is None else float(flag)
@@ -192,11 +198,11 @@ class RenderingMarker:
                 found[number] = MessageWeights(weight * conversation.weight, scaled)
         return found
 
-    def _checked_wanted(self, conversation: Conversation) -> list[bool]:
-        wanted = self.wanted(conversation)
+    def _require_trained(self, conversation: Conversation) -> list[bool]:
+        wanted = self.trained_messages(conversation)
         if not any(wanted):
             raise RecordRefusedError(
-                DropReason.NOTHING_TO_TRAIN, "no message is to be trained, by its role or its flag"
+                DropReason.NOTHING_TO_TRAIN, "encode.roles_to_train and the record's flags leave no message to train"
             )
         return wanted
 
@@ -208,13 +214,13 @@ class RenderingMarker:
         finder = self._finder(messages, plain, tools, recorder)
         turns, own = self._turns(finder, messages, wanted)
         losses = find_losses(messages, tools, finder.chat, own, recorder)
-        marked = MarkedText(plain, tuple(joined(turn for _, turn in turns)), self._literal(messages, finder.chat))
+        marked = MarkedText(plain, tuple(join_ranges(turn for _, turn in turns)), self._literal(messages, finder.chat))
         is_direct = messages == list(conversation.messages)
         return Found(MarkedChat(marked, tuple(losses)), finder.chat, messages, is_direct)
 
     def _finder(self, messages: Messages, plain: str, tools: Any, recorder: Recorder | None) -> TurnFinder:
         authored = AuthoredChat(tools, recorder)
-        renders: dict[tuple[int, bool], TracedText] = {}  # the chat up to a message is that before the next one
+        renders: dict[tuple[int, bool], TracedText] = {}  # the chat up to one message is the chat before the next
 
         def render(
             messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False, probe: bool = False
@@ -259,7 +265,7 @@ class RenderingMarker:
     def _turns(
         self, finder: TurnFinder, messages: Messages, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Range]], dict[int, Sequence[Span]]]:
-        """Return the trained ranges with their messages, and what each trained message says in them."""
+        """Return the trained ranges with their messages, and each trained message's own spans."""
         blocks = None
         if self._renderer.has_generation_marks:
             blocks = generation_blocks(finder.chat, [message.get("role", "") for message in messages])
@@ -280,19 +286,19 @@ class RenderingMarker:
                 turns.append((number, turn))
         ordered = sorted(turn for _, turn in turns)
         if any(second[0] < first[1] for first, second in pairwise(ordered)):
-            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the chat")
+            raise RecordRefusedError(DropReason.UNTRACEABLE_TEMPLATE, "two turns overlap in the rendered chat")
         for number, (block, owner) in enumerate(blocks or ()):
             if owner is None:
                 raise RecordRefusedError(
                     DropReason.UNTRACEABLE_TEMPLATE,
-                    f"a generation block of {self._renderer.name} belongs to no single message",
+                    f"a generation block of {self._renderer.name} does not belong to a single message",
                 )
             if wanted[owner] and not self._is_over(finder.chat, (blocks or ())[:number], block, owner):
                 turns.append((owner, self._with_end(finder, _after_prompt(finder, block, owner))))
         return turns, own
 
     def _without_end(self, chat: TracedText, turn: Range) -> Range:
-        """Leave a turn's end-of-turn token out; what a message says itself is never one."""
+        """Remove the end-of-turn token from a turn; a message's own text is never one."""
         start, end = turn
         said = max((span.end for span in chat.spans if span.start < end), default=0)
         for token in self.ends:
@@ -301,7 +307,7 @@ class RenderingMarker:
         return turn
 
     def _with_end(self, finder: TurnFinder, block: Range) -> Range:
-        """Make a block end with its end-of-turn token, or before it; the blanks behind it are not trained."""
+        """Make a block end with its end-of-turn token, or before it; blanks after it are not trained."""
         start, end = block
         text = finder.chat.text
         said = max((span.end for span in finder.chat.spans if start <= span.start < end), default=start)
@@ -315,7 +321,7 @@ class RenderingMarker:
         return start, end + (length if self._options.train_on_eot else 0)
 
     def _is_over(self, chat: TracedText, earlier: Sequence[Block], block: Range, owner: int) -> bool:
-        """Whether a block without words follows the stop token of its turn."""
+        """Return whether a block without texts of messages follows the stop token of its turn."""
         ends = [other.range[1] for other in earlier if other.owner == owner]
         if not ends or any(block[0] <= span.start < block[1] for span in chat.spans):
             return False
@@ -334,8 +340,8 @@ class RenderingMarker:
             if self._escaped.search(str(message.get("role", ""))):
                 raise RecordRefusedError(
                     DropReason.UNESCAPABLE,
-                    f"the role {message['role']!r} holds the text of a control token; rename it, or set "
-                    "encode.special_tokens_in_content to allow",
+                    f"the role {message['role']!r} contains a control token; rename it, or set "
+                    "encode.special_tokens_in_content=allow",
                 )
 
     def _refuse_losses(self, losses: Sequence[Loss]) -> None:
@@ -346,27 +352,28 @@ class RenderingMarker:
             if choice == "error" or (choice is None and loss.is_grave):
                 raise RecordRefusedError(
                     DropReason.LOST_TEXT,
-                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost to drop",
+                    f"{loss.sentence(self._renderer.name)}; choose another template, or set encode.on_lost=drop",
                 )
 
     def _untraceable(self) -> RecordRefusedError:
         return RecordRefusedError(
-            DropReason.UNTRACEABLE_TEMPLATE, f"{self._renderer.name} changes text in ways that cannot be followed"
+            DropReason.UNTRACEABLE_TEMPLATE,
+            f"{self._renderer.name} changes the text of messages in a way that cannot be traced",
         )
 
     def _warn_of_ordinary_ends(self, tokenizer: Tokenizer, found: Sequence[str]) -> None:
         ordinary = [end for end in found if end not in tokenizer.control_tokens]
         if ordinary or not found:
             logger.warning(
-                "%s: a turn ends with %s for tokenizer %s; generation will have to stop at it",
+                "%s: with tokenizer %s, a turn ends with %s; make generation stop there",
                 self._renderer.name,
-                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "nothing",
                 tokenizer.name,
+                f"the ordinary text {', '.join(map(repr, ordinary))}" if ordinary else "no token at all",
             )
 
 
 def _after_prompt(finder: TurnFinder, block: Range, owner: int) -> Range:
-    """Leave out of a generation block what the generation prompt gives."""
+    """Remove from a generation block what the generation prompt already gives."""
     try:
         start, _ = finder.turn(owner)
     except RecordRefusedError:

@@ -1,8 +1,8 @@
-"""Chats of one shape compiled once: guards, then one join of constants and the record's strings, then trained ranges.
+"""Compiling chats of one shape: guards, then one join of constants and the record's strings, then trained ranges.
 
 A traced render is a straight-line program: the questions that the template asked, with their answers, and the parts of
-its text. For another record that gives the same answers the template would write the same constants around that
-record's strings, so nothing needs to be rendered. For Qwen3 and a question with an answer the program is five lines.
+its text. For another record with the same answers, the template would write the same constants around that record's
+strings, so nothing needs to be rendered. For Qwen3 and a question with an answer, the program has five lines.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     Part,
     Recorder,
+    names_in,
+    replace_names,
 )
 from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
-from megatron_packed_sft.encode.templates.json_text import json_inside, json_text
+from megatron_packed_sft.encode.templates.renderer import json_inside, json_text
 
 Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails
 Program = Callable[[Sequence[dict[str, Any]], Any], "tuple[tuple[str, ...], tuple[Range, ...]] | None"]
 
 _NAMES = {"json_text": json_text, "json_inside": json_inside, "signature": signature, "NoneType": NoneType}
-_VARIABLE = re.compile(rf"{VARIABLE}\d+")
 _MAX_COMPILED = 4096
 _QUESTION = re.compile(r"(bool|signature)\(([^()]*(?:\(\))?)\)")
 _CONTAINED = ("str", "dict", "list")
 _TYPES = frozenset({str, list, dict, int, float, bool, NoneType})
-_ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=")
+ASSIGNMENT = re.compile(rf" ({VARIABLE}\d+)=(?!=)")
 
 
 class NotCompilable(Exception):  # noqa: N818 (not an error: the record is marked all the same)
-    """The program cannot say what a template did; the shape is marked by rendering."""
+    """A program cannot repeat what the template did, so the chat is marked by rendering."""
 
 
 class Shape(NamedTuple):
@@ -48,8 +49,8 @@ class Shape(NamedTuple):
 
     Args:
         run: see `Program`.
-        slots: which of the parts are the record's.
-        constants: the others.
+        slots: the numbers of the parts that are the record's strings.
+        constants: the other parts.
     """
 
     run: Program
@@ -64,14 +65,14 @@ def compile_shape(
     recorder: Recorder,
     recipes: Iterable[tuple[int, Sequence[str]]] = (),
 ) -> Shape:
-    """Turn a traced chat and its trained ranges into a program; raise NotCompilable where that is not possible.
+    """Turn a traced chat and its trained ranges into a program; raise NotCompilable if that is impossible.
 
     Args:
-        messages: of the chat; another one of the shape must have the same keys.
+        messages: of the chat; another chat of the shape must have the same keys.
         chat: the render.
-        ranges: the trained ones.
-        recorder: what was asked to find them.
-        recipes: if they are not found but known, numbers of messages and the lines of their recipes.
+        ranges: its trained ranges.
+        recorder: what the template asked while they were found.
+        recipes: where ranges come from recipes, the messages' numbers and the lines of their recipes.
 
     Example:
         >>> from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
@@ -86,7 +87,7 @@ def compile_shape(
     """
     if recorder.obstacle:
         raise NotCompilable(recorder.obstacle)
-    parts = _merged(chat.whole.parts)
+    parts = _merge_parts(chat.whole.parts)
     places = _places(parts, sorted({edge for edges in ranges for edge in edges}), recorder.edges_in_slots)
     lines = [f"def run({MESSAGES_NAME}, {TOOLS_NAME}):"]
     for number, message in enumerate(messages):
@@ -100,14 +101,14 @@ def compile_shape(
     edges = "".join(f"({names[start]},{names[end]})," for start, end in ranges)
     lines.append(f" return ({texts}{',' if parts else ''}),({edges})")
     return Shape(
-        compiled("\n".join(without_unused(lines))),
+        compile_program("\n".join(without_unused(lines))),
         tuple(number for number, (_, name) in enumerate(parts) if name is not None),
         tuple(text for text, name in parts if name is None),
     )
 
 
 @lru_cache(_MAX_COMPILED)
-def compiled(source: str) -> Any:
+def compile_program(source: str) -> Any:
     """Return the function `run` of a program."""
     namespace: dict[str, Any] = dict(_NAMES)
     exec(source, namespace)
@@ -115,7 +116,7 @@ def compiled(source: str) -> Any:
 
 
 def note_parts(render: TracedText, recorder: Recorder) -> None:
-    """Demand that a render's variable parts are empty where they are now, and that each is one author's."""
+    """Require that the same parts of a render are empty again, and that each part has one author."""
     position = 0
     owners = _owners(render)
     for text, name in render.whole.parts:
@@ -148,7 +149,7 @@ def _owners(render: TracedText) -> Callable[[int, int], set[int | None]]:
     return owners
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
+def _merge_parts(parts: Iterable[Part]) -> list[Part]:
     merged: list[Part] = []
     for text, name in parts:
         if not text:
@@ -208,16 +209,15 @@ def _program(recorder: Recorder) -> list[str]:
 
 
 def _linked(recipes: Iterable[tuple[int, Sequence[str]]], recorder: Recorder) -> Iterator[str]:
-    """Yield the lines of recipes as they are about the messages of a chat, and none that the chat has itself."""
+    """Yield the lines of recipes, renamed for the messages of a chat, without those that the chat already has."""
     names = dict(recorder.names)
     seen = set(_program(recorder))
     for number, lines in recipes:
-        known: dict[str, str] = {}  # its variables -> the chat's
-        message = f"{MESSAGES_NAME}[{number}]"
+        known = {MESSAGE_NAME: f"{MESSAGES_NAME}[{number}]"}  # its names -> the chat's
         for line in lines:
-            assigned = _ASSIGNMENT.match(line)
+            assigned = ASSIGNMENT.match(line)
             source = line[assigned.end() :] if assigned else line
-            source = _VARIABLE.sub(lambda match: known[match[0]], source.replace(MESSAGE_NAME, message))  # noqa: B023
+            source = replace_names(source, lambda name: known.get(name, name))  # noqa: B023
             if assigned and source in names:
                 known[assigned[1]] = names[source]
             elif assigned:
@@ -229,7 +229,7 @@ def _linked(recipes: Iterable[tuple[int, Sequence[str]]], recorder: Recorder) ->
 
 
 def guard_line(source: str, answer: Any) -> str:
-    """Return a line of a program that goes on only if an expression gives the same answer.
+    """Return a line of a program that continues only if an expression gives the same answer.
 
     Example:
         >>> guard_line("bool(x)", True), guard_line("len(x)", 2)
@@ -247,7 +247,7 @@ def guard_line(source: str, answer: Any) -> str:
 
 
 def _differs(source: str, found: Any) -> str | None:
-    """Return an expression for whether a container's `signature` is another one, without a call; None for rare ones."""
+    """Return an expression for whether a container's `signature` differs, without a call; None for rare signatures."""
     if not isinstance(found, tuple) or not found:
         return None
     if all(kind in _CONTAINED for kind in found if isinstance(kind, str)) and all(isinstance(k, str) for k in found):
@@ -260,7 +260,7 @@ def _differs(source: str, found: Any) -> str | None:
 
 
 def type_guard(source: str, message: dict[str, Any]) -> list[str]:
-    """Return a line that goes on only if the values of a message have the same types; none if there are none."""
+    """Return a line that continues only if the values of a message have the same types; empty for an empty message."""
     unusual = [value for value in message.values() if type(value) not in _TYPES]
     if unusual:
         raise NotCompilable("a value of an unusual type")
@@ -269,13 +269,13 @@ def type_guard(source: str, message: dict[str, Any]) -> list[str]:
 
 
 def without_unused(lines: Sequence[str]) -> list[str]:
-    """Leave out assignments that nothing needs; backwards, one pass is enough."""
+    """Remove unused assignments; going backwards, one pass is enough."""
     kept: list[str] = []
     needed: set[str] = set()
     for line in reversed(lines):
-        assigned = _ASSIGNMENT.match(line)
+        assigned = ASSIGNMENT.match(line)
         if assigned and assigned[1] not in needed:
             continue
-        needed.update(_VARIABLE.findall(line[assigned.end() :] if assigned else line))
+        needed.update(names_in(line[assigned.end() :] if assigned else line))
         kept.append(line)
     return kept[::-1]

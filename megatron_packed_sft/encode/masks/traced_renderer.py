@@ -1,9 +1,9 @@
-"""A chat template rendered with authored texts: one render gives the text, every character's author and loop events."""
+"""Rendering with authored texts: one render gives the text, the author of every character, and loop events."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,17 +12,17 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from megatron_packed_sft.encode.masks.authored_markup import marked_as_safe
 from megatron_packed_sft.encode.masks.authored_text import (
     Author,
     AuthoredText,
     Event,
+    build_text,
     concatenate,
     constant,
     event,
     first_author,
     is_constant,
-    made_of,
+    marked_as_safe,
     percent_format,
     plain_text,
 )
@@ -36,14 +36,7 @@ from megatron_packed_sft.encode.masks.authored_values import (
     to_json,
     without_authors,
 )
-from megatron_packed_sft.encode.templates.limited_operations import (
-    LimitedEnvironment,
-    check_format,
-    limit,
-    limited_method,
-    use_limits,
-)
-from megatron_packed_sft.encode.templates.limits import made, measured, take_steps
+from megatron_packed_sft.encode.templates.limits import LimitedEnvironment, limited_parts
 from megatron_packed_sft.encode.templates.renderer import (
     BLOCK_BEGINS,
     BLOCK_ENDS,
@@ -56,7 +49,7 @@ _DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
 _LIST_METHODS = frozenset({"index", "count", "copy"})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format_map", "encode", "translate"}
-# Filters that only call methods of what they get, so that authored texts come through whole.
+# Filters that only call methods of their values, so that authored texts keep their authors.
 _TRANSPARENT = frozenset(
     {
         *("trim", "string", "replace", "upper", "lower", "default", "d", "first", "last", "list", "map", "select"),
@@ -106,7 +99,7 @@ class TracedRenderer:
     """The template of a `Renderer`, instrumented.
 
     Args:
-        renderer: the plain one; its text is what counts.
+        renderer: the plain renderer, whose text a traced render must equal.
 
     Example:
         >>> renderer = TracedRenderer(Renderer("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"))
@@ -129,13 +122,13 @@ class TracedRenderer:
         add_generation_prompt: bool = False,
         is_probe: bool = False,
     ) -> TracedText:
-        """Render a chat; RecordRefusedError, as the plain renderer raises it, if the template cannot.
+        """Render a chat; raise RecordRefusedError, as the plain renderer does, if the template cannot.
 
         Args:
             messages: the first messages of the chat.
-            chat: what renders of the same chat share: its tools, what is recorded.
-            add_generation_prompt: as templates know it.
-            is_probe: some messages are not the record's.
+            chat: what renders of the same chat share: its tools and its recorder.
+            add_generation_prompt: the variable of that name.
+            is_probe: whether some messages are not the record's.
         """
         chat = chat or AuthoredChat()
         variables = {
@@ -147,7 +140,7 @@ class TracedRenderer:
             BLOCK_ENDS: event("end"),
         }
         context = self._template.new_context(variables, shared=True)
-        with self._renderer.refusing(variables):
+        with self._renderer.refusing():
             return TracedText(_all_joined(self._template.root_render_func(context)))
 
 
@@ -157,25 +150,16 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[Template, dict[
     environment = _Environment(optimized=False)
     prepare_environment(environment, name, date)
     environment.concat = _concatenated  # type: ignore[method-assign]
-    environment.globals["namespace"] = _Namespace
     for filter_name, function in list(environment.filters.items()):
         if filter_name not in _TRANSPARENT:
             environment.filters[filter_name] = _opaque(filter_name, function)
     environment.filters.update(_FILTERS)
     environment.tests.update(_tests())
-    limit(environment)
-    with compiling(name, source):  # instrumented, it is nested more deeply
+    with compiling(name, source):  # instrumentation nests it more deeply
         tree = _Instrument().visit(environment.parse(source))
         code = environment.compile(tree)
         template = environment.template_class.from_code(environment, code, environment.make_globals(None))
-    use_limits(template)
     return template, environment.globals
-
-
-class _Namespace(Namespace):
-    def __repr__(self) -> str:
-        take_steps(10)  # one may hold others twice, and so on
-        return super().__repr__()
 
 
 class _Environment(LimitedEnvironment):
@@ -183,7 +167,7 @@ class _Environment(LimitedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if type(owner) is str and (has_authors(arguments) or has_authors(named)):
             # "constant".join(texts) would lose their authors
-            __obj = limited_method(getattr(constant(owner), __obj.__name__), owner)
+            __obj = getattr(constant(owner), __obj.__name__)
         elif owner is datetime.datetime:
             arguments = without_authors(arguments)
         return super().call(__context, __obj, *arguments, **named)
@@ -197,18 +181,18 @@ class _Environment(LimitedEnvironment):
             return getattr(obj, attribute) if attribute in _DICT_METHODS else super().getattr(obj.raw, attribute)
         if isinstance(obj, AuthoredText):
             if attribute in _TEXT_METHODS:
-                return limited_method(getattr(obj, attribute), obj)
+                return getattr(obj, attribute)
             return super().getattr(plain_text(obj), attribute)
         if isinstance(obj, AuthoredList):
             return getattr(obj, attribute) if attribute in _LIST_METHODS else super().getattr(obj.raw, attribute)
-        if (type(obj) is LoopContext or type(obj) is _Namespace) and not attribute.startswith("_"):
+        if (type(obj) is LoopContext or type(obj) is Namespace) and not attribute.startswith("_"):
             try:
-                return getattr(obj, attribute)  # what Jinja returns after many more questions
+                return getattr(obj, attribute)  # what Jinja returns after many more checks
             except AttributeError:
                 return self.undefined(obj=obj, name=attribute)
         found = super().getattr(obj, attribute)
         if type(obj) is str and attribute == "format":
-            return _formatting(obj, found)  # the sandbox hides whose method it is
+            return _formatting(obj, found)  # the sandbox hides the owner of the method
         return found
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -220,7 +204,7 @@ class _Environment(LimitedEnvironment):
 
 
 class _Instrument(NodeTransformer):
-    """Turns what a `str` subclass cannot see into filters, and marks iterations."""
+    """Turns operations that a `str` subclass cannot intercept into filters, and marks iterations."""
 
     def __init__(self) -> None:
         self._num_loops = 0
@@ -242,7 +226,7 @@ class _Instrument(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
-        # Written at once, a text marked as safe is the text itself.
+        # Where a text marked as safe is written at once, `safe` changes nothing.
         node.nodes = [
             child.node if isinstance(child, nodes.Filter) and child.name == "safe" and child.node is not None else child
             for child in node.nodes
@@ -260,23 +244,22 @@ class _Instrument(NodeTransformer):
         )
         enter, leave = (nodes.Output([name], lineno=node.lineno) for name in names)
         node.body = [enter, *node.body, leave]
-        # `continue` jumps over the last mark of an iteration.
+        # `continue` skips the mark at the end of an iteration.
         after = nodes.Output([_filter(loop, "_after", node.lineno)], lineno=node.lineno)
         return [node, after]
 
 
 def _concatenated(texts: Iterable[Any]) -> AuthoredText:
-    text: AuthoredText = made(concatenate(measured(_as_texts(texts))))
-    return text
+    return concatenate(_as_texts(texts))
 
 
 def _all_joined(texts: Iterable[Any]) -> AuthoredText:
-    """Join what the whole template wrote."""
-    return concatenate(["", *measured(_as_texts(texts), is_last=True)])
+    """Join the texts that the whole template writes."""
+    return concatenate(["", *limited_parts(_as_texts(texts))])
 
 
-def _as_texts(values: Iterable[Any]) -> list[str]:
-    return [value if isinstance(value, str) else str(value) for value in values]
+def _as_texts(values: Iterable[Any]) -> Iterator[str]:
+    return (value if isinstance(value, str) else str(value) for value in values)
 
 
 def _filter(value: nodes.Expr, name: str, line: int, *arguments: nodes.Expr) -> nodes.Filter:
@@ -338,16 +321,15 @@ def _title(value: Any) -> Any:
     text = constant(value)
     expected = filters.do_title(plain_text(text))
     if is_constant(text) or not first_author(text.authors):
-        return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+        return build_text(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
     hash(text)
-    return made_of(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
+    return build_text(expected, [(len(expected), first_author(text.authors))], [(expected, None)], None)
 
 
 def _formatting(pattern: str, sandboxed: Callable[..., str]) -> Callable[..., str]:
     def formatted(*values: Any, **named: Any) -> str:
         if not has_authors(values) and not has_authors(named):
             return sandboxed(*values, **named)
-        check_format(pattern, *values, **named)
         try:
             return constant(pattern).format(*values, **named)
         except TypeError:  # fields with attributes or specifications
@@ -366,7 +348,7 @@ def _give_up(value: Any, obstacle: str) -> None:
 
 
 def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is not known to keep authors: its text is right, its first author gets all of it."""
+    """Wrap a filter that may lose authors: all of its text then belongs to the first author."""
 
     def filtered(*arguments: Any, **named: Any) -> Any:
         if not has_authors(arguments) and not has_authors(named):
@@ -378,7 +360,7 @@ def _opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return result
         texts = (argument for argument in arguments if isinstance(argument, AuthoredText))
         author = next((first_author(text.authors) for text in texts), None)
-        return made_of(result, [(len(result), author)], [(result, None)], None)
+        return build_text(result, [(len(result), author)], [(result, None)], None)
 
     if hasattr(function, "jinja_pass_arg"):
         filtered.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]

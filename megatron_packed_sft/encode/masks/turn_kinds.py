@@ -1,11 +1,11 @@
-r"""What a turn is made of: reasoning, answer, tool calls, end of turn; each with its weight.
+r"""The parts of a turn: reasoning, answer, tool calls, end of turn; each with its weight.
 
     <think>\nHm.\n</think>\n\nFour.<|im_end|>
     ├────── reasoning ──────┤├ans┤├── end ──┤
 
-One traced render says who wrote every character. Template text belongs to what it opens or closes: a tag before a
-message's reasoning and the first one behind it are reasoning, the tags and the JSON around a call are its call. The end
-of turn is trained as what it ends is.
+One traced render shows the author of every character. The template's text belongs to what it opens or closes: the tag
+before a message's reasoning and the first tag after it are reasoning, and the tags and the JSON around a call are the
+call. The end-of-turn token has the weight of the part before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_packed_sft.support.drop_reasons import DropReason
 
 
 class TurnKind(enum.IntEnum):
-    """What a trained character is part of; `OTHER` is what roles besides the assistant say, and text records."""
+    """What a trained character is part of; `OTHER` is for roles besides the assistant and for text records."""
 
     OTHER = 0
     ANSWER = 1
@@ -36,7 +36,7 @@ class TurnKind(enum.IntEnum):
     END_OF_TURN = 4
 
 
-# Tags of reasoning that messages write themselves, in their content.
+# Tags around reasoning that is part of a message's content.
 _COMMON_TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
@@ -47,7 +47,7 @@ class TurnSyntax(NamedTuple):
     Args:
         ends: its end-of-turn texts.
         tokens: matches control tokens and tags.
-        reasoning_tags: what opens and closes reasoning.
+        reasoning_tags: pairs of texts that open and close reasoning.
     """
 
     ends: Sequence[str]
@@ -56,18 +56,18 @@ class TurnSyntax(NamedTuple):
 
 
 class MessageWeights(NamedTuple):
-    """How much of a message is trained.
+    """The weights of a message.
 
     Args:
-        message: its weight, 0 if only parts of it are trained.
-        parts: weights of the parts of its content; None for the message's.
+        message: the weight of the message, 0 if only parts of it are trained.
+        parts: the weights of the parts of its content; None stands for the message's weight.
     """
 
     message: float
     parts: Sequence[float | None] = ()
 
     def of(self, author: Author | None) -> float:
-        """Return the weight of what an author wrote; template text has the message's."""
+        """Return the weight of an author's text; the template's text has the message's weight."""
         if author is None or author.path[:2] != ("content", "part"):
             return self.message
         weight = self.parts[int(author.path[2])]
@@ -108,15 +108,15 @@ def segments_of(
     syntax: TurnSyntax,
     untrained: frozenset[TurnKind],
 ) -> list[Segment]:
-    """Cut the trained ranges of a chat at every change of weight or kind; what has no weight is left out.
+    """Cut the trained ranges of a chat at every change of weight or kind, without what has weight 0.
 
     Args:
         chat: a traced render of the whole chat.
-        ranges: where it is trained.
+        ranges: its trained ranges.
         roles: of its messages.
-        weights: of the messages to train, by number.
+        weights: of the trained messages, by number.
         syntax: of the template.
-        untrained: kinds that are not to be trained.
+        untrained: kinds that are not trained.
     """
     segments: list[Segment] = []
     for found in ranges:
@@ -141,7 +141,7 @@ def _weighted(
     for start, end, kind, author in stretches:
         weight = 0.0 if kind in untrained else weights.of(author)
         if kind is TurnKind.END_OF_TURN and before is not None:
-            weight = before  # it is trained with what it ends
+            weight = before  # it has the weight of the part before it
         if weight > 0 and start < end:
             yield Segment(start, end, weight, int(kind))
         if author is not None:
@@ -149,7 +149,7 @@ def _weighted(
 
 
 def _by_owner(chat: TracedText, found: Range, wanted: Mapping[int, MessageWeights]) -> Iterator[tuple[int, Range]]:
-    """Yield the messages of a trained range with their parts of it: turns that touch were joined."""
+    """Yield the messages of a trained range with their parts of it, since turns that touch were joined."""
     spans = [span for span in _inside(chat, found) if span.author.message in wanted]
     owners = list(dict.fromkeys(span.author.message for span in spans))
     if len(owners) < 2:
@@ -165,7 +165,7 @@ def _by_owner(chat: TracedText, found: Range, wanted: Mapping[int, MessageWeight
 
 
 def _outer_spans(spans: Sequence[Span], owners: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield each owner with what is next to its neighbours: a span from its first text to its last."""
+    """Yield each owner with a span from its first text to its last."""
     for owner in owners:
         own = [span for span in spans if span.author.message == owner]
         yield owner, Span(own[0].start, own[-1].end, own[0].author)
@@ -178,12 +178,13 @@ def _owner_by_iteration(chat: TracedText, found: Range, wanted: Mapping[int, Mes
     if len(wanted) == 1:
         return next(iter(wanted))
     raise RecordRefusedError(
-        DropReason.UNTRACEABLE_TEMPLATE, "an empty turn cannot be told from others, so it has no weight of its own"
+        DropReason.UNTRACEABLE_TEMPLATE,
+        "an empty turn cannot be distinguished from others, so its weight cannot be applied",
     )
 
 
 def _inside(chat: TracedText, turn: Range) -> list[Span]:
-    """Return what messages wrote in a range, cut at its edges."""
+    """Return the spans of messages in a range, cut at its edges."""
     return [
         Span(max(span.start, turn[0]), min(span.end, turn[1]), span.author)
         for span in chat.spans
@@ -204,7 +205,7 @@ def _plain_stretches(chat: TracedText, turn: Range, owner: int) -> list[_Stretch
 
 
 def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) -> list[_Stretch]:
-    """Cut an assistant's turn into what its message and its template wrote, each of one kind."""
+    """Cut an assistant's turn into stretches of one author and one kind."""
     text, (start, end) = chat.text, turn
     spans = [span for span in _inside(chat, turn) if span.author.message == owner]
     body = end
@@ -231,13 +232,13 @@ def _stretches(chat: TracedText, turn: Range, owner: int, syntax: TurnSyntax) ->
 
 
 def _end_of_closing(text: str, between: Range, kind: TurnKind, opening: Range, syntax: TurnSyntax) -> int:
-    """Return where template text stops closing what is before it and begins to open what follows.
+    """Return where the template's text stops closing the part before it and begins to open the next.
 
-    What the turn opened with a tag ends with the next one, and so does reasoning that the prompt opened.
+    A part that was opened by a tag ends with the next tag, and so does reasoning that the prompt opened.
     """
     start, limit = between
     if kind is TurnKind.TOOL_CALL:
-        return limit  # nothing says which bracket of a call is its last
+        return limit  # the last bracket of a call cannot be identified
     closing = syntax.tokens.search(text, start, limit)
     opened = list(syntax.tokens.finditer(text, *opening))
     is_known = closing is not None and any(closing[0] == close for _, close in syntax.reasoning_tags)
@@ -252,13 +253,13 @@ def _end_of_closing(text: str, between: Range, kind: TurnKind, opening: Range, s
 
 
 def _is_named(text: str, opening: Range, name: str, syntax: TurnSyntax) -> bool:
-    """Whether a name stands between the last two tags before some text: <|open|>think<|sep|>."""
+    """Return whether the last two tags before a text enclose a name: <|open|>think<|sep|>."""
     tags = list(syntax.tokens.finditer(text, max(0, opening[1] - 120), opening[1]))[-2:]
     return len(tags) == 2 and text[tags[0].end() : tags[1].start()] == name
 
 
 def _with_leading_reasoning(text: str, start: int, stretches: list[_Stretch], syntax: TurnSyntax) -> list[_Stretch]:
-    """Call it reasoning where a turn begins with it between tags, whoever wrote the tags."""
+    """Mark what a turn begins with between tags as reasoning, no matter who wrote the tags."""
     stop = stretches[-1].end
     for opening, closing in syntax.reasoning_tags:
         begins = start + len(text[start:stop]) - len(text[start:stop].lstrip())
@@ -283,7 +284,7 @@ def _with_leading_reasoning(text: str, start: int, stretches: list[_Stretch], sy
 
 
 def _token_before(text: str, position: int, tokens: re.Pattern[str]) -> str | None:
-    """Return the control token or tag that stands right before a position, blanks apart."""
+    """Return the control token or tag right before a position, ignoring blanks, or None."""
     found = None
     for match in tokens.finditer(text, max(0, position - 120), position):
         found = match

@@ -14,7 +14,7 @@ from megatron_packed_sft.remote.filesystem import base_name
 from megatron_packed_sft.remote.objects import read_object
 from megatron_packed_sft.support.paths import is_url
 
-_MOST_BYTES = 16 << 20  # of a file with a template; a tokenizer_config.json may be some megabytes long
+_MOST_BYTES = 16 << 20  # of a template file; a tokenizer_config.json can have several megabytes
 _BUILTIN = Path(__file__).parent / "builtin"
 
 
@@ -23,7 +23,7 @@ class ChatTemplate:
     """A chat template as text.
 
     Args:
-        name: what errors and manifests call it.
+        name: its name in errors and manifests.
         source: the Jinja text.
         tool_source: another one for chats with tools; transformers takes the template named `tool_use` for those.
     """
@@ -79,7 +79,7 @@ def load_template(name_or_path: str | None, tokenizer: Tokenizer | None = None) 
 
 
 def load_template_if_any(name_or_path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load a chat template as `load_template` does; return None if none is named and the tokenizer has none.
+    """Load a chat template as `load_template` does, or return None if none is named and the tokenizer has none.
 
     Text and tokenized records need no template.
     """
@@ -98,7 +98,7 @@ def _read(path: Path, names: list[str]) -> ChatTemplate:
         raise StorageIOError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
     if len(data) > _MOST_BYTES:
         raise InvalidInputError(
-            f"{path} has more than {_MOST_BYTES:,} bytes, so it is no chat template; give a Jinja file"
+            f"{path} has more than {_MOST_BYTES:,} bytes, so it is not a chat template; give a Jinja file"
         )
     return _template(str(path), path.name, data)
 
@@ -117,5 +117,5 @@ def _template_in_json(path: str, text: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         source = None
     if not isinstance(source, str):
-        raise InvalidInputError(f"{path} has no text under the key chat_template; give the template as a Jinja file")
+        raise InvalidInputError(f"{path} has no text under the key chat_template; give a Jinja file")
     return source

@@ -1,4 +1,4 @@
-"""Messages as templates take them: the same chat in the forms that different templates ask for."""
+"""The same chat in the different forms that templates expect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _OTHER_KEYS = {key: frozenset(REASONING_KEYS) - {key} for key in REASONING_KEYS}
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_ID_LENGTH = 9  # what Mistral's templates demand
+_ID_LENGTH = 9  # as Mistral's templates require
 
 
 def reasoning_key(tree: nodes.Template) -> str | None:
@@ -34,13 +34,13 @@ def reasoning_key(tree: nodes.Template) -> str | None:
 
 
 def with_reasoning_under(key: str | None, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return a chat whose reasoning has the name that a template reads."""
+    """Return a chat with its reasoning under the key that a template reads."""
     if key is None or all(map(_OTHER_KEYS[key].isdisjoint, messages)):
         return messages
-    return [_renamed(key, message) for message in messages]
+    return [_rename_reasoning(key, message) for message in messages]
 
 
-def _renamed(key: str, message: Message) -> Message:
+def _rename_reasoning(key: str, message: Message) -> Message:
     other = next((name for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
     if other is None or isinstance(message.get(key), str):
         return message
@@ -63,10 +63,10 @@ def with_content_in_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def forms_of(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield a chat as it is, then as some templates want it; one that renders a form never sees the next.
+    """Yield a chat as it is, and then in other forms, until the template renders one of them.
 
-    They differ in what stands for a missing content (nothing, null, an empty text), in a call's arguments (an object or
-    JSON text) and in its id (nine letters or digits).
+    The forms differ in how missing content is written (no key, null, an empty text), in the arguments of a call (an
+    object or JSON text) and in its id (nine letters or digits).
     """
     yield list(messages)
     seen = [list(messages)]
@@ -103,7 +103,7 @@ def _with_calls(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def _other_arguments(call: Any) -> Any:
-    """An object as JSON text, JSON text as an object."""
+    """Return a call with its arguments as JSON text instead of an object, or the other way round."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, through gigatoken where it gives the same."""
+"""Hugging Face tokenizers from a local folder: the ids of `tokenizers`, from gigatoken where it gives the same."""
 
 from __future__ import annotations
 
@@ -17,28 +17,34 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.sequences import Sequences, in_record_order
-from megatron_packed_sft.encode.tokenizers._gigatoken_path import GigatokenPath, open_gigatoken_path
-from megatron_packed_sft.encode.tokenizers._huggingface_folder import (
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import (
+    GigatokenPath,
+    checked_by,
+    open_gigatoken_path,
+    recall,
+    remember,
+)
+from megatron_packed_sft.encode.tokenizers.huggingface_folder import (
     INSTALL,
     TOKENIZER_FILE,
     TokenizerFolder,
     read_tokenizer_folder,
 )
-from megatron_packed_sft.encode.tokenizers._passed_checks import checked_by, recall, remember
-from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
-from megatron_packed_sft.encode.tokenizers._token_lengths import TokenLengths, merge_product, token_lengths
-from megatron_packed_sft.encode.tokenizers._token_positions import (
+from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, MarkedText, is_control_text
+from megatron_packed_sft.encode.tokenizers.load import local_tokenizer
+from megatron_packed_sft.encode.tokenizers.token_positions import (
+    TokenLengths,
+    merge_product,
+    token_lengths,
     trained_ranges,
     utf8_lengths,
     with_train_mask,
 )
-from megatron_packed_sft.encode.tokenizers.control_tokens import ControlTokens, is_control_text
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.remote.copies import origin_of
 
 logger = logging.getLogger(__name__)
-# Code points without a meaning, which no normalizer touches.
+# Private code points, which no normalizer changes.
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
 _FILLER = "\U0010fffd"
 
@@ -61,23 +67,23 @@ class HuggingFaceTokenizer:
         self._load(folder, fast, read_tokenizer_folder(folder), None)
 
     def _load(self, folder: Path, fast: bool, files: TokenizerFolder, expected: tuple[str, str | None] | None) -> None:
-        """Take what the files say; `expected` is their earlier fingerprint and the `checked_by` of the fast path."""
-        self._path, self._fast = str(folder), fast
+        """Take over what the files say; `expected` is their earlier fingerprint and the fast path's `checked_by`."""
+        self.path, self.name, self._fast = str(folder), folder.name, fast
         self._document = _only_what_decides_ids(files.document)
-        self._template_variables = files.special_tokens
-        self._chat_template, self._tool_template = files.chat_template, files.tool_template
-        self._stop_tokens = files.stop_tokens
-        # What transformers said is sent along with the tokenizer: importing it again takes seconds.
+        self.template_variables: Mapping[str, Any] = files.special_tokens
+        self.chat_template, self.tool_template = files.chat_template, files.tool_template
+        self.stop_tokens: Sequence[str] = files.stop_tokens
+        # Pickled with the tokenizer, since asking transformers again takes seconds.
         self._asked = files if files.reason else None
-        self._fingerprint = _fingerprint(self._document)
-        passed_with = (recall(self._fingerprint) if fast else None) if expected is None else expected[1]
+        self.fingerprint = _fingerprint(self._document)
+        passed_with = (recall(self.fingerprint) if fast else None) if expected is None else expected[1]
         has_passed = passed_with is not None and passed_with == checked_by()
         if expected is None:
             if not has_passed:
                 self._check_added_tokens()
-        elif expected[0] != self._fingerprint:
+        elif expected[0] != self.fingerprint:
             raise InvalidInputError(
-                f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self._fingerprint} "
+                f"the tokenizer in {folder} changed while it was in use ({expected[0]} before, {self.fingerprint} "
                 "now); run again, and leave the tokenizer unchanged"
             )
         self._controls = ControlTokens(
@@ -96,7 +102,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _backend(self) -> Any:
         """The tokenizer of `tokenizers`; loading takes half a second, which the fast path may never need."""
-        return _backend(self._document, Path(self._path))
+        return _backend(self._document, Path(self.path))
 
     def _check_added_tokens(self) -> None:
         backend = self._backend  # loaded here, so that a broken file is found even without added tokens
@@ -104,7 +110,7 @@ class HuggingFaceTokenizer:
             found = backend.token_to_id(token["content"])
             if found != token["id"]:
                 raise InvalidInputError(
-                    f"{self._path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
+                    f"{self.path} declares id {token['id']} for {token['content']!r}, but loading gives {found}; save "
                     "the tokenizer again with transformers"
                 )
 
@@ -113,30 +119,15 @@ class HuggingFaceTokenizer:
         if isinstance(found, GigatokenPath):
             self._gigatoken, self.fast_path, self.fast_path_refusal = found, "gigatoken", None
             if not has_passed and (passed_with := checked_by()) is not None:
-                remember(self._fingerprint, passed_with)
-            vars(self).pop("_backend", None)  # a hundred megabytes, which hardly any text needs
+                remember(self.fingerprint, passed_with)
+            vars(self).pop("_backend", None)  # a hundred megabytes that the fast path rarely needs
         else:
             self.fast_path_refusal = found
-            logger.info("%s: no fast path through gigatoken, because %s", self.name, found)
+            logger.info("%s: gigatoken is not used, because %s", self.name, found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         passed_with = None if self._gigatoken is None else checked_by()
-        return _load_again, (origin_of(self._path), self._fast, self._asked, (self._fingerprint, passed_with))
-
-    @property
-    def path(self) -> str:
-        """The folder it was loaded from."""
-        return self._path
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return Path(self._path).name
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of model, normalizer, pre-tokenizer and added tokens."""
-        return self._fingerprint
+        return _load_again, (origin_of(self.path), self._fast, self._asked, (self.fingerprint, passed_with))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -159,26 +150,6 @@ class HuggingFaceTokenizer:
     def pad_id(self) -> int | None:
         """The padding id, if any."""
         return self._id_of("pad_token")
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its own Jinja template, if any."""
-        return self._chat_template
-
-    @property
-    def tool_template(self) -> str | None:
-        """The template that it has for chats with tools, if that is another one."""
-        return self._tool_template
-
-    @property
-    def stop_tokens(self) -> Sequence[str]:
-        """Its end of sequence, and what generation_config.json names."""
-        return self._stop_tokens
-
-    @property
-    def template_variables(self) -> Mapping[str, Any]:
-        """Its special tokens by name, as text."""
-        return self._template_variables
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
@@ -214,11 +185,11 @@ class HuggingFaceTokenizer:
 
     def _encode_fast(self, path: GigatokenPath, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
         encoded = self._in_place(*path.encode([text.text for text in texts]), texts, num_bytes)
-        # None means that a token took the blanks around it.
+        # None: a control token has absorbed the blanks around it.
         return encoded or self._encode_slowly(texts, num_bytes)
 
     def _encode_slowly(self, texts: Sequence[MarkedText], num_bytes: Sequence[int]) -> Sequences:
-        """Encode through `tokenizers`; without its offsets, a third of the time, if ids tell their lengths."""
+        """Encode through `tokenizers`; without offsets, in a third of the time, if the lengths of ids are known."""
         lengths = self._lengths
         if lengths is not None and all(lengths.hold_for(text.text) for text in texts):
             encodings = self._encodings(texts, "encode_batch_fast")
@@ -245,27 +216,29 @@ class HuggingFaceTokenizer:
         texts: Sequence[MarkedText],
         num_bytes: Sequence[int],
     ) -> Sequences | None:
-        """Place tokens by their lengths in bytes; return None if they do not fill their texts."""
+        """Place tokens by their lengths in bytes; return None if the lengths do not add up to those of the texts."""
         if self._lengths is None:
             return None
         widths = self._lengths.num_bytes[ids]
         last = np.cumsum(num_tokens)
         expected = np.cumsum(num_bytes)
-        ends, found = _ends(widths, last)
+        ends, found = _token_ends(widths, last)
         starts = ends - widths
         if self._lengths.takes_prefix and not np.array_equal(found, expected):
-            # A text with a space in front has one byte more than is there, in its first token.
+            # The first token of a text may hold a space that the tokenizer put in front.
             firsts = (last - num_tokens)[np.diff(found, prepend=0) == np.diff(expected, prepend=0) + 1]
             widths[firsts] -= 1
-            ends, found = _ends(widths, last)
+            ends, found = _token_ends(widths, last)
             starts = ends - widths
-            ends[firsts] = np.maximum(ends[firsts], starts[firsts] + 1)  # a space alone goes with what follows
+            ends[firsts] = np.maximum(
+                ends[firsts], starts[firsts] + 1
+            )  # a token of that space alone takes the next byte
         if not np.array_equal(found, expected):
             return None
         return with_train_mask(ids, num_tokens, starts, ends, trained_ranges(texts, num_bytes, in_bytes=True))
 
     def _composed(self, text: MarkedText) -> MarkedText:
-        """Compose a text's characters (NFC) as the normalizer will, if that leaves its control tokens alone."""
+        """Compose a text's characters (NFC) as the normalizer will, unless that changes its control tokens."""
         if text.text.isascii() or unicodedata.is_normalized("NFC", text.text):
             return text
         composed = text.composed()
@@ -290,11 +263,11 @@ class HuggingFaceTokenizer:
         for backend, indices, given in jobs:
             try:
                 found = getattr(backend, method)(given, add_special_tokens=False)
-            except BaseException as error:  # likewise: a pattern that looks too long is a panic
+            except BaseException as error:  # also a panic of Rust, as in _backend
                 if isinstance(error, KeyboardInterrupt | SystemExit):
                     raise
                 raise InvalidInputError(
-                    f"the tokenizer in {self._path} cannot encode a text ({error}); choose one that knows every "
+                    f"the tokenizer in {self.path} cannot encode a text ({error}); choose one that knows every "
                     "character, or has an unknown token"
                 ) from None
             for index, encoding in zip(indices, found, strict=True):
@@ -317,10 +290,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _literal_backend(self) -> Any:
-        return _backend(_renamed(self._document, self._private_names), Path(self._path))
+        return _backend(_with_private_names(self._document, self._private_names), Path(self.path))
 
     def _id_of(self, name: str) -> int | None:
-        token = self._template_variables.get(name)
+        token = self.template_variables.get(name)
         if token is None:
             return None
         added: dict[str, int] = {one["content"]: one["id"] for one in self._document["added_tokens"]}
@@ -336,10 +309,10 @@ def _load_again(
     return tokenizer
 
 
-def _ends(
+def _token_ends(
     widths: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return where each token ends, and where each text does."""
+    """Return the end of each token, and of each text."""
     ends = np.cumsum(widths)
     return ends, np.concatenate([np.zeros(1, np.int64), ends])[last]
 
@@ -372,7 +345,7 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
         raise MissingDependencyError(f"the tokenizer in {folder} needs tokenizers; {INSTALL}") from None
     try:
         return tokenizers.Tokenizer.from_str(orjson.dumps(document).decode())
-    except BaseException as error:  # tokenizers raises plain Exception, and a panic of Rust is not even that
+    except BaseException as error:  # tokenizers raises plain Exception, and for a panic of Rust a BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise InvalidInputError(
@@ -381,13 +354,13 @@ def _backend(document: dict[str, Any], folder: Path) -> Any:
 
 
 def _private_names(control_tokens: Iterable[str]) -> dict[str, str]:
-    """Return a name of private characters for each control token, as long as the token itself."""
+    """Return a name of private characters for each control token, of the same length."""
     codes = range(_FIRST_PRIVATE, _LAST_PRIVATE + 1)
     return {token: chr(code) + _FILLER * (len(token) - 1) for code, token in zip(codes, control_tokens, strict=False)}
 
 
-def _renamed(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tokenizer.json whose control tokens have other names, in its vocabulary as well.
+def _with_private_names(document: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tokenizer.json with other names for its control tokens, in its vocabulary as well.
 
     `tokenizers` recognises added tokens wherever they occur, and some models also know them as words. Under private
     names of the same length, the text of a control token is ordinary text; ids and positions stay the same.

@@ -1,13 +1,14 @@
-"""`load_tokenizer` loads any tokenizer from a path, or from a URL through the cache of the node; never from a hub."""
+"""`load_tokenizer` loads a tokenizer from a path, or from a URL through the node's cache; never from a hub."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from megatron_packed_sft.encode.tokenizers._remote import local_tokenizer
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.copies import copy_of
+from megatron_packed_sft.support.paths import is_url
 
 _HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
@@ -52,3 +53,19 @@ def _looks_like_huggingface(location: Path) -> bool:
     if location.is_file():
         return location.name in _HUGGINGFACE_FILES
     return any((location / name).is_file() for name in _HUGGINGFACE_FILES)
+
+
+# What a tokenizer in an object store consists of: its own files, not the weights beside them.
+_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_MOST_BYTES = 512 << 20
+
+
+def local_tokenizer(path: str | os.PathLike[str]) -> Path:
+    """Return the local path of a tokenizer, fetching it if it is a URL."""
+    if not is_url(path):
+        return Path(path)
+    return copy_of(os.fspath(path), wanted=_belongs_to_tokenizer, most_bytes=_MOST_BYTES, kind="a tokenizer")
+
+
+def _belongs_to_tokenizer(name: str) -> bool:
+    return "/" not in name and name.endswith(_SUFFIXES) and not name.endswith(".index.json")

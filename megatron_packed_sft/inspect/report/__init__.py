@@ -1,9 +1,7 @@
-"""One self-contained HTML page about a dataset or a run: no network, opens from disk.
+"""`packed-sft report`: one self-contained HTML page about a dataset or a run. It opens from disk, without a network.
 
-data ─ lengths ─▶ figures ─┐
-     └ reading ─▶ suspicions ─▶ bins_in_page ─┴▶ dataset_page ─┐
-run  ──────────────────────────────────────────▶ run_page ─────┴▶ assemble ─▶ report.html
+data ─ read_bins ─▶ charts, tables, suspicions ─▶ dataset_page ─┐
+run ──────────────────────────────────────────▶ run_page ──────┴▶ write ─▶ NAME.report.html
 
-`static/` holds the page itself (HTML, CSS, JavaScript) and `vendor/` the chart library; `assemble` puts them and the
-numbers, as JSON, into one file.
+`static/` has the page itself (HTML, CSS, JavaScript), `vendor/` the chart library.
 """

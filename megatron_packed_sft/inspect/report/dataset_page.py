@@ -1,12 +1,14 @@
-"""Everything that the page of a dataset shows, as plain values."""
+"""The page of a dataset as plain values: its splits, tables and settings, and the bins that it carries.
+
+data ─ BinLengths ─▶ charts, tables
+   └── TokensRead ─▶ suspicions ─▶ choose_bins ─▶ BinsInPage: one vocabulary, and the bins as numbers into it
+"""
 
 from __future__ import annotations
 
 import base64
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ from megatron_packed_sft._version import __version__
 from megatron_packed_sft.data.readers.interface import BinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import OpenedData
-from megatron_packed_sft.inspect.report import figures
-from megatron_packed_sft.inspect.report.figures import StepShape
+from megatron_packed_sft.inspect.report import charts, tables
+from megatron_packed_sft.inspect.report.charts import StepShape
 from megatron_packed_sft.inspect.report.read_bins import (
     BinLengths,
     Int64,
@@ -27,13 +29,12 @@ from megatron_packed_sft.inspect.report.read_bins import (
     spread,
 )
 from megatron_packed_sft.inspect.report.suspicions import find_suspicions
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, sequence_ends, trained_weights, visible
-from megatron_packed_sft.packing.accounting import REASONS
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, sequence_ends, trained_weights
 from megatron_packed_sft.prepare.origins import BinOrigins
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.support.drop_reasons import DropReason
 
 TOKENS_IN_PAGE = 700_000  # about 2.5 bytes each, and their texts
+_MOST_BINS = 2_000
 
 
 def dataset_page(
@@ -49,11 +50,11 @@ def dataset_page(
 
     Args:
         data: the dataset.
-        tokenizer: its path; None looks for it where the data says.
-        global_batch: bins per step, for the balance over ranks; None takes what the data was packed for.
+        tokenizer: the path of its tokenizer; by default it is found where the data was prepared.
+        global_batch: bins per step, for the balance over ranks; by default what the data was packed for.
         ranks: data-parallel ranks that share a step.
-        bins: further bins of the first split to put into the page.
-        tokens_in_page: about how many tokens of bins the page has room for.
+        bins: bins of the first split to include.
+        tokens_in_page: about how many tokens the included bins may have.
     """
     found = data.find_tokenizer(tokenizer)
     decoder = TokenDecoder(found.tokenizer)
@@ -64,6 +65,7 @@ def dataset_page(
         asked = _checked(bins, reader, split) if number == 0 else []
         shape = StepShape.choose(len(reader), _recorded_batch(data), global_batch, ranks)
         splits[split] = _split(data, split, reader, decoder, in_page, shape, asked, room[split])
+    sources, drops = tables.sources(data), tables.drops(data)
     return {
         "kind": "dataset",
         "title": data.name,
@@ -75,8 +77,10 @@ def dataset_page(
         "splits": splits,
         "num_bins_shown": sum(one["shown"]["num_bins"] for one in splits.values()),
         "bins": in_page.to_json(),
-        "sources": _sources(data),
-        "drops": _drops(data),
+        "sources": sources,
+        "source_table": tables.table(tables.SOURCES, sources),
+        "drops": drops,
+        "drop_table": tables.table(tables.DROPS, drops),
         "has_provenance": bool(data.provenance.get("sources")),
         "settings": _flat(data.provenance.get("settings", {})),
     }
@@ -107,13 +111,14 @@ def _split(
     shares = read.num_trained / read.lengths
     packing = data.provenance.get("settings", {}).get("packing", {})
     return {
-        "totals": figures.totals(reader.figures, lengths)
+        "totals": tables.totals(reader.figures, lengths)
         | {"num_shards": data.num_shards.get(split), "num_trained_read": int(read.num_trained.sum())},
-        "lengths": figures.length_histogram(lengths.lengths, pack_size),
-        "fullness": figures.fullness(lengths, pack_size),
-        "trained": figures.histogram(shares, 0, 1, 50) | {"mean": float(shares.mean())},
-        "attention": figures.attention(lengths, pack_size, shape),
-        "strategies": figures.strategies(lengths.lengths, pack_size, packing.get("max_seqs_per_bin")),
+        "lengths": charts.length_histogram(lengths.lengths, pack_size),
+        "fullness": charts.fullness(lengths, pack_size),
+        "trained": charts.histogram(shares, 0, 1, 50) | {"mean": float(shares.mean())},
+        "attention": charts.attention(lengths, pack_size, shape)
+        | tables.balance_tables(lengths.attention_costs, shape),
+        "strategies": tables.strategies(lengths.lengths, pack_size, packing.get("max_seqs_per_bin")),
         "suspicions": [one.to_json() for one in suspicions],
         "read": {"num_bins": len(read.bins), "num_sequences": len(read.starts), "num_tokens": len(read.ids)},
         "shown": {"num_bins": len(chosen), "of": lengths.num_bins},
@@ -121,7 +126,7 @@ def _split(
 
 
 def _room(data: OpenedData, tokens_in_page: int) -> dict[str, int]:
-    """Share the page's room among the splits: what small ones do not need is left to the others."""
+    """Return how many tokens of each split to include; large splits get what small ones do not need."""
     sizes = {
         split: reader.figures.num_tokens or len(reader) * reader.figures.pack_size
         for split, reader in data.splits.items()
@@ -146,64 +151,6 @@ def _recorded_batch(data: OpenedData) -> int | None:
     return batch
 
 
-def _sources(data: OpenedData) -> list[dict[str, Any]]:
-    """Return what was read of each source, and what of it is in the bins of all splits."""
-    found = []
-    for name, source in data.provenance.get("sources", {}).items():
-        encoded = source.get("splits", {}).values()
-        in_bins = source.get("in_bins")  # not recorded by earlier releases
-        counts = [in_bins] if in_bins else list(encoded)
-        found.append(
-            {
-                "name": name,
-                "are_in_bins": in_bins is not None,
-                "schema": source.get("schema"),
-                "weight": source.get("weight"),
-                "num_records": source.get("num_rows"),
-                "num_repeated": source.get("num_repeated"),
-                "num_dropped": sum({**source.get("dropped", {})}.values())
-                + sum(source.get("dropped_by_plan", {}).values()),
-                "num_sequences": sum(one["num_sequences"] for one in counts),
-                "num_tokens": sum(one["num_tokens"] for one in counts),
-                "num_trained": sum(one["num_trained_tokens"] for one in counts),
-                "files": [{"name": file["name"], "size": file["size"]} for file in source.get("files", [])],
-            }
-        )
-    return found
-
-
-def _drops(data: OpenedData) -> list[dict[str, Any]]:
-    """Return each reason for drops, with how many records and tokens, by source, and examples where they are known."""
-    examples = {} if data.prepared_from is None else data.prepared_from.drop_examples()
-    records: dict[str, dict[str, int]] = {}
-    for name, source in data.provenance.get("sources", {}).items():
-        for key in ("dropped", "dropped_by_plan"):
-            for reason, count in source.get(key, {}).items():
-                by_source = records.setdefault(reason, {})
-                by_source[name] = by_source.get(name, 0) + count
-    tokens: dict[str, int] = {}
-    for split in data.provenance.get("splits", {}).values():
-        for reason, count in split.get("accounting", {}).get("dropped_tokens", {}).items():
-            tokens[reason] = tokens.get(reason, 0) + count
-    by_plan = {str(reason) for reason in REASONS}
-    return [
-        {
-            "reason": reason,
-            "severity": _severity(reason),
-            "num_records": sum(records.get(reason, {}).values()),
-            "num_tokens": tokens.get(reason),
-            "sources": records.get(reason, {}),
-            "stage": "packing" if reason in by_plan else "encoding",
-            "examples": [{"where": one, "record": record_text(one)} for one in examples.get(reason, [])[:6]],
-        }
-        for reason in sorted({*records, *tokens})
-    ]
-
-
-def _severity(name: str) -> str:
-    return next((reason.severity.value for reason in DropReason if reason == name), "announced")
-
-
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[list[Any]]:
     """Return nested settings as [dotted key, value]."""
     found: list[list[Any]] = []
@@ -215,17 +162,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[list[Any]]:
     return found
 
 
-_MOST_BINS = 2_000
-
-
 def choose_bins(lengths: BinLengths, asked: Iterable[int], suspicious: Iterable[int], num_tokens: int) -> Int64:
-    """Return the bins for a page: those asked for, those of suspicious examples, then an even spread of the others.
+    """Return the bins to include: the requested ones, those of suspicious examples, then an even spread of the others.
 
     Args:
         lengths: of all bins.
-        asked: bins that the user wants to see.
-        suspicious: bins that findings point at; they take at most half of the room.
-        num_tokens: about how many tokens the page has room for.
+        asked: bins that the user requested.
+        suspicious: bins of suspicious examples; they take at most half of the tokens.
+        num_tokens: about how many tokens the page may have.
     """
     sizes = lengths.bin_tokens
     if int(sizes.sum()) <= num_tokens and lengths.num_bins <= _MOST_BINS:
@@ -245,7 +189,11 @@ def choose_bins(lengths: BinLengths, asked: Iterable[int], suspicious: Iterable[
 
 
 class BinsInPage:
-    """Collects bins of all splits, which share one vocabulary, and returns them as plain values.
+    """The bins that a page carries, in a small form that the page decodes.
+
+    vocabulary   id and text of every token that occurs, the most frequent first
+    bin          numbers into the vocabulary, one to three bytes each, as base64; runs of one loss weight; starts of
+                 sequences, and the records that they came from
 
     Args:
         decoder: gives tokens their texts.
@@ -258,18 +206,18 @@ class BinsInPage:
         self._bins: dict[str, list[tuple[int, PackedBin, list[Any] | None]]] = {}
 
     def add(self, split: str, reader: BinReader, numbers: Int64, origins: BinOrigins | None) -> None:
-        """Take bins of a split."""
+        """Add bins of a split."""
         for number in numbers.tolist():
             packed = reader.bin(number)
             packed = PackedBin(packed.input_ids.copy(), packed.loss_mask.copy(), packed.seq_start_id.copy())
             ids, counts = np.unique(packed.input_ids, return_counts=True)
             self._counts.update(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
-            from_where = None
+            origin_of = None
             if origins is not None:
                 found = origins.of_bin(number)
                 if len(found) == packed.num_sequences:
-                    from_where = [None if one is None else [self._file(one.file), one.line] for one in found]
-            self._bins.setdefault(split, []).append((number, packed, from_where))
+                    origin_of = [None if one is None else [self._file(one.file), one.line] for one in found]
+            self._bins.setdefault(split, []).append((number, packed, origin_of))
 
     def _file(self, path: str) -> int:
         return self._files.setdefault(path, len(self._files))
@@ -281,7 +229,7 @@ class BinsInPage:
         return {
             "has_text": self._decoder.tokenizer is not None,
             "ids": ordered,
-            "texts": [visible(self._decoder.text(one)) for one in ordered],
+            "texts": [escape_invisible(self._decoder.text(one)) for one in ordered],
             "control": [place[one] for one in ordered if one in self._decoder.control_ids],
             "files": list(self._files),
             "splits": {split: [self._bin(place, *one) for one in bins] for split, bins in self._bins.items()},
@@ -299,18 +247,18 @@ class BinsInPage:
         }
 
     def _other_texts(self, packed: PackedBin) -> list[Any]:
-        """Return [position, text, ...] of tokens whose text is another one here: parts of characters."""
+        """Return [position, text, ...] of tokens whose text depends on their neighbours: parts of characters."""
         found: list[Any] = []
         for start, end in zip(packed.seq_start_id.tolist(), sequence_ends(packed).tolist(), strict=True):
             ids = packed.input_ids[start:end].tolist()
             for position, (one, text) in enumerate(zip(ids, self._decoder.texts(ids), strict=True)):
                 if text != self._decoder.text(one):
-                    found += [start + position, visible(text)]
+                    found += [start + position, escape_invisible(text)]
         return found
 
 
 def _as_text(numbers: list[int]) -> str:
-    """Return numbers as base64 of seven bits per byte, the lowest first; the eighth bit says that more follow."""
+    """Return numbers as base64 of bytes with seven bits each, lowest first; the eighth bit says that more follow."""
     data = bytearray()
     for number in numbers:
         while number >= 128:
@@ -321,7 +269,7 @@ def _as_text(numbers: list[int]) -> str:
 
 
 def _runs(weights: npt.NDArray[np.float32]) -> list[float]:
-    """Return [length, weight, length, weight, ...] of tokens that count the same.
+    """Return [length, weight, length, weight, ...] of stretches of tokens with one weight.
 
     Example:
         >>> _runs(np.array([0, 0, 1, 0.5], np.float32))
@@ -333,31 +281,3 @@ def _runs(weights: npt.NDArray[np.float32]) -> list[float]:
         weight = round(float(weights[start]), 6)
         runs += [end - start, int(weight) if weight.is_integer() else weight]
     return runs
-
-
-_WHERE = re.compile(r"(?P<file>[^\0]+?\.jsonl), line (?P<line>\d+)\b")
-_LAST_LINE = 1_000_000  # files are read from their beginning
-_LONGEST = 600
-
-
-def record_text(where: str) -> str | None:
-    r"""Return the beginning of a record that a message such as `chats.jsonl, line 3: ...` names.
-
-    Only lines of plain JSONL files are looked up; None for anything else, and for files that are gone.
-
-    Example:
-        >>> import pathlib, tempfile; path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
-        >>> _ = path.write_text('{"a": 1}\n{"b": 2}\n')
-        >>> record_text(f"{path}, line 2: it has no messages")
-        '{"b": 2}'
-    """
-    found = _WHERE.match(where)
-    if found is None or int(found["line"]) > _LAST_LINE:
-        return None
-    try:
-        with open(found["file"], "rb") as file:
-            line = next(islice(file, int(found["line"]) - 1, None), b"")
-    except OSError:
-        return None
-    text = line.decode("utf-8", errors="replace").strip()
-    return visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or None

@@ -1,4 +1,4 @@
-"""The length of every sequence of every bin, read without touching a token."""
+"""What a report reads: the length of every sequence, and the tokens of all bins or of an even sample of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from megatron_packed_sft.data.readers.joined import JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
+from megatron_packed_sft.prepare.audit import TrainedTokens
 from megatron_packed_sft.storage.flat_files import FlatShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 
 Int64 = npt.NDArray[np.int64]
+
+_MOST_TOKENS = 12_000_000
+_MOST_BINS = 20_000
 
 
 class BinLengths:
@@ -48,7 +52,7 @@ class BinLengths:
 
     @cached_property
     def attention_costs(self) -> Int64:
-        """Sum of squared sequence lengths of each bin: what attention costs there."""
+        """Sum of the squared sequence lengths of each bin, which its attention costs."""
         return np.add.reduceat(self.lengths**2, self.offsets[:-1])
 
     @property
@@ -57,12 +61,89 @@ class BinLengths:
         return np.diff(self.offsets)
 
 
+class TokensRead(TrainedTokens):
+    """The tokens of some bins, end to end.
+
+    Args:
+        bins: the numbers of the bins, ascending.
+        ids: of all tokens.
+        is_trained: of all tokens, at the token's own position.
+        starts: where each sequence begins among the tokens.
+        bin_of: the bin of each sequence.
+        sequence_of: the number of each sequence in its bin.
+    """
+
+    def __init__(
+        self,
+        bins: Int64,
+        ids: npt.NDArray[np.int32],
+        is_trained: npt.NDArray[np.bool_],
+        starts: Int64,
+        bin_of: Int64,
+        sequence_of: Int64,
+    ) -> None:
+        super().__init__(is_trained, starts)
+        self.bins = bins
+        self.ids = ids
+        self.bin_of = bin_of
+        self.sequence_of = sequence_of
+
+    @cached_property
+    def is_last(self) -> npt.NDArray[np.bool_]:
+        """Whether each token is the last of its sequence."""
+        last = np.zeros(len(self.ids), np.bool_)
+        last[self.ends - 1] = True
+        return last
+
+    def sequence_at(self, tokens: Int64) -> Int64:
+        """Return the sequences that some tokens are in."""
+        return np.searchsorted(self.starts, tokens, side="right") - 1
+
+
 def bin_lengths(reader: BinReader) -> BinLengths:
-    """Return the lengths of all sequences of some bins; for memory-mapped shards that reads their indices only."""
+    """Return the lengths of all sequences of some bins; of memory-mapped shards only the indices are read."""
     parts = _lengths_of(reader)
     counts = np.concatenate([counts for _, counts in parts])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return BinLengths(np.concatenate([lengths for lengths, _ in parts]), offsets)
+
+
+def spread(num_bins: int, count: int) -> Int64:
+    """Return about `count` bins, evenly spread, including the first and the last.
+
+    Example:
+        >>> spread(100, 5).tolist(), spread(3, 5).tolist()
+        ([0, 24, 49, 74, 99], [0, 1, 2])
+    """
+    return np.unique(np.linspace(0, num_bins - 1, max(1, min(num_bins, count))).astype(np.int64))
+
+
+def bins_to_read(lengths: BinLengths, also: Int64) -> Int64:
+    """Return the bins to read: all, or an even sample that takes seconds, and the bins in `also`."""
+    mean = max(1, int(lengths.bin_tokens.mean()))
+    chosen = spread(lengths.num_bins, min(_MOST_BINS, max(1, _MOST_TOKENS // mean)))
+    return np.union1d(chosen, also)
+
+
+def read_tokens(reader: BinReader, bins: Int64) -> TokensRead:
+    """Read some bins."""
+    ids, trained, starts, counts = [], [], [], []
+    num_tokens = 0
+    for number in bins.tolist():
+        one = reader.bin(number)
+        ids.append(np.asarray(one.input_ids, np.int32))
+        trained.append(trained_weights(one) > 0)
+        starts.append(np.asarray(one.seq_start_id, np.int64) + num_tokens)
+        counts.append(one.num_sequences)
+        num_tokens += len(one.input_ids)
+    return TokensRead(
+        bins,
+        np.concatenate(ids),
+        np.concatenate(trained),
+        np.concatenate(starts),
+        np.repeat(bins, counts),
+        np.concatenate([np.arange(count) for count in counts]),
+    )
 
 
 def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
@@ -96,109 +177,3 @@ def _lengths_in_shard(shard: Any, where: str) -> tuple[Int64, Int64]:
 def _lengths_one_by_one(bins: Any) -> tuple[Int64, Int64]:
     found = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in bins]
     return np.concatenate(found).astype(np.int64), np.array([len(one) for one in found], np.int64)
-
-
-_MOST_TOKENS = 12_000_000
-_MOST_BINS = 20_000
-
-
-class TokensRead:
-    """Tokens of bins, end to end.
-
-    Args:
-        bins: the bins' numbers, ascending.
-        ids: of all tokens.
-        is_trained: of all tokens, at the token's own position.
-        starts: where each sequence begins among the tokens.
-        bin_of: the bin of each sequence.
-        sequence_of: the number of each sequence in its bin.
-    """
-
-    def __init__(
-        self,
-        bins: Int64,
-        ids: npt.NDArray[np.int32],
-        is_trained: npt.NDArray[np.bool_],
-        starts: Int64,
-        bin_of: Int64,
-        sequence_of: Int64,
-    ) -> None:
-        self.bins = bins
-        self.ids = ids
-        self.is_trained = is_trained
-        self.starts = starts
-        self.bin_of = bin_of
-        self.sequence_of = sequence_of
-
-    @cached_property
-    def ends(self) -> Int64:
-        """Where each sequence ends among the tokens."""
-        return np.append(self.starts[1:], len(self.ids))
-
-    @cached_property
-    def lengths(self) -> Int64:
-        """Tokens of each sequence."""
-        return self.ends - self.starts
-
-    @cached_property
-    def num_trained(self) -> Int64:
-        """Trained tokens of each sequence."""
-        return np.add.reduceat(self.is_trained, self.starts, dtype=np.int64)
-
-    @cached_property
-    def first_trained(self) -> Int64:
-        """Position of the first trained token of each sequence; its length if there is none."""
-        places = np.flatnonzero(self.is_trained)
-        next_one = np.searchsorted(places, self.starts)
-        found = np.append(places, len(self.ids))[next_one]
-        first: Int64 = np.minimum(found, self.ends) - self.starts
-        return first
-
-    @cached_property
-    def is_last(self) -> npt.NDArray[np.bool_]:
-        """Whether each token is the last of its sequence."""
-        last = np.zeros(len(self.ids), np.bool_)
-        last[self.ends - 1] = True
-        return last
-
-    def sequence_at(self, tokens: Int64) -> Int64:
-        """Return the sequences that some tokens are in."""
-        return np.searchsorted(self.starts, tokens, side="right") - 1
-
-
-def spread(num_bins: int, count: int) -> Int64:
-    """Return about `count` bins, evenly spread, the first and the last among them.
-
-    Example:
-        >>> spread(100, 5).tolist(), spread(3, 5).tolist()
-        ([0, 24, 49, 74, 99], [0, 1, 2])
-    """
-    return np.unique(np.linspace(0, num_bins - 1, max(1, min(num_bins, count))).astype(np.int64))
-
-
-def bins_to_read(lengths: BinLengths, also: Int64) -> Int64:
-    """Return the bins whose tokens are read: all, or as many as are read in seconds, and those that are asked for."""
-    mean = max(1, int(lengths.bin_tokens.mean()))
-    chosen = spread(lengths.num_bins, min(_MOST_BINS, max(1, _MOST_TOKENS // mean)))
-    return np.union1d(chosen, also)
-
-
-def read_tokens(reader: BinReader, bins: Int64) -> TokensRead:
-    """Read bins end to end."""
-    ids, trained, starts, counts = [], [], [], []
-    num_tokens = 0
-    for number in bins.tolist():
-        one = reader.bin(number)
-        ids.append(np.asarray(one.input_ids, np.int32))
-        trained.append(trained_weights(one) > 0)
-        starts.append(np.asarray(one.seq_start_id, np.int64) + num_tokens)
-        counts.append(one.num_sequences)
-        num_tokens += len(one.input_ids)
-    return TokensRead(
-        bins,
-        np.concatenate(ids),
-        np.concatenate(trained),
-        np.concatenate(starts),
-        np.repeat(bins, counts),
-        np.concatenate([np.arange(count) for count in counts]),
-    )

@@ -1,8 +1,8 @@
-"""Everything that the page of a training run shows, as plain values, from the files of its output directory.
+"""The page of a training run as plain values, from the files of its output directory.
 
 metrics.jsonl    a JSON object per line: losses, learning rate, gradient norm, speed, mixture; validation losses
-samples/         what the model said after a step
-config.yaml      the settings, shown as they are
+samples/         the model's answers after some steps
+config.yaml      the settings
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from megatron_packed_sft._version import __version__
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.inspect.tokens_of_bin import visible
+from megatron_packed_sft.inspect.info_of_training import METRICS
+from megatron_packed_sft.inspect.tokens_of_bin import escape_invisible
 from megatron_packed_sft.support.atomic import os_errors
 
-METRICS: Final = "metrics.jsonl"
 _MOST_POINTS = 800
 _MOST_SAMPLE_FILES = 12
 _LONGEST_TEXT = 20_000
@@ -46,7 +46,7 @@ def run_page(path: Path) -> dict[str, Any]:
     steps = [record for record in records if record["event"] == "step"]
     validations = [record for record in records if record["event"] == "validation"]
     if not steps and not validations:
-        raise InvalidInputError(f"{path / METRICS} holds no record yet; wait for the first step, or check the path")
+        raise InvalidInputError(f"{path / METRICS} has no record yet; wait for the first step, or check the path")
     last = steps[-1] if steps else {}
     config = path / "config.yaml"
     return {
@@ -61,7 +61,7 @@ def run_page(path: Path) -> dict[str, Any]:
         "mixture": _mixture(steps),
         "samples": _samples(path / "samples"),
         "checkpoints": sorted(one.name for one in (path / "checkpoints").glob("step_*") if one.is_dir()),
-        "config": visible(config.read_text(encoding="utf-8")) if config.is_file() else None,
+        "config": escape_invisible(config.read_text(encoding="utf-8")) if config.is_file() else None,
     }
 
 
@@ -85,7 +85,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def curves(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each number over the steps; the means of even groups where there are more steps than a chart shows.
+    """Return each number over the steps, or the means of groups of steps if there are too many for a chart.
 
     Example:
         >>> curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])["loss"]
@@ -106,13 +106,13 @@ def _groups(steps: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of those that are numbers: the loss of a batch without trained tokens is null."""
+    """Return the mean of the values that are not None: a batch without trained tokens has no loss."""
     known = [value for value in values if value is not None]
     return float(f"{sum(known) / len(known):.6g}") if known else None
 
 
 def _validation(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the losses on each dataset, over the steps after which any was validated."""
+    """Return the losses of each validation dataset, over all steps with a validation."""
     steps = sorted({record["step"] for record in records})
     names = list(dict.fromkeys(str(record.get("name")) for record in records))
     losses = {(str(record.get("name")), record["step"]): record.get("loss") for record in records}
@@ -140,7 +140,7 @@ def _mixture(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
-    """Return what the model said, the newest first, from the first, the last and some validations between them."""
+    """Return the answers of the first and the last validation and some between them, the newest first."""
     files = sorted(folder.glob("step_*.txt")) if folder.is_dir() else []
     if len(files) > _MOST_SAMPLE_FILES:
         chosen = {round(one * (len(files) - 1) / (_MOST_SAMPLE_FILES - 1)) for one in range(_MOST_SAMPLE_FILES)}
@@ -149,7 +149,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def parsed_samples(text: str) -> dict[str, Any]:
-    r"""Return a samples file as its first line and the prompts with both answers.
+    r"""Return the title of a samples file, and its prompts with both answers.
 
     Example:
         >>> text = "step 3: x\n\n===== prompt 1 (bin 7)\nHi\n----- the model says\nOh\n----- the data says\nHello\n"
@@ -159,7 +159,7 @@ def parsed_samples(text: str) -> dict[str, Any]:
     first, *rest = _PROMPT.split(text)
     prompts = []
     for number, body in zip(rest[::2], rest[1::2], strict=True):
-        # From the end: a prompt may quote such a file.
+        # From the end, because a prompt may quote such a file.
         prompt, _, answers = body.rpartition(_SAYS)
         said, _, expected = answers.partition(_DATA_SAYS)
         prompts.append(
@@ -175,4 +175,4 @@ def parsed_samples(text: str) -> dict[str, Any]:
 
 def _shown(text: str) -> str:
     cut = len(text) - _LONGEST_TEXT
-    return visible(text if cut <= 0 else f"{text[:_LONGEST_TEXT]} … ({cut:,} more characters)")
+    return escape_invisible(text if cut <= 0 else f"{text[:_LONGEST_TEXT]} … ({cut:,} more characters)")

@@ -1,4 +1,4 @@
-"""Sequences that deserve a look before they are trained on, each with its bin."""
+"""Suspicious sequences: six checks of a dataset before it is trained on, each with examples to look at."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.tokenizers.control_tokens import control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.inspect.report.read_bins import Int64, TokensRead
-from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, visible
+from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible
+from megatron_packed_sft.prepare.audit import LATE_LENGTH, LATE_SHARE
 from megatron_packed_sft.support.wording import plural
 
 _MOST_EXAMPLES = 12
 _FEW_TRAINED, _FEW_SHARE, _FEW_LENGTH = 2, 0.01, 64
-# As `prepare audit=true` has it: a short question before a short answer is nothing odd.
-_LATE_SHARE, _LATE_LENGTH = 0.95, 512
 _SHORTEST_REPEATED = 16
 _RARE_SHARE, _MOST_ODD, _ENOUGH_PLACES = 0.0005, 0.02, 50
-_MOST_DECODED = 3_000_000  # tokens, in which texts that look like control tokens are searched
+_MOST_DECODED = 3_000_000  # tokens that are searched for texts like control tokens
 
 
 class Example(NamedTuple):
@@ -34,15 +33,15 @@ class Example(NamedTuple):
 
 @dataclass
 class Suspicion:
-    """One kind of suspicious thing.
+    """One check and what it found.
 
     Args:
         kind: its name in links.
-        title: what it is.
-        meaning: why it matters and what to do, in a sentence or two.
-        num_found: how many sequences have it.
+        title: its heading.
+        meaning: why it matters and what to do.
+        num_found: how many sequences it found.
         examples: some of them, from all over the data.
-        unchecked: why it could not be looked for, if so.
+        unchecked: why it could not be done, if so.
     """
 
     kind: str
@@ -60,13 +59,13 @@ class Suspicion:
 def find_suspicions(
     read: TokensRead, decoder: TokenDecoder, pad_id: int | None, *, are_windows: bool = False
 ) -> list[Suspicion]:
-    """Return everything that looks odd, by kind; kinds of which nothing was found are listed, too.
+    """Return the result of every check, also of those that found nothing.
 
     Args:
-        read: the tokens to look at.
-        decoder: knows the control tokens and the texts, if there is a tokenizer.
-        pad_id: fills sequences up where they are padded one by one.
-        are_windows: whether sequences are windows of a stream, which end anywhere.
+        read: the tokens to check.
+        decoder: knows control tokens and texts, if there is a tokenizer.
+        pad_id: the id that pads sequences, where they are padded one by one.
+        are_windows: whether sequences are windows of a token stream, which end anywhere.
     """
     return [
         _little_trained(read),
@@ -81,7 +80,7 @@ def find_suspicions(
 def _examples(
     read: TokensRead, sequences: Int64, position: Callable[[int], int], note: Callable[[int], str]
 ) -> list[Example]:
-    """Return examples from all over the sequences that were found."""
+    """Return an even spread of the sequences found."""
     places = np.unique(np.linspace(0, len(sequences) - 1, min(len(sequences), _MOST_EXAMPLES)).astype(np.int64))
     return [
         Example(int(read.bin_of[one]), int(read.sequence_of[one]), position(one), note(one))
@@ -97,8 +96,8 @@ def _little_trained(read: TokensRead) -> Suspicion:
     return Suspicion(
         "little_trained",
         "Almost nothing is trained",
-        f"At most {_FEW_TRAINED} tokens, or less than {_FEW_SHARE:.0%} of the sequence. It costs as much as any other "
-        "and teaches next to nothing: an empty answer, a role that is not trained, or a cut in the wrong place.",
+        f"At most {_FEW_TRAINED} tokens, or less than {_FEW_SHARE:.0%} of the sequence, are trained. The usual reasons "
+        "are an empty answer, a role that is not trained, or a cut in the wrong place.",
         len(found),
         _examples(
             read,
@@ -110,19 +109,18 @@ def _little_trained(read: TokensRead) -> Suspicion:
 
 
 def _late(read: TokensRead) -> Suspicion:
-    late = (read.first_trained >= _LATE_SHARE * read.lengths) & (read.lengths >= _LATE_LENGTH) & (read.num_trained > 0)
-    found = np.flatnonzero(late)
+    found = np.flatnonzero(read.is_late)
     return Suspicion(
         "late",
         "A very long untrained prefix",
-        f"Nothing before the last {1 - _LATE_SHARE:.0%} of a sequence of {_LATE_LENGTH} tokens or more is trained. "
-        "Usual for questions about long documents; otherwise check which roles are trained.",
+        f"Only the last {1 - LATE_SHARE:.0%} of a sequence of {LATE_LENGTH} tokens or more is trained. This is normal "
+        "for questions about long documents; otherwise check which roles are trained.",
         len(found),
         _examples(
             read,
             found,
             lambda one: int(read.first_trained[one]),
-            lambda one: f"the first trained token is at {int(read.first_trained[one]):,} of {int(read.lengths[one]):,}",
+            lambda one: f"the first trained token is {int(read.first_trained[one]):,} of {int(read.lengths[one]):,}",
         ),
     )
 
@@ -154,8 +152,8 @@ def _repeated(read: TokensRead) -> Suspicion:
     return Suspicion(
         "repeated",
         "Repeated sequences",
-        f"The same {_SHORTEST_REPEATED} tokens or more, id by id, as a sequence before it. Wanted where a source has a "
-        "weight above 1; otherwise prepare with deduplicate=true.",
+        f"A copy, id by id, of an earlier sequence of {_SHORTEST_REPEATED} tokens or more. This is right if a source "
+        "has a weight above 1; otherwise prepare with deduplicate=true.",
         len(found),
         _examples(read, found, lambda one: 0, note),
     )
@@ -170,8 +168,8 @@ def _control_text(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
     suspicion = Suspicion(
         "control_text",
         "Text that spells a control token",
-        "Ordinary tokens that read like a control token, such as a user who writes about chat templates. They were "
-        "encoded as text, which is safe; make sure that inference does the same.",
+        "Ordinary tokens that read like a control token, for example where a user writes about chat templates. They "
+        "were encoded as text, which is safe; make sure that inference does the same.",
     )
     if decoder.tokenizer is None:
         suspicion.unchecked = "needs the tokenizer"
@@ -195,7 +193,7 @@ def _control_text(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
         read,
         np.array(list(found), np.int64),
         lambda one: found[one][0],
-        lambda one: f"{visible(found[one][1])} as ordinary text",
+        lambda one: f"{escape_invisible(found[one][1])} as ordinary text",
     )
     return suspicion
 
@@ -204,8 +202,8 @@ def _misplaced_control(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
     suspicion = Suspicion(
         "misplaced_control",
         "Control tokens in unusual places",
-        "A real control token among the given text, followed by a token that otherwise never follows it. Text of a "
-        "message was probably encoded as control: the model sees a turn that nobody wrote.",
+        "A real control token inside given text, followed by a token that never follows it elsewhere. The text of a "
+        "message was probably encoded as control tokens, so the model sees a turn that is not in the chat.",
     )
     if decoder.tokenizer is None:
         suspicion.unchecked = "needs the tokenizer"
@@ -218,16 +216,16 @@ def _misplaced_control(read: TokensRead, decoder: TokenDecoder) -> Suspicion:
         read,
         np.array(sorted(odd), np.int64),
         lambda one: int(odd[one] - read.starts[one]),
-        lambda one: f"{visible(decoder.text(int(read.ids[odd[one]])))} inside given text",
+        lambda one: f"{escape_invisible(decoder.text(int(read.ids[odd[one]])))} inside given text",
     )
     return suspicion
 
 
 def _oddly_placed(read: TokensRead, control_ids: Iterable[int]) -> Iterator[int]:
-    """Yield the untrained control tokens with a neighbour behind them that others of their kind do not have.
+    """Yield the untrained control tokens whose next token never follows the same control token elsewhere.
 
-    A role that is rare in the data is no sign of that, so the one before must be odd, too, where it tells anything: it
-    does for the start of a turn, which follows the end of another, and not for the end of a turn, which follows text.
+    A rare role would look like that, too. So the token before must also be rare, unless it tells nothing: it does for a
+    start of turn, which follows an end of turn, but not for an end of turn, which follows any text.
     """
     places = np.flatnonzero(np.isin(read.ids, list(control_ids)))
     is_first = np.zeros(len(read.ids), np.bool_)
@@ -244,14 +242,14 @@ def _oddly_placed(read: TokensRead, control_ids: Iterable[int]) -> Iterator[int]
 
 
 def _odd_ones(neighbours: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Return which neighbours are of a rare kind, and whether that tells anything: usually they are not."""
+    """Return which neighbours are rare, and whether that tells anything: it does if most of them are common."""
     kinds, number, counts = np.unique(neighbours, return_inverse=True, return_counts=True)
     odd = (counts <= max(2, _RARE_SHARE * len(neighbours)))[number]
     return odd, len(neighbours) >= _ENOUGH_PLACES and bool(odd.mean() <= _MOST_ODD) and len(kinds) > 1
 
 
 def ends_of_turns(read: TokensRead, decoder: TokenDecoder) -> frozenset[int]:
-    """Return the ids with which trained stretches end, whatever the template calls them; none if there are no such."""
+    """Return the ids that end trained stretches, whatever the template calls them; none if they end with any id."""
     following = np.append(read.is_trained[1:], False)
     last = read.is_trained & (~following | read.is_last)
     ids, counts = np.unique(read.ids[last], return_counts=True)
@@ -270,15 +268,15 @@ def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None, are_
     suspicion = Suspicion(
         "truncated",
         "Answers without an end",
-        "The last token is trained and is not an end of turn, so the model learns to stop nowhere: a sequence that was "
-        "cut, or a chunk of one that was split.",
+        "The last token is trained but does not end a turn, so the model does not learn to stop there. The sequence "
+        "was cut, or is a chunk of a longer one.",
     )
     if are_windows:
-        suspicion.unchecked = "the windows of a token stream end anywhere"
+        suspicion.unchecked = "windows of a token stream end anywhere"
         return suspicion
     ends = ends_of_turns(read, decoder)
     if not ends:
-        suspicion.unchecked = "no token ends most of the trained stretches, so nobody can tell what an end of turn is"
+        suspicion.unchecked = "trained stretches end with many different tokens, so the end of turn is unknown"
         return suspicion
     last = _last_places(read, pad_id)
     is_cut = read.is_trained[last] & ~np.isin(read.ids[last], list(ends))
@@ -294,7 +292,7 @@ def _truncated(read: TokensRead, decoder: TokenDecoder, pad_id: int | None, are_
 
 
 def _last_places(read: TokensRead, pad_id: int | None) -> Int64:
-    """Return the last token of each sequence, before the padding that makes its length a multiple."""
+    """Return the place of each sequence's last token, without padding."""
     last = read.ends - 1
     is_padding = (read.ids == (-1 if pad_id is None else pad_id)) & ~read.is_trained
     while (step := is_padding[last] & (last > read.starts)).any():
@@ -304,4 +302,4 @@ def _last_places(read: TokensRead, pad_id: int | None) -> Int64:
 
 def _ending(read: TokensRead, decoder: TokenDecoder, last: int, start: int) -> str:
     shown: Sequence[str] = decoder.texts(read.ids[max(start, last - 7) : last + 1])
-    return f"ends with “{visible(''.join(shown)).strip()}”"
+    return f"ends with “{escape_invisible(''.join(shown)).strip()}”"

@@ -1,4 +1,9 @@
-"""`packed-sft report`: data or a run in, one HTML file out."""
+"""`packed-sft report`: write the page of a dataset or a run as one HTML file that needs nothing else.
+
+The numbers are JSON in a script element that browsers do not run; `<` is escaped in it, so that no text of a chat can
+end the element. Scripts insert text as text only. A content security policy names the hashes of the scripts and styles
+of the page: browsers run no others, and load nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +27,29 @@ from megatron_packed_sft.remote.uploads import uploading
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 
+GENERATOR: Final = "packed-sft report"
 SUFFIX = ".report.html"
-_HEAD_BYTES = 2048  # the page says in these what it is
-LARGEST_PAGE = 5_000_000  # bytes; more is slow to open on a phone, and hard to send
+_HEAD_BYTES = 2048  # they contain the generator's name
+LARGEST_PAGE = 5_000_000  # bytes; larger pages are slow on a phone and hard to send
+_STYLES = ("vendor/uPlot.min.css", "static/report.css")
+_SCRIPTS = {
+    "dataset": ("page.js", "charts.js", "bins.js", "dataset.js"),
+    "run": ("page.js", "charts.js", "run.js"),
+}
+_CHART_LIBRARY = "vendor/uPlot.iife.min.js"
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """What was written.
+    """A written page.
 
     Args:
-        path: the page.
+        path: where it is.
         kind: dataset or run.
         num_bytes: its size.
-        num_bins_shown, num_bins: bins in the page, and of the data; of runs None.
-        num_suspicious: sequences that deserve a look, by kind.
-        notes: what the user should know.
+        num_bins_shown, num_bins: bins in the page and in the data; None for runs.
+        num_suspicious: suspicious sequences by kind; None for runs.
+        notes: sentences for the user.
     """
 
     path: str
@@ -62,13 +74,13 @@ def write_report(
     """Write the page of a dataset or of a run.
 
     Args:
-        source: packed data of any storage, or its URL; or the output directory of a training run.
-        output: the page, or its URL; by default NAME.report.html in the current directory. An earlier page is replaced.
-        tokenizer: of the data; by default it is looked for where the data was prepared.
-        work_dir: the work directory of the preparation, if it is not beside the data.
+        source: packed data of any storage or its URL, or the output directory of a training run.
+        output: the page or its URL; by default NAME.report.html in the current directory. An earlier page is replaced.
+        tokenizer: the path of the data's tokenizer; by default it is found where the data was prepared.
+        work_dir: the work directory of prepare, if it is not beside the data.
         global_batch: bins per step, for the balance over ranks.
         ranks: data-parallel ranks.
-        bins: further bins to put into the page.
+        bins: bins to include.
     """
     location = source if is_url(source) else local_path(source)
     if output is None:
@@ -92,7 +104,7 @@ def write_report(
             tokens_in_page=tokens_in_page,
         )
         html = assemble(page)
-        # Ids and masks without any pattern take more bytes than those of texts.
+        # Random ids and masks take more bytes than real ones.
         if len(html) <= LARGEST_PAGE or page["num_bins_shown"] <= max(1, len(bins)):
             return _write(page, html, target)
         tokens_in_page //= 2
@@ -125,7 +137,7 @@ def _write(page: dict[str, Any], html: bytes, target: Path | str) -> WrittenRepo
 
 
 def page_beside(path: Path | str) -> Path | str:
-    """Return where `prepare report=true` writes the page of a dataset: a path, or a URL.
+    """Return where `prepare report=true` writes the page of a dataset, given the dataset's path or URL.
 
     Example:
         >>> page_beside("s3://bucket/my_dataset")
@@ -135,7 +147,7 @@ def page_beside(path: Path | str) -> Path | str:
 
 
 def refuse_other_file(path: Path | str) -> None:
-    """Refuse to replace anything but an earlier page."""
+    """Raise an error if something other than an earlier page is at the target."""
     mark = f'content="{GENERATOR}"'.encode()
     if isinstance(path, str):
         refuse_read_only(path)
@@ -150,17 +162,8 @@ def refuse_other_file(path: Path | str) -> None:
     raise InvalidInputError(f"{path} exists and is not a page of `packed-sft report`; choose another file with -o")
 
 
-GENERATOR: Final = "packed-sft report"
-_STYLES = ("vendor/uPlot.min.css", "static/report.css")
-_SCRIPTS = {
-    "dataset": ("page.js", "charts.js", "bins.js", "dataset.js"),
-    "run": ("page.js", "charts.js", "run.js"),
-}
-_CHART_LIBRARY = "vendor/uPlot.iife.min.js"
-
-
 def assemble(page: Mapping[str, Any]) -> bytes:
-    """Return the HTML of a page; the same values give the same bytes.
+    """Return the HTML of a page; equal values give equal bytes.
 
     Args:
         page: what `dataset_page` or `run_page` returned.
@@ -187,7 +190,7 @@ def assemble(page: Mapping[str, Any]) -> bytes:
     }
     html = _static("static/page.html")
     for name, text in parts.items():
-        # Split and joined, so that a text with another part's mark in it is left as it is.
+        # Each part is inserted once: a text that contains the mark of another part stays as it is.
         before, after = html.split("{{" + name + "}}")
         parts[name] = before + text
         html = after
@@ -195,7 +198,7 @@ def assemble(page: Mapping[str, Any]) -> bytes:
 
 
 def embedded_json(value: Any) -> str:
-    r"""Return JSON that can stand inside a script element.
+    r"""Return JSON that is safe inside a script element.
 
     Example:
         >>> embedded_json({"text": "</script><!--"})

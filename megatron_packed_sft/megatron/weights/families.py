@@ -1,4 +1,4 @@
-"""The families of models that can be read and written: what config.json says, and what it may not say.
+"""The families of models that can be read and written: how their config.json becomes a shape, and what it must not say.
 
     config.json ─▶ family_of ─▶ Family ─▶ shape(config)       refuses by name what Megatron-Core's model would ignore
                                        ─▶ weights(shape)      which tensors there are, and where they go
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_packed_sft.errors import InvalidInputError, UnsupportedFormatError
-from megatron_packed_sft.megatron.weights.layout import Weight, dense_weights
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import ModelShape, Weight, dense_weights
 from megatron_packed_sft.plugins import Registry
 
 # Llama 3.1's scaling as Megatron-Core has it built in; only the factor can be chosen.
@@ -30,7 +29,7 @@ _SIZES: Final = {
     "vocab_size": "vocab_size",
 }
 _LARGEST: Final = 1 << 31
-# The value that each of these must have, if it is there at all; the model here has nothing that another would change.
+# The only value of each key that the model here can represent; the keys may be missing.
 _FIXED: Final[Mapping[str, Any]] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
@@ -108,7 +107,7 @@ represented; use another model
         return shape
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the config.json of a shape, without the keys that say nothing about the model itself."""
+        """Return the config.json of a shape, with the keys that describe the model."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(shape.rotary_base)}
         if shape.rotary_scaling_factor is not None:
             rope |= {"rope_type": "llama3", "factor": shape.rotary_scaling_factor, **_LLAMA3_SCALING}
@@ -188,7 +187,7 @@ are llama, mistral, qwen2, qwen3...
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UnsupportedFormatError(
-            f"{where}: architectures is {architectures}, and a {name} model here is a {family.architecture}; use a "
+            f"{where}: architectures is {architectures}, but a {name} model is a {family.architecture} here; use a "
             "causal language model"
         )
     return family
@@ -272,7 +271,7 @@ def _refuse_uneven(shape: ModelShape, where: str) -> None:
 
 
 def shape_family(shape: ModelShape) -> Family:
-    """Return the family of a shape; a plugin that was uninstalled since is an error that names it."""
+    """Return the family of a shape; if its plugin is no longer installed, an error names it."""
     if shape.family not in FAMILIES:
         raise InvalidInputError(FAMILIES.unknown(shape.family))
     return FAMILIES[shape.family]

@@ -1,35 +1,51 @@
-"""A model in a Hugging Face folder: config.json and safetensors, checked against each other before a weight is read.
+"""Read a model from a Hugging Face folder: config.json and safetensors, checked against each other first.
 
-Only safetensors are opened. A pickle (`pytorch_model.bin`) can run code of whoever made it, and is refused.
+    HuggingFaceFolder.open ─▶ load_pretrained    this rank's slices, into a model, tensor by tensor
+                           └▶ FolderWeights      whole Megatron weights, one at a time, for an export
+
+Only safetensors are opened. A pickle (`pytorch_model.bin`) can run code, and is refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.megatron.weights.families import Family, family_of
-from megatron_packed_sft.megatron.weights.layout import TensorShape, Weight
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.megatron.weights.layout import (
+    EMBEDDING,
+    LAYERS,
+    OUTPUT,
+    ModelShape,
+    Span,
+    TensorShape,
+    Weight,
+    local_name,
+)
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import checksum, file_checksum
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.paths import local_path
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_JSON_BYTES: Final = 1 << 26
+_BLOCK_BYTES: Final = 1 << 24
+_LARGEST_ITEM: Final = 8  # bytes of a number
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Buffers that old releases of transformers saved; they follow from config.json.
 _IGNORED: Final = (".rotary_emb.inv_freq",)
@@ -42,7 +58,7 @@ class HuggingFaceFolder:
     Args:
         path: of the folder.
         config: the parsed config.json.
-        family: the family that it says.
+        family: of the model.
         shape: the model's shape.
         files: safetensors file -> the names of its tensors that the model has.
         dtype: of the weights; if they differ, one that holds them all.
@@ -61,7 +77,7 @@ class HuggingFaceFolder:
 
         Args:
             path: of the folder.
-            name: what the user calls it, for messages.
+            name: the key or argument that the user set, for messages.
         """
         config, family, shape = read_config(path, name)
         folder = local_path(path, name)
@@ -120,7 +136,7 @@ def joint_checksum(checksums: Mapping[str, str]) -> str:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; one that is cut or no safetensors file at all is one sentence."""
+    """Open a safetensors file; a damaged one, or another kind of file, is one sentence."""
     safetensors = load("safetensors", "megatron", "reading pretrained weights")
     try:
         with os_errors("read", path):
@@ -173,7 +189,7 @@ def _files(folder: Path, name: str) -> dict[str, set[str] | None]:
 
 
 def _refuse_differing(file: Path, indexed: set[str] | None, found: tuple[str, ...]) -> None:
-    """Refuse a file whose tensors are not those that the index says."""
+    """Refuse a file with other tensors than the index lists."""
     if indexed is not None and indexed != set(found):
         one = min(indexed ^ set(found))
         where = "is in the index and not in the file" if one in indexed else "is in the file and not in the index"
@@ -188,7 +204,9 @@ def _checked_dtype(
         hint = "use another model"
         if name == "lm_head.weight" and shape.tie_embeddings:
             hint = "config.json ties the embeddings, so save the model again with transformers"
-        raise UnsupportedFormatError(f"{file} has the tensor {name}, which a {shape.family} model has not; {hint}")
+        raise UnsupportedFormatError(
+            f"{file} has the tensor {name}, which a {shape.family} model does not have; {hint}"
+        )
     sizes = tuple(tensor.get_shape())
     if sizes != expected[name].sizes:
         raise ShardFileError(
@@ -243,3 +261,110 @@ class FolderWeights:
                         part = value.narrow(weight.axis, span.start, size)
                         result.narrow(weight.axis, span.at, size).copy_(part)
         return result
+
+
+class Place(NamedTuple):
+    """Where a range of a tensor goes."""
+
+    parameter: torch.Tensor
+    axis: int
+    span: Span
+
+
+def load_pretrained(
+    model: GPTModel, folder: HuggingFaceFolder, *, on_tensor: Callable[[str], None] | None = None
+) -> None:
+    """Copy this rank's part of the weights into a model, whatever its tensor- and pipeline-parallel sizes.
+
+    Memory: the model itself and 16 MB.
+
+    Args:
+        model: from `build_gpt_model` with the folder's `shape.model_arguments()`, or one of the same shape.
+        folder: an opened folder.
+        on_tensor: called with the name of each tensor that was read.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    places: dict[str, list[Place]] = {}
+    for name, weight in _names_of_rank(model, folder, parameters):
+        parameter = parameters.pop(name)
+        length = _checked_length(name, parameter, weight, num_ranks)
+        if weight.is_padded:
+            parameter.zero_()
+        for span in weight.spans_of_rank(rank, num_ranks, length):
+            places.setdefault(span.tensor, []).append(Place(parameter, weight.axis, span))
+    if parameters:
+        raise InvalidInputError(
+            f"the model has the weight {next(iter(parameters))}, which {folder.path} lacks; build it with the "
+            "folder's shape"
+        )
+    for file, names in folder.files.items():
+        wanted = [name for name in names if name in places]
+        if wanted:
+            _copy_file(folder, file, wanted, places, on_tensor)
+
+
+def _copy_file(
+    folder: HuggingFaceFolder,
+    file: str,
+    names: list[str],
+    places: dict[str, list[Place]],
+    on_tensor: Callable[[str], None] | None,
+) -> None:
+    with open_safetensors(folder.path / file) as opened:
+        for name in names:
+            tensor = opened.get_slice(name)
+            for place in places.pop(name):
+                _copy(tensor, place)
+            if on_tensor is not None:
+                on_tensor(name)
+
+
+def _copy(tensor: Any, place: Place) -> None:
+    """Copy a range of a tensor in blocks of rows: an embedding as a whole can be larger than all layers of a rank."""
+    parameter, axis, span = place
+    part = parameter.narrow(axis, span.at, span.stop - span.start)
+    num_rows = part.shape[0]
+    step = max(1, _BLOCK_BYTES // max(1, part[:1].numel() * _LARGEST_ITEM))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        first = span.start if axis == 0 else 0
+        rows = slice(first + start, first + stop)
+        part[start:stop].copy_(tensor[rows] if axis == 0 else tensor[rows, span.start : span.stop])
+
+
+def _names_of_rank(
+    model: GPTModel, folder: HuggingFaceFolder, parameters: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights that this rank has, under the names of its layer spec."""
+    layers = {layer.layer_number - 1: index for index, layer in enumerate(model.decoder.layers)}
+    is_local = any(name.endswith(".input_layernorm.weight") for name in parameters)
+    for weight in folder.weights:
+        if weight.layer is None:
+            if weight.name in parameters:
+                yield weight.name, weight
+            # The last of several stages has a copy of tied embeddings.
+            if weight.name == EMBEDDING and folder.shape.tie_embeddings and OUTPUT in parameters:
+                yield OUTPUT, weight
+        elif weight.layer in layers:
+            inner = local_name(weight.name) if is_local else weight.name
+            yield f"{LAYERS}{layers[weight.layer]}.{inner}", weight
+
+
+def _checked_length(name: str, parameter: torch.Tensor, weight: Weight, num_ranks: int) -> int:
+    """Return the length of the whole weight along its axis, padding included."""
+    sizes = list(weight.sizes)
+    length = parameter.shape[weight.axis] * (num_ranks if weight.is_shared else 1)
+    if weight.is_padded:
+        sizes[weight.axis] = max(length, weight.length)
+    if weight.is_shared:
+        sizes[weight.axis] //= num_ranks
+    if list(parameter.shape) != sizes:
+        raise InvalidInputError(
+            f"the model's {name} has the sizes {list(parameter.shape)}, and the weights have {sizes}; build it with "
+            "the folder's shape"
+        )
+    return length

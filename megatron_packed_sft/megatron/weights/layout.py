@@ -1,21 +1,23 @@
-"""Which rows of which Hugging Face tensor make up which Megatron weight, on any tensor-parallel rank.
+"""A model's shape, its weights, and the Hugging Face tensors that each weight is made of, on any tensor-parallel rank.
 
     linear_qkv, two query groups:   q q k v | q q k v          by group: its query heads, then its key, then its value
     linear_fc1:                     gate ... | up ...          two sections, each of which the ranks share evenly
     word_embeddings:                embed_tokens ... zeros     padded at the end
 
 Names are those of a torch_dist checkpoint, which are also those of the Transformer Engine layer spec; `local_name`
-gives those of Megatron-Core's own spec.
+gives those of Megatron-Core's own spec. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from megatron_packed_sft.megatron.weights.shape import ModelShape
+from megatron_packed_sft.errors import InvalidInputError
 
+DEFAULT_FAMILY = "llama"  # the family that a run from scratch trains: RMSNorm, SwiGLU, rotary positions, no biases
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 LAYERS = "decoder.layers."
@@ -24,6 +26,98 @@ _LOCAL_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+ADAPTERS: Final = "adapters.layers."  # the prefix of adapters in a checkpoint
+# The linear layers that may have adapters, and their names within a transformer layer.
+_TARGET_LAYERS: Final = {
+    "linear_qkv": "self_attention.linear_qkv",
+    "linear_proj": "self_attention.linear_proj",
+    "linear_fc1": "mlp.linear_fc1",
+    "linear_fc2": "mlp.linear_fc2",
+}
+TARGETS: Final = tuple(_TARGET_LAYERS)
+BY_COLUMNS: Final = ("linear_proj", "linear_fc2")  # whose columns the tensor-parallel ranks share, instead of rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The shape of a dense GPT model.
+
+    Args:
+        family: the name under which its tensors are known, such as `llama` or `qwen3`.
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        num_attention_heads: query heads.
+        num_query_groups: key/value heads.
+        head_dim: width of a head.
+        ffn_hidden_size: inner width of the MLP.
+        vocab_size: of the weights, without padding.
+        tie_embeddings: share the input and output embeddings.
+        rotary_base: base of the rotary positions.
+        rotary_scaling_factor: Llama 3.1's scaling of the rotary positions, or None.
+        layernorm_epsilon: of RMSNorm.
+        qk_layernorm: normalize queries and keys.
+        qkv_bias: queries, keys and values have biases.
+
+    Example:
+        >>> shape = ModelShape.of_sizes(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96,
+        ...                             vocab_size=256)
+        >>> shape.head_dim, shape.num_query_groups
+        (16, 4)
+    """
+
+    family: str = DEFAULT_FAMILY
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    tie_embeddings: bool = False
+    rotary_base: int = 10_000
+    rotary_scaling_factor: float | None = None
+    layernorm_epsilon: float = 1e-5
+    qk_layernorm: bool = False
+    qkv_bias: bool = False
+
+    @classmethod
+    def of_sizes(cls, **fields: Any) -> ModelShape:
+        """Return a shape; `num_query_groups` and `head_dim` follow from the other sizes unless they are given."""
+        num_heads = fields["num_attention_heads"]
+        if fields.get("num_query_groups") is None:
+            fields["num_query_groups"] = num_heads
+        if fields.get("head_dim") is None:
+            fields["head_dim"] = fields["hidden_size"] // num_heads
+        return cls(**fields)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> ModelShape:
+        """Return the shape that a checkpoint recorded."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        try:
+            return cls.of_sizes(**{name: value for name, value in saved.items() if name in names})
+        except (KeyError, TypeError, ArithmeticError) as error:
+            raise InvalidInputError(
+                f"the checkpoint does not describe a model ({type(error).__name__}: {error}); restore it"
+            ) from None
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `build_gpt_model` that follow from the shape."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.num_query_groups,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "vocab_size": self.vocab_size,
+            "tie_embeddings": self.tie_embeddings,
+            "rotary_base": self.rotary_base,
+            "rotary_scaling_factor": self.rotary_scaling_factor,
+            "layernorm_epsilon": self.layernorm_epsilon,
+            "qk_layernorm": self.qk_layernorm,
+            "add_qkv_bias": self.qkv_bias,
+        }
 
 
 class Span(NamedTuple):
@@ -48,8 +142,8 @@ class Weight:
 
     Args:
         name: in the checkpoint, without the layer, such as `mlp.linear_fc1.weight`.
-        tensors: the Hugging Face tensors that it is made of, each wholly.
-        spans: which rows (columns, for axis 1) of which tensor follow each other.
+        tensors: the Hugging Face tensors that it is made of.
+        spans: the ranges of their rows (columns, for axis 1), in the order of the weight.
         axis: along which the tensors are joined and the tensor-parallel ranks share the weight.
         is_shared: whether tensor-parallel ranks share it; otherwise each has all of it.
         num_sections: equal parts of the weight that are shared over the ranks one by one.
@@ -167,7 +261,7 @@ def _one(
     layer: int | None = None,
     is_padded: bool = False,
 ) -> Weight:
-    """Return a weight that is one tensor as it is."""
+    """Return a weight that equals one tensor."""
     return Weight(
         name,
         (TensorShape(tensor, sizes),),
@@ -194,3 +288,51 @@ def _queries_keys_values(shape: ModelShape, attention: str, kind: str, layer: in
             spans.append(Span(tensors[which].name, group * size, (group + 1) * size, at))
             at += size
     return Weight(f"self_attention.linear_qkv.{kind}", tuple(tensors.values()), tuple(spans), layer=layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The settings of LoRA adapters.
+
+    Args:
+        rank: of the product.
+        alpha: the product is multiplied by alpha / rank.
+        dropout: share of the adapters' inputs that is dropped in training.
+        target_modules: the layers that get adapters.
+        seed: of their initial weights, which do not depend on the parallel layout.
+
+    Example:
+        >>> LoraSettings(rank=8, alpha=16).scale
+        2.0
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = TARGETS
+    seed: int = 1234
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product."""
+        return self.alpha / self.rank
+
+
+def num_sections(name: str) -> int:
+    """Return the number of parts that the rows of a layer's B are divided into: gate and up are two.
+
+    Example:
+        >>> num_sections("linear_fc1"), num_sections("linear_qkv")
+        (2, 1)
+    """
+    return 2 if name == "linear_fc1" else 1
+
+
+def target_layer(name: str) -> str:
+    """Return the name of a layer with adapters within its transformer layer.
+
+    Example:
+        >>> target_layer("linear_fc2")
+        'mlp.linear_fc2'
+    """
+    return _TARGET_LAYERS[name]

@@ -1,12 +1,12 @@
-"""Read a torch_dist checkpoint, of whatever parallel layout, one tensor at a time and without Megatron-Core.
+"""Read torch_dist checkpoints without running anything that is stored in them.
 
     .metadata            a pickle: tensor -> sizes and chunks, chunk -> file, offset, length
     __0_0.distcp, ...    the chunks and other objects, each as torch.save writes it
     common.pt            what all ranks share, as torch.save writes it
-    metadata.json        the format's name
 
-All readers of checkpoints go through here, so that one from elsewhere cannot run anything: the pickle is read by
-`parse_metadata`, and what torch.save wrote by `load_saved`.
+torch and Megatron-Core do the reading, and both would run a hostile pickle. So `.metadata` is read first by an
+unpickler that knows only the names on a list, and while a checkpoint is loaded every `torch.load` of this process
+accepts plain data only.
 """
 
 from __future__ import annotations
@@ -15,32 +15,89 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import pickle
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_packed_sft.errors import ShardFileError, UnsupportedFormatError
-from megatron_packed_sft.megatron.weights.checkpoint_metadata import Chunk, Place, StoredTensor, parse_metadata
-from megatron_packed_sft.megatron.weights.saved_archive import load_saved
+from megatron_packed_sft.errors import PackedSFTError, ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.megatron.weights.families import shape_family
+from megatron_packed_sft.megatron.weights.layout import EMBEDDING, LAYERS, OUTPUT, ModelShape, Weight
 from megatron_packed_sft.support.atomic import os_errors
 
 METADATA: Final = ".metadata"
-BACKEND: Final = "metadata.json"
 COMMON: Final = "common.pt"
-_MAX_METADATA_BYTES: Final = 1 << 30
-_MAX_COMMON_BYTES: Final = 1 << 28
-_MAX_BACKEND_BYTES: Final = 1 << 16
-_BACKEND_FIELDS: Final = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
+_BACKEND: Final = "metadata.json"
+_FORCE_PLAIN_DATA: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_EXTRA_STATE: Final = "_extra_state"
+_MODEL_PARTS: Final = ("decoder.", "embedding.", "output_layer.")
+_MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch"
+# What torch.distributed.checkpoint and Megatron-Core write into .metadata, now and in earlier releases.
+_METADATA_NAMES: Final = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    _MEGATRON: {"MCoreMetadata", "MCoreSavePlan"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+# Subclasses that add a field; importing Megatron-Core for them would take ten seconds.
+_STAND_INS: Final = {
+    "MCoreMetadata": ("torch.distributed.checkpoint.metadata", "Metadata"),
+    "MCoreSavePlan": ("torch.distributed.checkpoint.planner", "SavePlan"),
+}
+# What Transformer Engine pickles as the state of FP8: recipes and tensors.
+_FP8_NAMES: Final = {
+    "torch.storage": {"_load_from_bytes"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "collections": {"OrderedDict"},
+    "transformer_engine.common.recipe": {
+        "DelayedScaling",
+        "Float8BlockScaling",
+        "Float8CurrentScaling",
+        "Format",
+        "MMParams",
+        "MXFP8BlockScaling",
+        "NVFP4BlockScaling",
+        "QParams",
+        "_FormatHelper",
+        "_OverrideLinearPrecision",
+    },
+}
 
 
 class TorchDistCheckpoint:
-    """The content of a checkpoint. Its files stay open, so that it can be read even if a run removes it meanwhile.
+    """The tensors of a checkpoint, whatever parallel layout wrote it; read one at a time, without Megatron-Core.
+
+    Its files stay open, so that it can be read even if a run removes it meanwhile.
 
     Args:
         path: the folder with .metadata.
@@ -48,21 +105,20 @@ class TorchDistCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        refuse_other_backend(path)
-        self.tensors, self._objects = parse_metadata(
-            _read_whole(path / METADATA, _MAX_METADATA_BYTES), str(path / METADATA)
-        )
-        self._closing = ExitStack()
-        self._files: dict[str, int] = {}
-        self._bounds: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        places = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
-        try:
-            for place in (*places, *self._objects.values()):
-                if place.file not in self._files:
-                    self._open(place.file)
-        except BaseException:
-            self._closing.close()
-            raise
+        metadata = read_metadata(path)
+        with _errors_in_one_sentence(str(path / METADATA)):
+            entries = metadata.state_dict_metadata.items()
+            self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            self._files = _OpenFiles(path, {place.relative_path for place in metadata.storage_data.values()})
+        self._reader = FileSystemReader(path)
+        self._reader.fs = self._files
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor, or one entry of its first axis.
@@ -71,165 +127,271 @@ class TorchDistCheckpoint:
             name: of the tensor.
             index: which layer, when all layers are stacked in one tensor.
         """
-        sizes = self.tensors[name].sizes
-        if index is None:
-            return self.read_region(name, [0] * len(sizes), sizes)
-        return self.read_region(name, [index, *[0] * (len(sizes) - 1)], [1, *sizes[1:]])[0]
+        with _errors_in_one_sentence(f"{self.path}: {name}"):
+            stored = self.tensors[name]
+            begin, sizes = [0] * len(stored.size), list(stored.size)
+            if index is not None:
+                begin[0], sizes[0] = index, 1
+            region = ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(sizes))
+            items = create_read_items_for_chunk_list(name, stored, [region])
+            if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
+                raise ShardFileError(f"{self.path} holds only a part of {name}; restore the checkpoint")
+            result = torch.empty(sizes, dtype=stored.properties.dtype)
+            self._reader.read_data(LoadPlan(items), _Destination(result))
+        return result if index is None else result[0]
 
-    def read_region(self, name: str, begin: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-        """Return a part of a tensor.
 
-        Args:
-            name: of the tensor.
-            begin: where the part begins on each axis.
-            wanted: its sizes.
-        """
-        stored = self.tensors[name]
-        chunks = list(self._overlapping(name, begin, wanted))
-        if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(wanted):
-            raise ShardFileError(f"{self.path} holds only a part of {name}; restore the checkpoint")
-        result = torch.empty(tuple(wanted), dtype=stored.dtype)  # no memory yet: it comes when it is written
-        num_copied = 0
-        for chunk in chunks:
-            first = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
-            ends = zip(begin, wanted, chunk.offsets, chunk.sizes, strict=True)
-            last = [min(start + size, offset + length) for start, size, offset, length in ends]
-            loaded = self._load_chunk(name, stored, chunk)
-            if first == list(begin) and loaded.shape == result.shape:  # the usual case, without a copy
-                return loaded
-            result[_region(first, last, begin)] = loaded[_region(first, last, chunk.offsets)]
-            num_copied += math.prod(b - a for a, b in zip(first, last, strict=True))
-        if num_copied != result.numel():
-            raise ShardFileError(f"{self.path} holds only a part of {name}; restore the checkpoint")
-        return result
+class _Destination(DefaultLoadPlanner):
+    """Tells torch's reader where each chunk goes in one tensor."""
 
-    def _overlapping(self, name: str, begin: Sequence[int], wanted: Sequence[int]) -> Iterator[Chunk]:
-        """Yield the chunks that hold something of a region; there may be one per layer and rank."""
-        chunks = self.tensors[name].chunks
-        if name not in self._bounds:
-            offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(begin))
-            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(begin))
-            self._bounds[name] = offsets, offsets + sizes
-        starts, stops = self._bounds[name]
-        ends = [at + size for at, size in zip(begin, wanted, strict=True)]
-        for number in np.flatnonzero(((starts < ends) & (stops > begin)).all(axis=1)):
-            yield chunks[number]
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
 
-    def read_object(self, name: str) -> Any:
-        """Return an object that is not a tensor; one that would run something is refused."""
-        if name not in self._objects:
-            raise ShardFileError(f"{self.path} does not hold {name}; restore the checkpoint")
-        return self._load(name, self._objects[name])
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensor[tuple(slice(start, start + length) for start, length in places)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass  # it is a view of the destination
+
+
+class _OpenFiles(FileSystem):
+    """The files of a checkpoint for torch's reader, opened once."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        with ExitStack() as opened, os_errors("read", folder):
+            self._files = {folder / name: opened.enter_context(open(folder / name, "rb")) for name in names}
+            self._closing = opened.pop_all()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        yield self._files[Path(path)]
 
     def close(self) -> None:
-        """Close the files."""
         self._closing.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class CheckpointWeights:
+    """The weights of a model in a checkpoint, found by name and checked against the model's shape.
 
-    def _open(self, file: str) -> None:
-        path = self.path / file
-        if not path.is_file():
-            raise ShardFileError(f"{path} is missing; restore the checkpoint")
-        with os_errors("read", path):
-            self._files[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._closing.callback(os.close, self._files[file])
+    Megatron-Core stacks the layers of a model in one tensor (`decoder.layers.mlp.linear_fc2.weight`, sizes
+    [layers, ...]), or numbers them (`decoder.layers.7.mlp.linear_fc2.weight`) when they may differ; both are read.
 
-    def _load_chunk(self, name: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
-        tensor = self._load(name, chunk.place)
-        expected = (chunk.sizes, stored.dtype, "cpu", torch.strided)
-        if not isinstance(tensor, torch.Tensor) or expected != (
-            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.layout,
-        ):  # fmt: skip
-            path = self.path / chunk.place.file
-            raise ShardFileError(f"{path}: {name} does not have the sizes that {METADATA} gives; restore it")
-        return tensor.detach()
+    Args:
+        checkpoint: the checkpoint.
+        shape: of the model that it should hold; a checkpoint of another model is refused.
+    """
 
-    def _load(self, name: str, place: Place) -> Any:
-        path = self.path / place.file
-        with os_errors("read", path):
-            window = io.BufferedReader(_Window(self._files[place.file], place.at, place.length))
-            return load_saved(window, place.length, f"{path}: {name}")
+    def __init__(self, checkpoint: TorchDistCheckpoint, shape: ModelShape) -> None:
+        self._checkpoint = checkpoint
+        self.shape = shape
+        self._prefix = self._find_prefix()
+        known = set()
+        for weight in self.weights():
+            name, _ = self._place(weight)
+            self._check(name, weight)
+            known.add(name)
+        if shape.tie_embeddings:
+            known.add(f"{self._prefix}{OUTPUT}")
+        self._refuse_unexpected(known)
+        self.dtype: torch.dtype = checkpoint.tensors[f"{self._prefix}{EMBEDDING}"].properties.dtype
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield the weights of the model, from input to output."""
+        return shape_family(self.shape).weights(self.shape)
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """Return a whole weight, without the padding of the vocabulary."""
+        return self._checkpoint.read(*self._place(weight)).narrow(weight.axis, 0, weight.length)
+
+    def _find_prefix(self) -> str:
+        """Return the prefix of the model's tensors: empty, or `model.` for some writers."""
+        found = [name for name in self._checkpoint.tensors if name.endswith(EMBEDDING) and "optimizer" not in name]
+        if len(found) != 1:
+            raise UnsupportedFormatError(
+                f"{self._checkpoint.path} has {len(found)} tensors that end in {EMBEDDING}; give the checkpoint of one "
+                "GPT model"
+            )
+        return found[0].removesuffix(EMBEDDING)
+
+    def _place(self, weight: Weight) -> tuple[str, int | None]:
+        """Return the name of the tensor that holds a weight, and its index in a stack of layers."""
+        if weight.layer is None:
+            return f"{self._prefix}{weight.name}", None
+        numbered = f"{self._prefix}{LAYERS}{weight.layer}.{weight.name}"
+        if numbered in self._checkpoint.tensors:
+            return numbered, None
+        return f"{self._prefix}{LAYERS}{weight.name}", weight.layer
+
+    def _check(self, name: str, weight: Weight) -> None:
+        if name not in self._checkpoint.tensors:
+            raise ShardFileError(
+                f"{self._checkpoint.path} has no tensor {name}, which a {self.shape.family} model of this shape needs; "
+                "give the checkpoint of that model"
+            )
+        found = tuple(self._checkpoint.tensors[name].size)
+        wanted = weight.sizes
+        if name != f"{self._prefix}{weight.name}" and len(found) > len(wanted):
+            wanted = (self.shape.num_layers, *wanted)
+        if weight.is_padded and found[0] > wanted[0]:
+            wanted = (found[0], *wanted[1:])
+        if found != wanted:
+            raise ShardFileError(
+                f"{self._checkpoint.path}: {name} has the sizes {list(found)}, but the model has {list(wanted)}; give "
+                "the checkpoint of that model"
+            )
+
+    def _refuse_unexpected(self, known: set[str]) -> None:
+        for name in self._checkpoint.tensors:
+            inner = name.removeprefix(self._prefix)
+            is_of_model = name.startswith(self._prefix) and inner.startswith(_MODEL_PARTS) and _EXTRA_STATE not in inner
+            if is_of_model and name not in known:
+                raise UnsupportedFormatError(
+                    f"{self._checkpoint.path} has the tensor {name}, which a {self.shape.family} model does not have; "
+                    "it cannot be exported as one"
+                )
 
 
-class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+def load_checkpoint(tensors: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Return a sharded state dict with the values of a checkpoint, loaded by Megatron-Core; a collective call.
 
-    def __init__(self, fd: int, start: int, length: int) -> None:
-        self._fd = fd
-        self._start, self._length, self._at = start, length, 0
+    Args:
+        tensors: the sharded state dict; its tensors are overwritten.
+        checkpoint: the folder.
+    """
+    from megatron.core import dist_checkpointing
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        num_read = os.preadv(self._fd, [view], self._start + self._at) if len(view) else 0
-        self._at += num_read
-        return num_read
+    read_metadata(checkpoint)
+    with _errors_in_one_sentence(str(checkpoint)), plain_data_only(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Megatron-Core's use of torch
+        loaded: dict[str, Any] = dist_checkpointing.load(tensors, str(checkpoint))
+    for name, state in loaded.get("model", {}).items():
+        if name.endswith(_EXTRA_STATE):
+            refuse_harmful_state(state, f"{checkpoint}: {name}")
+    return loaded
 
 
-def refuse_unreadable(path: Path) -> None:
-    """Refuse a checkpoint whose descriptions are damaged or would run something, before any tensor is read."""
-    TorchDistCheckpoint(path).close()
-    read_common(path)
+@contextmanager
+def plain_data_only() -> Iterator[None]:
+    """Make every `torch.load` of this process accept plain data only, even where its caller asks for more."""
+    before = os.environ.get(_FORCE_PLAIN_DATA)
+    os.environ[_FORCE_PLAIN_DATA] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE_PLAIN_DATA]
+        else:
+            os.environ[_FORCE_PLAIN_DATA] = before
 
 
-def read_common(path: Path) -> dict[str, Any]:
-    """Return what `common.pt` of a checkpoint holds: what all ranks share, such as the optimizer's settings."""
-    file = path / COMMON
-    data = _read_whole(file, _MAX_COMMON_BYTES)
-    common = load_saved(io.BytesIO(data), len(data), str(file))
-    if not isinstance(common, dict):
-        raise ShardFileError(f"{file} holds a {type(common).__name__} instead of a dict; restore the checkpoint")
-    return common
+def refuse_unreadable(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose `.metadata` or `common.pt` is damaged or would run something; quick."""
+    read_metadata(checkpoint)
+    with _errors_in_one_sentence(str(checkpoint / COMMON)):
+        torch.load(checkpoint / COMMON, map_location="cpu", weights_only=True)
 
 
-def _read_whole(file: Path, most: int) -> bytes:
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return what the `.metadata` of a checkpoint says, or refuse it: nothing in it is run.
+
+    Args:
+        checkpoint: the folder.
+    """
+    _refuse_other_backend(checkpoint)
+    file = checkpoint / METADATA
     if not file.is_file():
         raise ShardFileError(f"{file} is missing; give the folder of a torch_dist checkpoint")
-    with os_errors("read", file):
-        if file.stat().st_size > most:
-            raise ShardFileError(f"{file} has more than {most:,} bytes; restore the checkpoint")
-        return file.read_bytes()
+    with _errors_in_one_sentence(str(file)):
+        metadata = _Unpickler(file.read_bytes(), _METADATA_NAMES).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        files = sorted({place.relative_path for place in metadata.storage_data.values()})
+    for name in files:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise ShardFileError(f"{file} names {ascii(name)[:200]}, outside the checkpoint; restore the checkpoint")
+        if not _is_file(checkpoint / name):
+            raise ShardFileError(f"{checkpoint / ascii(name)[1:-1]} is missing; restore the checkpoint")
+    return metadata
 
 
-def _region(first: Sequence[int], last: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(first, last, origin, strict=True))
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or with a zero byte
+        return False
 
 
-def refuse_other_backend(path: Path) -> None:
-    """Refuse a checkpoint of another format than torch_dist, or one whose description is damaged."""
-    file = path / BACKEND
+def refuse_harmful_state(state: Any, where: str) -> None:
+    """Refuse an extra state that would run something when Transformer Engine unpickles it.
+
+    Args:
+        state: a tensor of bytes, empty without FP8; or None.
+        where: the object, for messages.
+    """
+    if isinstance(state, torch.Tensor) and state.numel():
+        with _errors_in_one_sentence(where), plain_data_only():
+            _Unpickler(state.cpu().numpy().tobytes(), _FP8_NAMES).load()
+
+
+class _Unpickler(pickle._Unpickler):
+    """An unpickler that imports the names on a list and torch's dtypes, and nothing else.
+
+    It is Python's own implementation, because the one in C reserves memory for any number in a damaged file.
+    """
+
+    def __init__(self, data: bytes, names: Mapping[str, set[str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if name not in self._names.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(*_STAND_INS.get(name, (module, name)))
+
+
+@contextmanager
+def _errors_in_one_sentence(where: str) -> Iterator[None]:
+    """Say in one sentence what torch or an unpickler found wrong; damage can make them raise anything."""
+    try:
+        with os_errors("read", where):
+            yield
+    except PackedSFTError:
+        raise
+    except CheckpointException as error:  # of all ranks
+        raise _unreadable(where, next(iter(error.failures.values()))[0]) from error
+    except Exception as error:
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: BaseException) -> ShardFileError:
+    text = str(error)
+    named = re.search(r"it names (\S+)|GLOBAL (\S+)", text)  # torch mentions it in a long explanation
+    if named is None or not isinstance(error, pickle.UnpicklingError):
+        reason = text.partition("\n")[0][:200] or type(error).__name__
+        return ShardFileError(f"{where} cannot be read ({reason}); restore the checkpoint")
+    name = ascii((named[1] or named[2]).rstrip(","))[1:-1][:200]
+    return ShardFileError(
+        f"{where} cannot be read: it names {name}, which no checkpoint needs; it was damaged, or made to run "
+        "something, so restore the checkpoint from a source you trust"
+    )
+
+
+def _refuse_other_backend(checkpoint: Path) -> None:
+    """Refuse a checkpoint in another format than torch_dist."""
+    file = checkpoint / _BACKEND
     if not file.is_file():
         return
     try:
-        with open(file, "rb") as opened:
-            described = json.loads(opened.read(_MAX_BACKEND_BYTES))
-        if not described.keys() <= _BACKEND_FIELDS or described.get("common_backend", "torch") != "torch":
-            raise ValueError
-        backend = described.get("sharded_backend")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        described = json.loads(file.read_bytes())
+        backends = described["sharded_backend"], described.get("common_backend", "torch")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ShardFileError(f"{file} cannot be read; restore the checkpoint") from None
-    if backend != "torch_dist":
+    if backends != ("torch_dist", "torch"):
         raise UnsupportedFormatError(
-            f"{file}: the checkpoint was written by {backend!r}, and only torch_dist can be read; save it again with "
-            "--ckpt-format torch_dist"
+            f"{file}: the checkpoint was written by {backends[0]!r}, and only torch_dist can be read; save it again "
+            "with --ckpt-format torch_dist"
         )

@@ -1,8 +1,8 @@
-"""Packing in order with look-ahead: bins of neighbours, closed exactly by something that waits nearby.
+"""Pack in order with look-ahead: bins of neighbours, closed exactly by something that waits nearby.
 
 The oldest waiting lot anchors a bin, the next ones follow as long as they fit, then the end is improved: up to three of
-the last are put back, and one, two or three waiting lots are sought, the oldest first, that leave no room at all.
-Because the oldest always goes first, hard sizes cannot pile up: bins stay a fair sample of what comes by.
+the last lots are put back, and one, two or three waiting lots, the oldest first, are tried that leave no room at all.
+Because the oldest always goes first, hard sizes cannot pile up, and bins stay a fair sample of the data.
 
 A lot is a size and how many sequences of it there are: 1 when real sequences are packed, many when a histogram is.
 Waiting lots are in a list in order of age, and per size in a chain that starts with the oldest:
@@ -10,17 +10,24 @@ Waiting lots are in a list in order of age, and per size in a chain that starts 
     lots     uint32 [num_lots + 1, 4]   next, previous, next of the same size, size; the last row is the list's two ends
     by_size  uint32 [capacity + 1, 2]   the oldest and the youngest waiting lot of each size
 
-Everything is unsigned, like every index in a hot loop here (deal_kernel.py says why), and passed as plain arrays: a
-tuple of arrays costs numba a reference count per access, which made this about twice as slow.
+Everything is unsigned (sequence_kernel.py says why) and passed as plain arrays: a tuple of arrays costs numba a
+reference count per access, which made this about twice as slow.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_packed_sft.packing.search.bitset_kernel import Bits, Scalar, add, discard, empty_set, highest_at_most
-from megatron_packed_sft.packing.search.deal_kernel import Uint32
-from megatron_packed_sft.packing.search.histogram_kernel import Int64
+from megatron_packed_sft.packing.search.histogram_kernel import (
+    Bits,
+    Int64,
+    Scalar,
+    add,
+    discard,
+    empty_set,
+    highest_at_most,
+)
+from megatron_packed_sft.packing.search.sequence_kernel import Uint32
 from megatron_packed_sft.support.compiled import inner_kernel, kernel
 
 _NONE = np.uint32(0xFFFFFFFF)

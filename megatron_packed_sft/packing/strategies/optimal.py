@@ -1,12 +1,11 @@
-"""The portfolio: four ways to pack a histogram, from the quickest to the most thorough, until one is good enough.
+"""Three ways to pack a histogram of sizes, from the quickest to the most thorough, until one is good enough.
 
     best fit      what the best peers do; done if it meets the lower bound
-    exact fill    the largest size anchors a bin, the rest is closed without a gap
-    mixed fill    the window packer over shuffled lots of equal sizes: keeps every bin a fair sample, which is what
+    exact fill    the largest size anchors a bin, which is then closed without a gap
+    mixed fill    the window packer over shuffled lots of equal sizes: every bin stays a fair sample, which is what
                   lengths around a third or a quarter of the pack need
-    guided fill   a linear program says which kinds of sizes belong together; for what greedy searches get wrong
 
-The fullest wins. All of them cost what the number of different sizes costs, not the number of sequences.
+The fewest bins win. The cost of all three depends on the number of different sizes, not on the number of sequences.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from megatron_packed_sft.packing.strategies.packing_problem import (
     PackingProblem,
     Patterns,
     bins_from_patterns,
-    joined,
+    concatenate_patterns,
     num_bins_of,
 )
 
-# Within one in so many bins of the lower bound nothing further is tried.
+# With fewer bins above the lower bound than one in so many, nothing further is tried.
 _GOOD_ENOUGH = 10_000
-# The program costs some 5 to 20 ms; closer to the bound than this, it hardly gains anything.
-_WORTH_A_PROGRAM = 3000
 
 # Mixed fill: lots in all, how many of them wait at a time (a sixteenth, within limits), how many of those are looked
 # at to close a bin, and how often what is left over is cut into smaller lots and filled again.
@@ -36,9 +33,6 @@ _LARGEST_WINDOW = 512
 _SMALLEST_WINDOW = 128
 _TRIES = 128
 _LEVELS = 6
-
-_NUM_BUCKETS = 56
-_MOST_PIVOTS = 2000
 
 
 def pack_optimal(problem: PackingProblem) -> Bins:
@@ -59,37 +53,26 @@ def pack_optimal(problem: PackingProblem) -> Bins:
 def find_patterns(
     histogram: Int64, capacity: int, max_per_bin: int, lower_bound: int, work_limit: int
 ) -> tuple[Patterns, str]:
-    """Return the fewest bins found, and the way that found them."""
-    from megatron_packed_sft.packing.search.exact_kernel import exact_fill
-    from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing
+    """Return the patterns with the fewest bins, and how they were found."""
+    from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing, exact_fill
 
     candidates = [(best_fit_decreasing(histogram, capacity, max_per_bin), "best fit")]
     if num_bins_of(candidates[0][0]) > lower_bound:
         candidates.append((exact_fill(histogram, capacity, max_per_bin), "exact fill"))
-    excess = _excess(candidates, lower_bound)
+    fewest = min(num_bins_of(patterns) for patterns, _ in candidates)
+    excess = fewest - lower_bound
     # With very many different sizes a lot is hardly more than a sequence, and exact fill finds partners anyway.
     is_coarse = np.count_nonzero(histogram) <= 4 * _NUM_LOTS
     if excess > 1 and excess * _GOOD_ENOUGH > lower_bound and is_coarse and work_limit > 0:
-        fewest = lower_bound + excess
         mixed = mixed_fill(histogram, capacity, max_per_bin, work_limit, fewest)
         if mixed is not None:
             candidates.append((mixed, "mixed fill"))
-        excess = _excess(candidates, lower_bound)
-        if excess > 1 and excess * _WORTH_A_PROGRAM > lower_bound:
-            guided = guided_fill(histogram, capacity, max_per_bin, work_limit, lower_bound + excess)
-            if guided is not None:
-                candidates.append((guided, "guided fill"))
     return min(candidates, key=lambda candidate: num_bins_of(candidate[0]))
-
-
-def _excess(candidates: list[tuple[Patterns, str]], lower_bound: int) -> int:
-    return min(num_bins_of(patterns) for patterns, _ in candidates) - lower_bound
 
 
 def simple_fill(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
     """Best fit or exact fill, whichever needs fewer bins."""
-    from megatron_packed_sft.packing.search.exact_kernel import exact_fill
-    from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing
+    from megatron_packed_sft.packing.search.histogram_kernel import best_fit_decreasing, exact_fill
 
     both = [fill(histogram, capacity, max_per_bin) for fill in (best_fit_decreasing, exact_fill)]
     return min(both, key=num_bins_of)
@@ -98,8 +81,8 @@ def simple_fill(histogram: Int64, capacity: int, max_per_bin: int) -> Patterns:
 def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: int, fewest: int) -> Patterns | None:
     """Cut the histogram into lots, shuffle them, and send them through the window packer.
 
-    The packer stops when too few lots wait to choose from; these are cut into smaller ones, and it continues. None when
-    it wastes so much room on the way that it cannot get below the `fewest` bins known.
+    The packer stops when too few lots are left to choose from; these are cut into smaller lots, and it continues.
+    Returns None when so much room was wasted that the result cannot be below the `fewest` bins known.
     """
     from megatron_packed_sft.packing.search.window_kernel import window_fill
 
@@ -113,7 +96,7 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
         window = min(_LARGEST_WINDOW, max(_SMALLEST_WINDOW, sizes.size // 16))
         if sizes.size < 2 * window:
             break
-        # A bin's lots are at least one sequence each. Pages that are never written cost nothing.
+        # A lot of a bin is at least one sequence. Memory pages that are never written cost nothing.
         most_per_bin = min(max_per_bin, capacity // int(sizes.min()))
         most_used = min(int(counts.sum()), sizes.size * most_per_bin)
         lots = np.empty((sizes.size + 1, 4), np.uint32)
@@ -143,12 +126,12 @@ def mixed_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: in
         np.add.at(histogram, sizes, counts)
     if histogram.any():
         parts.append(simple_fill(histogram, capacity, max_per_bin))
-    return joined(parts)
+    return concatenate_patterns(parts)
 
 
 def _cut_into_lots(histogram: Int64, num_lots: int, seed: int) -> tuple[Int32, Int64]:
     """Return sizes and counts of about `num_lots` lots, in shuffled order."""
-    from megatron_packed_sft.packing.search.fit_kernel import shuffle_groups
+    from megatron_packed_sft.packing.search.sequence_kernel import shuffle_groups
 
     different = np.flatnonzero(histogram)
     counts = histogram[different]
@@ -159,26 +142,3 @@ def _cut_into_lots(histogram: Int64, num_lots: int, seed: int) -> tuple[Int32, I
     order = np.arange(lot_counts.size, dtype=np.int32)
     shuffle_groups(order, np.array([0, order.size]), np.uint64(seed))
     return np.repeat(different, num_lots_each).astype(np.int32)[order], lot_counts[order]
-
-
-def guided_fill(histogram: Int64, capacity: int, max_per_bin: int, work_limit: int, fewest: int) -> Patterns | None:
-    """Solve the linear program over buckets of sizes, fill bins after it, and the rest by the other ways.
-
-    None when the program itself promises no fewer than the `fewest` bins known.
-    """
-    from megatron_packed_sft.packing.search.guided_kernel import guided_fill as fill
-    from megatron_packed_sft.packing.search.linear_program_kernel import RESOLUTION, make_buckets, solve_program
-
-    low, high, demand, tokens = make_buckets(histogram, capacity, _NUM_BUCKETS)
-    widths = np.clip((2 * tokens * RESOLUTION + demand * capacity) // (2 * demand * capacity), 1, RESOLUTION)
-    pivots = min(_MOST_PIVOTS, work_limit // widths.size**2)
-    columns, lengths, bins = solve_program(widths, demand, max_per_bin, pivots)
-    if bins.sum() >= fewest << 8:
-        return None
-    patterns, rest = fill(histogram, capacity, low, high, widths, columns, lengths, bins, work_limit // 4)
-    parts: list[Patterns] = [patterns]
-    if rest.any():
-        simple = simple_fill(rest, capacity, max_per_bin)
-        mixed = mixed_fill(rest, capacity, max_per_bin, work_limit, num_bins_of(simple))
-        parts.append(simple if mixed is None else min(simple, mixed, key=num_bins_of))
-    return joined(parts)

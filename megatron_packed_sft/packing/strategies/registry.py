@@ -1,4 +1,4 @@
-"""Strategies by name: ours, those that users register, and those of installed packages; and functions of users."""
+"""Strategies by name: built-in ones, those of installed packages, and functions of users; results are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_packed_sft.support.imports import function_named
 CustomStrategy = Callable[[npt.NDArray[np.int64], int], Iterable[Iterable[int]] | npt.NDArray[Any]]
 
 _HERE = "megatron_packed_sft.packing.strategies"
-# Ours take a PackingProblem and return Bins, which need no check.
+# Built-in strategies take a PackingProblem and return Bins, which need no check.
 _BUILT_IN = {
     "best_fit": f"{_HERE}.fit:pack_best_fit",
     "first_fit": f"{_HERE}.fit:pack_first_fit",
@@ -43,9 +43,9 @@ def register_strategy(name: str, function: CustomStrategy, *, replace: bool = Fa
     """Add a packer of your own under `name`.
 
     It is called with the room that each sequence takes (int64 array) and the capacity of a bin, and returns the bins: a
-    list of lists of indices, or an array with each sequence's bin number. What it returns is checked before it becomes
-    a plan: every sequence in exactly one bin, no bin over capacity. It must be deterministic, or plans are not
-    reproducible. An installed package offers one without this call, by an entry point in the group
+    list of lists of indices, or an array with each sequence's bin number. The result is checked before it becomes a
+    plan: every sequence in exactly one bin, no bin over capacity. It must be deterministic, or plans are not
+    reproducible. An installed package needs no call: it offers a strategy by an entry point in the group
     `megatron_packed_sft.strategies`.
 
     Example:
@@ -62,7 +62,7 @@ def register_strategy(name: str, function: CustomStrategy, *, replace: bool = Fa
 
 
 class GivenStrategy(str):
-    """A function that was passed as a strategy: its name, for plans and messages, which carries the function.
+    """A function that was passed as a strategy: a string, its name for plans and messages, that carries the function.
 
     Example:
         >>> GivenStrategy.of(len), GivenStrategy.of(len).function is len
@@ -73,14 +73,14 @@ class GivenStrategy(str):
 
     @classmethod
     def of(cls, function: CustomStrategy) -> GivenStrategy:
-        """Name a function by its module and its own name, as a configuration would."""
+        """Return the name of a function, `module.name` as in a configuration, with the function attached."""
         given = cls(f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}")
         given.function = function
         return given
 
 
 def is_dotted(name: str) -> bool:
-    """Return whether a strategy is named by where its function is, such as my_package.my_packer."""
+    """Return whether a strategy is the path of a function, such as my_package.my_packer."""
     return name not in STRATEGIES and ("." in name or ":" in name)
 
 
@@ -89,8 +89,8 @@ def check_strategy(name: str, *, allow_code: bool = False, prefix: str = "") -> 
 
     Args:
         name: a known strategy, or the dotted path of a function.
-        allow_code: the user's word that such a function may be imported and called.
-        prefix: what comes before `allow_code` where the user writes it, such as `packing.`.
+        allow_code: the user allows such a function to be imported and called.
+        prefix: the configuration group of `allow_code`, such as `packing.`, for messages.
     """
     if isinstance(name, GivenStrategy) or name in STRATEGIES:
         return
@@ -98,7 +98,7 @@ def check_strategy(name: str, *, allow_code: bool = False, prefix: str = "") -> 
         raise InvalidInputError(STRATEGIES.unknown(name))
     if not allow_code:
         raise InvalidInputError(
-            f"strategy {name!r} is code, which runs only on your word; set {prefix}allow_code=true if you trust it"
+            f"strategy {name!r} is code, which runs only if you allow it; set {prefix}allow_code=true if you trust it"
         )
     function_named(name, "strategy")
 
@@ -163,7 +163,7 @@ def _checked_bins(name: str, numbers: npt.NDArray[np.int64], problem: PackingPro
         )
     used, dense = np.unique(numbers, return_inverse=True)
     bin_of: Int32 = dense.astype(np.int32)
-    # Exact although bincount adds in floating point: a bin's sum is far below 2^53.
+    # Exact although bincount adds floats: a bin's sum is far below 2^53.
     filled = np.bincount(bin_of, weights=problem.sizes)
     if filled.max() > problem.capacity:
         worst = int(np.argmax(filled))

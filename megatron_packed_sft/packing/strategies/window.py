@@ -20,17 +20,17 @@ from megatron_packed_sft.packing.strategies.packing_problem import (
 
 _logger = logging.getLogger(__name__)
 
-# How many sequences wait (a narrower window takes over at the end), and how many are looked at to close a bin.
+# How many sequences wait (a narrower window takes over at the end), and how many are tried to close a bin.
 _WINDOWS = (2048, 256)
 _TRIES = 128
-# When more than one in so many bins is above the lower bound, the bins of `optimal` are taken if they save as much.
+# When more than one in so many bins is above the lower bound, `optimal` is used if it saves as many bins.
 _LARGEST_GAP = 200
 
 
 def pack_window(problem: PackingProblem) -> Bins:
-    """Pack in order, looking 2,000 sequences ahead; fall back to `optimal`, and say so, where that wastes too much.
+    """Pack in order, looking 2,000 sequences ahead; fall back to `optimal`, with a warning, where that wastes too much.
 
-    Sorted lengths, and lengths that need particular partners far away, cannot be packed well in order.
+    Sorted lengths, and lengths whose only good partners are far away, cannot be packed well in order.
 
     Example:
         >>> sizes = np.array([3, 1, 2, 2], np.int32)
@@ -44,8 +44,8 @@ def pack_window(problem: PackingProblem) -> Bins:
         num_other = other.bin_offsets.size - 1
         if (num_bins - num_other) * _LARGEST_GAP > num_other:
             _logger.warning(
-                "strategy 'window' needs %d bins for these lengths in this order, 'optimal' %d: using 'optimal'; "
-                "shuffle the data if it is sorted, or choose 'optimal' to silence this",
+                "strategy 'window' needs %d bins for these lengths in this order, 'optimal' needs %d: using 'optimal'; "
+                "shuffle the data if it is sorted, or choose 'optimal' to silence this warning",
                 num_bins,
                 num_other,
             )
@@ -54,10 +54,7 @@ def pack_window(problem: PackingProblem) -> Bins:
 
 
 def _pack_in_order(problem: PackingProblem) -> Bins:
-    """Go over the sequences with a wide window, over what it leaves at the end with a narrow one, and so on.
-
-    The last few have nothing to wait for any more. They are packed as full as possible.
-    """
+    """Pack with a wide window, pack what it leaves over with a narrower one, and the last few with `optimal`."""
     bin_of = np.empty(problem.sizes.size, np.int32)
     num_bins = 0
     left = np.arange(problem.sizes.size, dtype=np.int32)
@@ -76,7 +73,7 @@ def _pack_in_order(problem: PackingProblem) -> Bins:
 
 
 def _fill_window(problem: PackingProblem, sizes: Int32, window: int) -> tuple[Bins, npt.NDArray[np.intp]]:
-    """Return bins of `sizes`, and the positions of those that were still waiting at the end."""
+    """Return bins of `sizes`, and the positions of the sizes that were left over."""
     from megatron_packed_sft.packing.search.window_kernel import window_fill
 
     waiting = np.ones(sizes.size, np.int64)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Record, RecordError
+from megatron_packed_sft.records.schemas.alpaca import adapt_alpaca
+from megatron_packed_sft.records.schemas.fields import list_of
 from megatron_packed_sft.records.schemas.messages import ROLES, adapt_messages
-from megatron_packed_sft.records.schemas.questions import adapt_alpaca
 from megatron_packed_sft.records.schemas.texts import adapt_prompt_completion, adapt_text, adapt_tokenized
-from megatron_packed_sft.records.schemas.values import list_of
 
 
 class _Target(NamedTuple):

@@ -6,12 +6,18 @@ import json
 from typing import Any
 
 from megatron_packed_sft.records.record import Conversation, RecordError
-from megatron_packed_sft.records.schemas.media import refuse_part
+from megatron_packed_sft.records.schemas.content import tool_call
+from megatron_packed_sft.records.schemas.fields import (
+    Weights,
+    list_of,
+    object_of,
+    refuse_part,
+    string_of,
+    train_weight,
+    without_nulls,
+)
 from megatron_packed_sft.records.schemas.messages import ReadMessages, conversation_of
 from megatron_packed_sft.records.schemas.registry import CHATS, Schema, has_list
-from megatron_packed_sft.records.schemas.tools import tool_call
-from megatron_packed_sft.records.schemas.values import list_of, object_of, string_of, without_nulls
-from megatron_packed_sft.records.schemas.weights import Weights, train_weight
 
 _ROLES = {"user": "user", "model": "assistant", "function": "user", "tool": "user"}
 _SYSTEM_KEYS = ("systemInstruction", "system_instruction")

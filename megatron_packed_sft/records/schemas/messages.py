@@ -3,10 +3,10 @@
 Messages are normalized, so that chat templates and hashes see one form:
 - keys with null values are removed, at every depth (Parquet and Arrow give every message every key);
 - content in parts becomes one text, with reasoning and tool calls beside it (`content.py`);
-- tools and tool calls have one form (`tools.py`); `function_call` and the role `function` are their old names, and
+- tools and tool calls have one form (`content.py`); `function_call` and the role `function` are their old names, and
   ms-swift has roles for them;
-- a `refusal` is what the assistant says;
-- weights (`weights.py`) leave the messages.
+- a `refusal` becomes the content;
+- weights (`fields.py`) are taken out of the messages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,28 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
-from megatron_packed_sft.records.schemas.content import PartWeights, is_result, read_parts, text_of
-from megatron_packed_sft.records.schemas.media import RECORD_KEYS, refuse_keys
+from megatron_packed_sft.records.schemas.content import (
+    PartWeights,
+    is_result,
+    read_parts,
+    read_tool_calls,
+    text_of,
+    tools_of,
+)
+from megatron_packed_sft.records.schemas.fields import (
+    RECORD_KEYS,
+    WEIGHT_KEYS,
+    Weights,
+    list_of,
+    object_of,
+    parse_json,
+    record_weight,
+    refuse_keys,
+    string_of,
+    train_weight,
+    without_nulls,
+)
 from megatron_packed_sft.records.schemas.registry import CHATS, Schema, has_keys, has_list
-from megatron_packed_sft.records.schemas.tools import read_tool_calls, tools_of
-from megatron_packed_sft.records.schemas.values import list_of, object_of, parse_json, string_of, without_nulls
-from megatron_packed_sft.records.schemas.weights import WEIGHT_KEYS, Weights, record_weight, train_weight
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -32,13 +48,13 @@ _BESIDE = frozenset({*_SYSTEM_KEYS, "tools", "functions", "weight", "loss_weight
 
 
 class ReadMessages(NamedTuple):
-    """Normalized messages, and what they say about themselves.
+    """Normalized messages, with the weights and tools that they carry.
 
     Args:
         messages: in OpenAI's form.
         train: the weight of each, if any message gives one.
         parts: message -> characters and weight of each part of its content, where a part has a weight.
-        tools: that a message defines.
+        tools: defined by a message.
     """
 
     messages: list[dict[str, Any]]
@@ -103,7 +119,7 @@ def read_messages(value: Any, field: str, roles: Collection[str] = ROLES) -> Rea
 
 
 def conversation_of(read: ReadMessages, record: dict[str, Any]) -> Conversation:
-    """Return the conversation, with what stands beside its messages: system prompt, tools, weight and variables.
+    """Return the conversation, with the keys beside its messages: system prompt, tools, weight and variables.
 
     Example:
         >>> conversation_of(ReadMessages([{"role": "user", "content": "Hi"}]), {"system": "Be brief."}).messages[0]
@@ -188,7 +204,7 @@ class _Reader:
         for key, found in (("reasoning_content", read.reasoning), ("tool_calls", read.calls)):
             if found:
                 if message.get(key):
-                    raise RecordError(f"{field}", f"has parts that are beside it in {key} as well; keep one of them")
+                    raise RecordError(f"{field}", f"has parts that are also in {key}; keep one of them")
                 message[key] = found
         if read.weights:
             self._parts[len(self.messages)] = read.weights
@@ -215,7 +231,7 @@ def _replace_role(message: dict[str, Any], place: str, roles: Collection[str]) -
 
 
 def _replace_other_names(message: dict[str, Any], place: str) -> None:
-    """Give a message the usual names for what it says, and refuse what would be lost."""
+    """Rename the unusual keys of a message, and refuse keys that would be lost."""
     refuse_keys(message, f"{place}.")
     if "function_call" in message:
         if message.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""Preference data, of which only one side may be trained on: refused, or its chosen side taken. Media are refused too.
+"""Preference data, of which only one side may be trained: refused, or its chosen side taken. Media are refused, too.
 
 | shape | keys | `take: chosen` |
 |---|---|---|
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_packed_sft.records.record import NotTakenError, Record, RecordError, kind_of
-from megatron_packed_sft.records.schemas.media import RECORD_KEYS, refuse_keys
+from megatron_packed_sft.records.schemas.fields import RECORD_KEYS, refuse_keys
 from megatron_packed_sft.records.schemas.registry import SCHEMAS, recognise
 from megatron_packed_sft.records.schemas.sharegpt import read_turns
 
 _CHOSEN = ("chosen", "chosen_messages", "chosen_conversations", "chosen_response", "preferred_output")
 _REJECTED = ("rejected", "rejected_messages", "rejected_conversations", "rejected_response", "non_preferred_output")
-_EMPTY: tuple[Any, ...] = (None, "", [])  # what a table of several kinds of records holds where it has nothing
+_EMPTY: tuple[Any, ...] = (None, "", [])  # empty cells of a table with several kinds of records
 _PAIR = (*_CHOSEN, *_REJECTED)
 _LABELS = ("label", "kto_tag")
 _CANDIDATES = ("responses", "completions", "candidates", "answers")
@@ -31,13 +31,13 @@ _RANKED = (
     *("human_ref_A", "human_ref_B"),
 )
 _GUARDED = frozenset({*_PAIR, *_LABELS, *_SCORES, *RECORD_KEYS})
-_UNLABELLED = frozenset({"text", "tokenized"})  # where a label is a class, and says nothing about an answer
+_UNLABELLED = frozenset({"text", "tokenized"})  # where a label is a class and not a verdict on an answer
 _PROMPTS = ("prompt", "question", "query", "instruction", "input")
 _TAKE = "set sources.NAME.take=chosen to train on the chosen side alone (NAME is input for input=)"
 
 
 class GuardedRecords:
-    """An adapter of one schema, or of whatever is recognised, that refuses preference data and media.
+    """An adapter of one schema, or of the recognised one, that refuses preference data and media.
 
     Args:
         schema: the name of a built-in schema; None recognises each record.
@@ -84,7 +84,7 @@ class ChosenRecords:
         if chosen is not None:
             taken = _with_chosen(rest, record, chosen)
         elif _given(record, _REJECTED):
-            taken = rest  # ms-swift: the chosen answer is where all answers are
+            taken = rest  # ms-swift: the chosen answer has the usual key
         else:
             label = _label_of(record)
             if label is None:
@@ -109,7 +109,7 @@ def _refuse_pairs(record: dict[str, Any]) -> None:
     found = _given(record, _PAIR)
     if found:
         raise RecordError(
-            "", f"is preference data (keys {', '.join(found)}), half of which must not be learnt; {_TAKE}"
+            "", f"is preference data (keys {', '.join(found)}), half of which must not be trained; {_TAKE}"
         )
     if _given(record, _SCORES) and any(type(record[name]) is list for name in _given(record, _CANDIDATES)):
         _refuse_rankings(record)
@@ -122,7 +122,7 @@ def _refuse_rankings(record: dict[str, Any]) -> None:
         path = f"{found[0]}.0" if type(record[found[0]]) is list else found[0]
         raise RecordError(
             "",
-            f"is preference data (several answers: {', '.join(found)}), and which to train on is not said; choose one, "
+            f"is preference data (several answers: {', '.join(found)}), and no key names the one to train; choose one, "
             f"such as mapping: {{instruction: {asks}, output: {path}}}",
         )
 
@@ -141,7 +141,7 @@ def _refuse_label(record: dict[str, Any]) -> None:
     if label is not None:
         raise RecordError(
             label,
-            f"is {record[label]}: preference data (KTO), where a record may be an example of what not to say; {_TAKE}",
+            f"is {record[label]}: preference data (KTO), so a record may be an example of a bad answer; {_TAKE}",
         )
 
 
@@ -181,7 +181,7 @@ def _with_text(rest: dict[str, Any], answer: str, chosen: str) -> dict[str, Any]
     if asks is None:
         raise RecordError(
             chosen,
-            "is a text without a prompt, so what of it is the answer is not said; give messages, or a mapping such as "
+            "is a text without a prompt, so the answer cannot be told apart; give messages, or a mapping such as "
             f"mapping: {{text: {chosen}}}, which trains all of it",
         )
     if asks == "prompt" and not any(rest.get(name) for name in ("system", "system_prompt", "tools")):
@@ -213,7 +213,7 @@ def _asked(rest: dict[str, Any], answer: list[Any], chosen: str) -> list[Any]:
 
 
 def _begins(messages: list[Any]) -> bool:
-    """Whether messages begin with what a user says, perhaps after a system prompt."""
+    """Return whether messages begin with a user's, perhaps after a system prompt."""
     roles = [message.get("role") for message in messages if type(message) is dict]
     return next((role for role in roles if role not in ("system", "developer")), None) == "user"
 

@@ -11,7 +11,7 @@ from megatron_packed_sft.records.record import Record, RecordError
 
 Adapter = Callable[[dict[str, Any]], Record]
 
-# How sure the keys of a schema are; records often have a rendered `text` or a `prompt` as well.
+# How certain the keys of a schema are; records often have a rendered `text` or a `prompt` as well.
 CHATS, PAIRS, COLUMNS, OTHERS = range(4)
 
 
@@ -21,7 +21,7 @@ class Schema(NamedTuple):
     Args:
         recognise: returns whether a parsed record has this schema, for `schema: auto`; it should look at keys only.
         adapt: turns a parsed record into a `Record`, or raises `RecordError` with the field that is wrong.
-        rank: the lower, the surer; a record that two schemas of the same built-in rank recognise is refused.
+        rank: the lower, the more certain; a record that two schemas of the same built-in rank recognise is refused.
     """
 
     recognise: Callable[[dict[str, Any]], bool]
@@ -40,7 +40,7 @@ def has_keys(*names: str) -> Callable[[dict[str, Any]], bool]:
 
 
 def has_list(*names: str) -> Callable[[dict[str, Any]], bool]:
-    """Return a function that tells whether any of some keys holds a list of objects: for names that may mean anything.
+    """Return a function that tells whether any of some common keys holds a list of objects.
 
     Example:
         >>> has_list("contents")({"contents": "Once upon a time."})
@@ -66,8 +66,8 @@ SCHEMAS: Registry[Schema] = Registry(
         "openai_batch": f"{_HERE}.messages:OPENAI_BATCH",
         "trajectory": f"{_HERE}.messages:TRAJECTORY",
         "prompt_completion": f"{_HERE}.texts:PROMPT_COMPLETION",
-        "alpaca": f"{_HERE}.questions:ALPACA",
-        "question_answer": f"{_HERE}.questions:QUESTION_ANSWER",
+        "alpaca": f"{_HERE}.alpaca:ALPACA",
+        "question_answer": f"{_HERE}.alpaca:QUESTION_ANSWER",
         "text": f"{_HERE}.texts:TEXT",
     },
 )
@@ -103,10 +103,10 @@ def schema_choices() -> tuple[str, ...]:
 
 
 def recognise(record: dict[str, Any]) -> str:
-    """Return the schema of a record, by its keys: the surest built-in schema, or else a registered one or a plugin.
+    """Return the schema of a record, by its keys: the most certain built-in one, else a registered one or a plugin.
 
     Raises:
-        RecordError: no schema fits, or two that are equally sure.
+        RecordError: no schema fits, or two fit that are equally certain.
 
     Example:
         >>> recognise({"instruction": "Add 1 and 2.", "output": "3"})
@@ -145,10 +145,10 @@ def _recognise(record: dict[str, Any]) -> str:
 
 def _unknown(record: dict[str, Any]) -> RecordError:
     keys = [key if value is not None else f"{key} (null)" for key, value in list(record.items())[:12]]
-    said = f"the keys {', '.join(keys)}" if keys else "no keys"
+    shown = f"the keys {', '.join(keys)}" if keys else "no keys"
     line = _mapping_line(record)
     such = f", such as mapping: {line}" if line else ""
-    return RecordError("", f"has {said}, which match no known schema; set schema or mapping for its source{such}")
+    return RecordError("", f"has {shown}, which match no known schema; set schema or mapping for its source{such}")
 
 
 def _mapping_line(record: dict[str, Any]) -> str | None:
@@ -199,7 +199,7 @@ def _taking(schema: str, mapping: Mapping[str, Any] | None, take: str) -> Adapte
         raise InvalidInputError(f"take is {take!r}; use chosen, or leave it out")
     if mapping is not None or schema != _AUTO:
         raise InvalidInputError(
-            "take goes with schema auto, since a schema or a mapping already says what is taken; set one of them"
+            "take goes with schema auto; a schema or a mapping chooses the answer itself: keep one of them"
         )
     from megatron_packed_sft.records.schemas.preference import ChosenRecords  # imports the schemas
 

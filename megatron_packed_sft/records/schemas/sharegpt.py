@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_packed_sft.records.record import Conversation, RecordError, kind_of
+from megatron_packed_sft.records.schemas.content import read_tool_calls
+from megatron_packed_sft.records.schemas.fields import Weights, list_of, object_of, parse_json, train_weight
 from megatron_packed_sft.records.schemas.messages import ReadMessages, conversation_of
 from megatron_packed_sft.records.schemas.registry import CHATS, Schema, has_keys, has_list
-from megatron_packed_sft.records.schemas.tools import read_tool_calls
-from megatron_packed_sft.records.schemas.values import list_of, object_of, parse_json
-from megatron_packed_sft.records.schemas.weights import Weights, train_weight
 
 _CALL = "function_call"
 _SPEAKERS = {

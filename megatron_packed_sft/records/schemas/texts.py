@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_packed_sft.records.record import Conversation, RecordError, TextRecord, TokenizedRecord, kind_of
+from megatron_packed_sft.records.schemas.fields import record_weight
 from megatron_packed_sft.records.schemas.messages import ROLES, ReadMessages, conversation_of, read_messages
 from megatron_packed_sft.records.schemas.registry import CHATS, COLUMNS, PAIRS, Schema, has_keys
-from megatron_packed_sft.records.schemas.weights import record_weight
 
 IGNORED_LABEL = -100  # what PyTorch's cross entropy ignores, and so what `labels` columns hold
 _LARGEST_ID = 2**31 - 1

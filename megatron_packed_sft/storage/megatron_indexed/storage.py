@@ -265,6 +265,6 @@ def validate_indexed(path: Path, options: StreamOptions, report: ValidationRepor
     )
     if report.num_findings == num_findings:
         eos = "tokenizer" if stream.eos_id is None else stream.eos_id  # bins of different lengths are padded with it
-        arguments = f"{str(path)!r}, {eos}, seq_length={documents.pack_size}, documents=True"
+        arguments = f"{str(path)!r}, {eos}, seq_length={documents.pack_size}, stream=StreamOptions(documents=True)"
         report.notes.append(f"python, by document: create_sft_dataset({arguments})")
     return documents.figures

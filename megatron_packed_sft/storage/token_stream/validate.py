@@ -203,20 +203,23 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
     packs = stream.eos_id is not None and (seen is None or seen.num_eos > 0)
     keys: dict[str, Any] = {"data.path": str(stream.path), "data.sequence_length": options.seq_length}
     arguments = [repr(str(stream.path)), repr(stream.eos_id), f"seq_length={options.seq_length}"]
+    chosen: list[str] = []  # of StreamOptions
     if packs:
         keys |= {"data.pack_sequences": "true"}
-        arguments.append("pack_sequences=True")
+        chosen.append("pack_sequences=True")
     if stream.eos_id is not None:
         keys["data.eos_id"] = stream.eos_id
     if options.file_pattern is not None:
         keys["data.file_pattern"] = options.file_pattern
-        arguments.append(f"file_pattern={options.file_pattern!r}")
+        chosen.append(f"file_pattern={options.file_pattern!r}")
     if stream.files[0].path.suffix != NPY and stream.metadata.dtype != stream.files[0].dtype:
         keys["data.dtype"] = stream.dtype
-        arguments.append(f"dtype={stream.dtype!r}")
+        chosen.append(f"dtype={stream.dtype!r}")
     if vocab_size is not None and stream.metadata.vocab_size != vocab_size:
         keys["model.vocab_size"] = vocab_size
     yield f"train: packed-sft train {' '.join(_override(key, value) for key, value in keys.items())}"
+    if chosen:
+        arguments.append(f"stream=StreamOptions({', '.join(chosen)})")
     yield f"python: create_sft_dataset({', '.join(arguments)})"
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_packed_sft import Family
+from megatron_packed_sft.megatron.weights.families import Family
 
 FAMILY = Family(name="acme_llama", architecture="AcmeForCausalLM")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_packed_sft import Conversation, RecordError, Schema
+from megatron_packed_sft import Conversation, Schema
+from megatron_packed_sft.records.record import RecordError
 
 
 def recognise(record: dict[str, Any]) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft import PackedBin, PackedShardWriter, Storage
+from megatron_packed_sft import PackedBin, Storage
+from megatron_packed_sft.storage.interface import PackedShardWriter
 
 
 class JsonShard:

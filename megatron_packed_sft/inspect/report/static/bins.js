@@ -21,7 +21,7 @@ const Bins = (() => {
     return bytes;
   }
 
-  // Numbers of seven bits per byte, the lowest first; see bins_in_page.py.
+  // Numbers of seven bits per byte, the lowest first; see BinsInPage in dataset_page.py.
   function decode(one) {
     if (decoded.has(one)) return decoded.get(one);
     const tokens = [];
@@ -91,7 +91,7 @@ const Bins = (() => {
       make("div", { class: "toolbar" }, previous, make("label", { for: "pick-bin" }, make("span", { class: "hidden-but-read" }, "Bin"), picker), next, form),
       results,
       make("ul", { class: "legend", "aria-label": "Legend" },
-        make("li", {}, make("span", { class: "t on" }, "trained"), ": its loss counts"), make("li", {}, make("span", { class: "t" }, "given"), ": only read"),
+        make("li", {}, make("span", { class: "t on" }, "trained"), ": its loss counts"), make("li", {}, make("span", { class: "t" }, "given"), ": input only"),
         source.has_text ? make("li", {}, make("span", { class: "t control" }, "control"), " token") : null,
         make("li", {}, make("label", { for: "bounds" }, bounds, "token boundaries"))),
       shown,
@@ -104,7 +104,7 @@ const Bins = (() => {
     packSize = totals.pack_size;
     ui.sampled.textContent = bins.length === sample.of
       ? `All ${Page.counted(sample.of, "bin")} of the split are in this page.`
-      : `${count(bins.length)} of ${count(sample.of)} bins are in this page: those of the findings, and an even spread of the others. packed-sft report --bin N adds one.`;
+      : `${count(bins.length)} of ${count(sample.of)} bins are in this page: those of the findings and an even spread of the others. packed-sft report --bin N adds a bin.`;
     ui.picker.replaceChildren(...bins.map((one, number) => make("option", { value: number }, `Bin ${count(one.number)} · ${Page.counted(one.starts.length, "sequence")}`)));
     ui.results.replaceChildren();
     ui.query.value = "";

@@ -1,7 +1,7 @@
 "use strict";
 // The page of a dataset: one split at a time.
 (() => {
-  const { data, make, count, percent, decimal, counted, section, table, numbers, bar } = Page;
+  const { data, make, count, percent, decimal, counted, section, table, drawTable, numbers } = Page;
   const names = Object.keys(data.splits);
   const main = document.getElementById("main");
   const changing = make("div", {});
@@ -17,7 +17,7 @@
     document.getElementById("header").append(
       make("div", {}, make("h1", {}, data.title), make("p", { class: "made" }, made.join(" · "))),
       make("div", { class: "controls" }, names.length > 1 ? make("label", { for: "split" }, "Split", picker) : null, Page.themeChooser()));
-    document.getElementById("footer").textContent = `Made by packed-sft report ${data.version}. Nothing is loaded from a network; the page can be sent as it is.`;
+    document.getElementById("footer").textContent = `Made by packed-sft report ${data.version}. It loads nothing from a network and can be sent as a file.`;
   }
 
   function totals(split) {
@@ -31,8 +31,8 @@
         ["Sequences", count(t.num_sequences), `${decimal(t.mean_sequences, 1)} per bin, at most ${count(t.most_sequences)}`],
         ["Tokens", count(t.num_tokens), `${count(t.num_padding)} positions empty`],
         ["Full", percent(t.fullness, 2), `emptiest: bin ${count(t.emptiest_bin)}, ${percent(t.emptiest / t.pack_size)}`],
-        ["Trained tokens", count(trained), trained === null ? "by the data itself" : `${percent(trained / t.num_tokens)} of all tokens`],
-        t.has_weights ? ["Sum of weights", Page.short(t.sum_weights), "trained tokens by their weights"] : null,
+        ["Trained tokens", count(trained), trained === null ? "not recorded in the data" : `${percent(trained / t.num_tokens)} of all tokens`],
+        t.has_weights ? ["Sum of weights", Page.short(t.sum_weights), "of all trained tokens"] : null,
         ["Sequence length", count(t.median), `median; ${count(t.shortest)} to ${count(t.longest)}`],
       ]),
       make("p", { class: "soft" }, sampled(split)));
@@ -40,9 +40,9 @@
 
   function sampled(split) {
     const { read, totals: t } = split;
-    const lengths = `Lengths, fullness and attention are counted over all ${counted(t.num_bins, "bin")}. `;
-    if (read.num_bins === t.num_bins) return `${lengths}So are trained shares and findings: every token was read.`;
-    return `${lengths}Trained shares and findings are from a sample, evenly spread: ${counted(read.num_bins, "bin")} with ${counted(read.num_sequences, "sequence")} and ${counted(read.num_tokens, "token")}.`;
+    const lengths = `Lengths, fullness and attention cover all ${counted(t.num_bins, "bin")}. `;
+    if (read.num_bins === t.num_bins) return `${lengths}Trained shares and findings do so, too: every token was read.`;
+    return `${lengths}Trained shares and findings come from an even sample: ${counted(read.num_bins, "bin")} with ${counted(read.num_sequences, "sequence")} and ${counted(read.num_tokens, "token")}.`;
   }
 
   function findings(split) {
@@ -51,7 +51,7 @@
     const unchecked = split.suspicions.filter((one) => one.unchecked);
     const link = (one) => make("li", {}, make("a", { href: `#bin/${encodeURIComponent(chosen)}/${one.bin}/${one.sequence + 1}/${one.position}` }, `Bin ${count(one.bin)}, sequence ${one.sequence + 1}`), `: ${one.note}`);
     return section("findings", "Worth a look",
-      make("p", {}, found.length ? "Sequences that are rarely meant to be as they are. Each link opens the bin." : "Nothing suspicious was found."),
+      make("p", {}, found.length ? "Sequences that are usually not intended. Each link opens the bin." : "Nothing suspicious was found."),
       found.map((one) => make("div", { class: "finding", id: `finding-${one.kind}` },
         make("h3", {}, one.title, make("span", { class: "badge found" }, counted(one.num_found, "sequence"))), make("p", {}, one.meaning),
         make("ul", { class: "plain" }, one.examples.map(link)),
@@ -78,25 +78,21 @@
 
   function attention(split) {
     const a = split.attention;
-    const ratio = (value) => `${decimal(value, 3)}×`;
     return section("attention", "Attention cost",
-      make("p", {}, `Attention costs the sum of the squared sequence lengths of a bin. On average that is ${percent(a.mean_share)} of one sequence that fills the bin; the costliest is bin ${count(a.costliest_bin)} with ${percent(a.costliest_share)}.`),
+      make("p", {}, `Attention costs the sum of the squared sequence lengths of a bin. On average this is ${percent(a.mean_share)} of the cost of one sequence that fills the bin. The most expensive is bin ${count(a.costliest_bin)} with ${percent(a.costliest_share)}.`),
       make("div", { class: "side-by-side" },
-        Charts.histogram("Attention cost of bins", "As a share of one sequence that fills the bin.", a.histogram, { x: "share", y: "bins", bucket: shares, format: asPercent }),
-        !a.num_steps ? make("p", { class: "note" }, `The split has fewer bins than one step of ${count(a.global_batch)}, so there is no balance to show; choose --global-batch-size.`)
-        : Charts.lines("Balance over ranks, step by step", `${counted(a.num_steps, "step")} of ${counted(a.global_batch, "bin")} on ${counted(a.ranks, "rank")}, in stored order: the rank that has most to do over the mean.`, a.steps.at,
+        Charts.histogram("Attention cost of bins", "As a share of the cost of one sequence that fills the bin.", a.histogram, { x: "share", y: "bins", bucket: shares, format: asPercent }),
+        !a.num_steps ? make("p", { class: "note" }, `The split has fewer bins than one step of ${count(a.global_batch)}; choose a smaller --global-batch-size to see the balance.`)
+        : Charts.lines("Balance over ranks, step by step", `${counted(a.num_steps, "step")} of ${counted(a.global_batch, "bin")} on ${counted(a.ranks, "rank")}, in stored order: the busiest rank over the mean of all ranks.`, a.steps.at,
           [{ label: "slowest / mean", values: a.steps.highest, color: "accent" }], { x: "step", y: "slowest / mean", format: (value) => decimal(value, 2), low: 1 }),
-        a.num_steps ? Charts.lines("Attention cost of steps", "Over that of the mean step, in stored order: even steps take equally long.", a.step_costs.at,
+        a.num_steps ? Charts.lines("Attention cost of steps", "Over the mean of all steps, in stored order. Even steps take equally long.", a.step_costs.at,
           a.step_costs.at.length < a.num_steps
             ? [{ label: "highest", values: a.step_costs.highest, color: "accent" }, { label: "lowest", values: a.step_costs.lowest, color: "second", dash: [4, 3] }]
             : [{ label: "cost", values: a.step_costs.mean, color: "accent" }],
           { x: "step", y: "cost / mean", format: (value) => decimal(value, 2) }) : null),
-      make("p", {}, `All ranks wait for the slowest one: 1.0 is even, 1.5 means that half as much again is waited for. Other shapes: --ranks and --global-batch-size.`),
-      !a.num_steps ? null : table("Balance by the order of bins", [{ title: `${count(a.global_batch)} bins a step, ${counted(a.ranks, "rank")}`, cell: (one) => one.order },
-        { title: "mean", number: true, cell: (one) => ratio(one.mean) }, { title: "worst step", number: true, cell: (one) => ratio(one.worst) }], a.orders),
-      a.others.length ? make("details", {}, make("summary", {}, "Other batches and ranks, in stored order"), table("Balance of other batches and ranks", [
-        { title: "ranks", cell: (one) => count(one.ranks) }, { title: "bins a step", number: true, cell: (one) => count(one.global_batch) },
-        { title: "mean", number: true, cell: (one) => ratio(one.mean) }, { title: "worst step", number: true, cell: (one) => ratio(one.worst) }], a.others)) : null);
+      make("p", {}, `Every rank waits for the busiest one: 1.0 is even; at 1.5 a step takes half as long again. Choose other shapes with --ranks and --global-batch-size.`),
+      !a.num_steps ? null : drawTable("Balance by the order of bins", a.orders),
+      a.others.rows.length ? make("details", {}, make("summary", {}, "Other batches and ranks, in stored order"), drawTable("Balance of other batches and ranks", a.others)) : null);
   }
 
   function strategies(split) {
@@ -104,34 +100,16 @@
     const used = data.settings.find(([key]) => key === "packing.strategy");
     const of = s.num_sequences < s.of ? `${count(s.num_sequences)} of ${counted(s.of, "sequence")}` : `the ${counted(s.of, "sequence")}`;
     return section("strategies", "Strategies compared",
-      make("p", {}, `The same lengths packed by every strategy: ${of}, in one shuffled order, into bins of ${count(split.totals.pack_size)}.${used ? ` The data was packed by ${used[1]}.` : ""}`),
-      table("Strategies compared", [
-        { title: "strategy", cell: (one) => one.strategy },
-        { title: "bins", number: true, cell: (one) => (one.error ? one.error : count(one.num_bins)) },
-        { title: "full", number: true, cell: (one) => (one.error ? "–" : percent(one.fullness, 2)) },
-        { title: "above the bound", number: true, cell: (one) => (one.error ? "–" : count(one.above_bound)) },
-        { title: "sequences per bin", number: true, cell: (one) => (one.error ? "–" : decimal(one.mean_sequences, 2)) },
-        { title: "attention per bin", number: true, cell: (one) => (one.error ? "–" : percent(one.mean_attention)) },
-      ], s.rows, (one) => used && one.strategy === used[1]),
-      make("p", { class: "soft" }, "The bound: no packing of these sequences has fewer bins."));
+      make("p", {}, `Every strategy packs ${of}, shuffled once, into bins of ${count(split.totals.pack_size)}.${used ? ` This dataset was packed with ${used[1]}.` : ""}`),
+      drawTable("Strategies compared", s.table, (row) => used && row[0] === used[1]),
+      make("p", { class: "soft" }, "The bound is the smallest number of bins that any packing of these sequences could have."));
   }
 
   function sources() {
-    if (!data.has_provenance) return section("sources", "Sources and drops", make("p", { class: "soft" }, "Not recorded: this data was not published by packed-sft prepare."));
-    const all = data.sources.reduce((sum, one) => sum + one.num_tokens, 0) || 1;
+    if (!data.has_provenance) return section("sources", "Sources and drops", make("p", { class: "soft" }, "Not recorded, because packed-sft prepare did not publish this data."));
     return section("sources", "Sources and drops",
-      table("Sources", [
-        { title: "source", cell: (one) => one.name },
-        { title: "share of tokens", cell: (one) => make("span", {}, bar(one.num_tokens / all), percent(one.num_tokens / all)) },
-        { title: "records", number: true, cell: (one) => count(one.num_records) },
-        { title: "dropped", number: true, cell: (one) => count(one.num_dropped) },
-        { title: "sequences", number: true, cell: (one) => count(one.num_sequences) },
-        { title: "tokens", number: true, cell: (one) => count(one.num_tokens) },
-        { title: "trained", number: true, cell: (one) => (one.num_tokens ? percent(one.num_trained / one.num_tokens) : "–") },
-        { title: "weight", number: true, cell: (one) => String(one.weight) },
-        { title: "schema", cell: (one) => one.schema },
-      ], data.sources),
-      make("p", { class: "soft" }, data.sources.every((one) => one.are_in_bins) ? "Sequences and tokens are those in the bins of all splits." : "Sequences and tokens are those that were encoded, over all splits; some may be in no bin."),
+      drawTable("Sources", data.source_table),
+      make("p", { class: "soft" }, "Sequences and tokens are those in the bins of all splits."),
       data.sources.map((one) => make("details", {}, make("summary", {}, `${one.name}: ${counted(one.files.length, "file")}`),
         make("ul", { class: "plain" }, one.files.map((file) => make("li", {}, `${file.name}, ${counted(file.size, "byte")}`))))),
       make("h3", {}, "Drops"), drops());
@@ -139,17 +117,10 @@
 
   function drops() {
     if (!data.drops.length) return make("p", {}, "Nothing was dropped.");
-    return make("div", {}, table("Drops by reason", [
-      { title: "reason", cell: (one) => one.reason },
-      { title: "records", number: true, cell: (one) => count(one.num_records) },
-      { title: "tokens", number: true, cell: (one) => (one.num_tokens === null ? "–" : count(one.num_tokens)) },
-      { title: "while", cell: (one) => one.stage },
-      { title: "meaning", cell: (one) => ({ error: "cannot be used", announced: "sound data lost", harmless: "asked for" })[one.severity] },
-      { title: "by source", cell: (one) => Object.entries(one.sources).map(([name, number]) => `${name} ${count(number)}`).join(", ") || "–" },
-    ], data.drops),
+    return make("div", {}, drawTable("Drops by reason", data.drop_table),
     data.drops.map((one) => make("details", {}, make("summary", {}, `${one.reason}: examples`),
       one.examples.length ? make("ul", { class: "plain" }, one.examples.map((example) => make("li", {}, example.where, example.record ? make("pre", { class: "said", tabindex: "0", "aria-label": "The record", dir: "auto" }, example.record) : null)))
-        : make("p", { class: "soft" }, "Not recorded here; prepare with rejects=FILE lists the records."))));
+        : make("p", { class: "soft" }, "Not recorded here; prepare with rejects=FILE writes a list."))));
   }
 
   function settings() {

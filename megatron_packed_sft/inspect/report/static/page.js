@@ -1,12 +1,12 @@
 "use strict";
-// What all pages share: the numbers, elements made of plain text, tables, and the theme.
+// Shared by all pages: the numbers, elements made of plain text, tables, and the theme.
 const Page = (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
   const themes = ["system", "light", "dark"];
   const onTheme = [];
 
-  // Text only ever becomes a text node: nothing of a chat is parsed as HTML.
+  // Text always becomes a text node: no text of a chat is parsed as HTML.
   function make(tag, attributes, ...children) {
     const svg = tag === "svg" || tag === "path" || tag === "title:svg";
     const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag.split(":")[0]) : document.createElement(tag);
@@ -48,6 +48,24 @@ const Page = (() => {
       make("table", {}, make("caption", { class: "hidden-but-read" }, caption), make("thead", {}, head), make("tbody", {}, body)));
   }
 
+  // How the formats of report/tables.py are shown.
+  const formats = {
+    text: (value) => value,
+    count,
+    percent,
+    percent2: (value) => percent(value, 2),
+    decimal,
+    times: (value) => `${decimal(value, 3)}×`,
+    bar: (value) => make("span", {}, bar(value), percent(value)),
+  };
+
+  // drawn: {columns: [{title, format}], rows}, as report/tables.py makes them.
+  function drawTable(caption, drawn, isChosen) {
+    const shown = (value, format) => (value === null ? "–" : typeof value === "string" ? value : formats[format](value));
+    return table(caption, drawn.columns.map(({ title, format }, place) => (
+      { title, number: place > 0 && !["text", "bar"].includes(format), cell: (row) => shown(row[place], format) })), drawn.rows, isChosen);
+  }
+
   function numbers(entries) {
     return make("dl", { class: "numbers" }, entries.filter(Boolean).map(([name, value, more]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, value, more ? make("small", {}, more) : null))));
@@ -63,7 +81,7 @@ const Page = (() => {
   }
 
   function stored(value) {
-    try { // a page that is opened from disk may not be allowed to remember anything
+    try { // a browser may forbid storage to pages opened from disk
       if (value) localStorage.setItem("packed-sft-theme", value);
       return localStorage.getItem("packed-sft-theme");
     } catch { return null; }
@@ -88,5 +106,5 @@ const Page = (() => {
     return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   }
 
-  return { data, make, count, percent, decimal, counted, short, section, table, numbers, bar, contents, themeChooser, color, onTheme };
+  return { data, make, count, percent, decimal, counted, short, section, table, drawTable, numbers, bar, contents, themeChooser, color, onTheme };
 })();

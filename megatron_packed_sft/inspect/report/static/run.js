@@ -15,7 +15,7 @@
     document.getElementById("header").append(
       make("div", {}, make("h1", {}, data.title), make("p", { class: "made" }, `training run · loss: ${losses[data.loss_kind] || "not recorded"}`)),
       make("div", { class: "controls" }, Page.themeChooser()));
-    document.getElementById("footer").textContent = `Made by packed-sft report ${data.version} from metrics.jsonl. Nothing is loaded from a network; the page can be sent as it is.`;
+    document.getElementById("footer").textContent = `Made by packed-sft report ${data.version} from metrics.jsonl. It loads nothing from a network and can be sent as a file.`;
   }
 
   function totals() {
@@ -31,8 +31,8 @@
       mean("padding_share") === null ? null : ["Padding", percent(mean("padding_share")), "of positions without a token"],
       mean("data_share") === null ? null : ["Data wait", percent(mean("data_share"), 2), "of the time, on the slowest rank"],
     ]), make("p", { class: "soft" }, curves.per_point > 1
-      ? `${counted(data.num_records, "record")} in metrics.jsonl; each point of a chart is the mean of up to ${count(curves.per_point)} of them.`
-      : `${counted(data.num_records, "record")} in metrics.jsonl, all of them drawn.`));
+      ? `${counted(data.num_records, "record")} in metrics.jsonl; each point of a chart is the mean of up to ${count(curves.per_point)} records.`
+      : `${counted(data.num_records, "record")} in metrics.jsonl; the charts show all of them.`));
   }
 
   const has = (name) => curves[name] && curves[name].some((value) => value !== null);
@@ -65,12 +65,12 @@
       mixture.names.length ? table("Mixture at the last step", [{ title: "source", cell: (name) => name },
         { title: "weight now", number: true, cell: (name) => plain(number(mixture.weight[name])) }, { title: "share", number: true, cell: (name) => percent(number(mixture.share[name]), 2) },
         { title: "bins", number: true, cell: (name) => count(number(mixture.num_samples[name])) }, { title: "epochs", number: true, cell: (name) => plain(number(mixture.epochs[name])) }], mixture.names)
-        : make("p", { class: "soft" }, "The mixture by source is recorded for blends only (data.weights, data.blend)."),
+        : make("p", { class: "soft" }, "The mixture is recorded for blends only (data.weights, data.blend)."),
       validation.step.length ? null : make("p", { class: "soft" }, "Nothing was validated."));
   }
 
   function samples() {
-    if (!data.samples.length) return section("samples", "What the model says", make("p", { class: "soft" }, "Not recorded; set validation.num_samples to have some prompts answered after each validation."));
+    if (!data.samples.length) return section("samples", "What the model says", make("p", { class: "soft" }, "Not recorded; set validation.num_samples to answer some prompts after each validation."));
     return section("samples", "What the model says", data.samples.map((file, place) => make("details", { open: place === 0 }, make("summary", {}, file.title || "samples"),
       file.prompts.map((one, number) => make("div", { class: "finding" }, make("h3", {}, `Prompt ${number + 1}`, make("span", { class: "soft" }, `bin ${count(one.bin)}`)),
         make("pre", { class: "said", tabindex: "0", "aria-label": `Prompt ${number + 1}`, dir: "auto" }, one.prompt),

@@ -1,1 +1,0 @@
-"""The grammar behind the sample chats: small topics whose answers follow from their questions."""
