@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = train_sentencepiece(texts[:1000], home / "spm.model", vocab_size=4096, user_defined_symbols=symbols)
         print_table(
             f"caches: {len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} MB",
-            ["cache and tokenizer", "bare tokenizer", "cache build", "ratio"],
+            ["cache", "bare tokenizer", "cache build", "ratio"],
             list(_lines(home, path, texts)),
         )
     finally:
@@ -95,25 +95,25 @@ def _lines(home: Path, path: Path, texts: list[str]) -> Iterator[list[str]]:
         for text in texts:
             processor.encode(text)
 
-    for name, tokenizer in (("sentencepiece", processor), ("load_tokenizer", load_tokenizer(path))):
+    tokenizer = load_tokenizer(path)
 
-        def pretrain(target: Path, tokenizer: Any = tokenizer) -> None:
-            build_pretrain_cache(
-                texts,
-                target,
-                tokenizer=tokenizer,
-                max_train_tokens=None,
-                max_val_tokens=100_000,
-                shard_bytes=128 << 20,
-                seed=42,
-                shuffle_buffer=10_000,
-            )
+    def pretrain(target: Path) -> None:
+        build_pretrain_cache(
+            texts,
+            target,
+            tokenizer=tokenizer,
+            max_train_tokens=None,
+            max_val_tokens=100_000,
+            shard_bytes=128 << 20,
+            seed=42,
+            shuffle_buffer=10_000,
+        )
 
-        def sft(target: Path, tokenizer: Any = tokenizer) -> None:
-            build_sft_cache(examples, target, tokenizer=tokenizer, val_frac=0.1, seed=42)
+    def sft(target: Path) -> None:
+        build_sft_cache(examples, target, tokenizer=tokenizer, val_frac=0.1, seed=42)
 
-        yield compare(f"pretrain, {name}", home, bare, pretrain)
-        yield compare(f"sft, {name}", home, bare, sft)
+    yield compare("pretrain", home, bare, pretrain)
+    yield compare("sft", home, bare, sft)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples, locate_in_shards
 from megatron_packed_sft.data.options import BatchOptions, OpenOptions
 from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.interface import ReadOptions
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.storage.read_options import ReadOptions
 from tests.oracle.bridge import load, open_dataset
 
 EOS = 2

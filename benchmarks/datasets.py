@@ -241,7 +241,7 @@ class _Probe:
 
 
 def worker_case(path: str) -> dict[str, float]:
-    """The most private memory that reading everything adds to one of two DataLoader workers."""
+    """Return the most private memory that reading everything adds to one of two DataLoader workers."""
     import torch
 
     dataset = create_sft_dataset(path, 2, seq_length=1 << 20)

@@ -1,4 +1,4 @@
-"""What the very first run on a machine costs: kernels are compiled, and kept for every later one.
+"""The cost of the first run on a machine: kernels are compiled, and cached for every later run.
 
 python -m benchmarks.first_start
 

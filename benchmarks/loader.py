@@ -87,7 +87,7 @@ def loader(name: str) -> Callable[[Callable[[PackedRows], Iterator[Any]]], Calla
 
 
 def sampler(dataset: PackedRows) -> MicroBatchSampler:
-    """The same shuffled, endless stream for everyone."""
+    """The same shuffled, endless stream for every loader."""
     return MicroBatchSampler(len(dataset), 0, MICRO_BATCH, shuffle=True, num_epochs=None)
 
 
@@ -126,13 +126,13 @@ def torch_workers(dataset: PackedRows, num_workers: int = 2) -> Iterator[Any]:
 
 
 def wait_case(name: str, step: str, path: str, num_steps: int) -> dict[str, float]:
-    """How long each step waits for its batch."""
+    """Return how long each step waits for its batch."""
     import torch
 
     torch.set_num_threads(1)
     batches = LOADERS[name](PackedRows(path))
     run_step = STEPS[step]
-    for _ in range(5):  # compilation, page faults and the start of workers are not what is measured
+    for _ in range(5):  # compilation, page faults and the start of workers are not measured
         next(batches)
         run_step()
     waits = np.empty(num_steps)
@@ -141,7 +141,7 @@ def wait_case(name: str, step: str, path: str, num_steps: int) -> dict[str, floa
         start = time.perf_counter()
         following = next(batches)
         waits[number] = time.perf_counter() - start
-        batch = following  # the one before is freed here, as in any training loop, and nothing waits for it above
+        batch = following  # the batch before is freed here, as in a training loop, and not while time is measured
         run_step()
     del batch
     return {"mean": waits.mean() * 1e3, "median": float(np.median(waits)) * 1e3, "p99": np.quantile(waits, 0.99) * 1e3}

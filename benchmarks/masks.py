@@ -46,7 +46,7 @@ def _seconds(calls: Iterable[tuple[Callable[[Conversation], Any], Conversation]]
 
 
 def _measure(new_encoder: Callable[[], RecordEncoder], chats: Sequence[Conversation]) -> tuple[float, ...]:
-    """Seconds: Jinja's render, ours, the first pass, later passes (the best), chats that nothing is known of."""
+    """Return seconds: Jinja's render, ours, the first pass, later passes (the best), chats of unknown shape."""
     encoder = new_encoder()
     marker, plain = encoder.marker(), _plain_jinja(encoder)
     first = _seconds(((marker.mark, chat) for chat in chats), len(chats))

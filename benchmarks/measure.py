@@ -1,7 +1,7 @@
 """Time, memory and tables, the same for every benchmark.
 
-Each case runs in a process of its own, so that its peak memory is its own; all cases of a table run one after the
-other in one go, so that their ratios mean something on a shared, noisy machine.
+Each case runs in its own process, so that its peak memory is its own; all cases of a table run one after the other, so
+that their ratios are meaningful on a shared machine.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 
 def resident_megabytes() -> float:
-    """Memory this process holds for itself: anonymous pages, not the shared pages of mapped files."""
+    """Return the memory of this process alone: anonymous pages, not the shared pages of mapped files."""
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) / 1024
 
 
 def private_megabytes() -> float:
-    """Dirty private pages: what every further process that does the same would cost again."""
+    """Return the dirty private pages: the memory that every further process would need again."""
     with open("/proc/self/smaps_rollup") as rollup:
         return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_Dirty")) / 1024
 
 
 def peak_megabytes() -> float:
-    """The most memory this process has ever had resident, mapped files included."""
+    """Return the peak of resident memory, mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -1,4 +1,4 @@
-"""Faults, and what happens to packed data then, here and in the formats of the peers: damage, full disks, kills.
+"""Damage, full disks and kills, and what happens to packed data, here and in the formats of the peers.
 
 python -m benchmarks.peer_faults --flips 300        prints the tables of docs/reliability.md
 
@@ -34,7 +34,6 @@ from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
 NUM_BINS = 256
 PACK_SIZE = 1024
-_A_MOMENT = 1.5  # seconds; sizes of mapped files are looked at once a second
 _EQUAL, _WRONG, _ERROR = 0, 1, 2
 _NAMES = {_EQUAL: "same rows", _WRONG: "wrong rows", _ERROR: "error"}
 Rows = list[Any]
@@ -91,7 +90,7 @@ def write_datasets(target: Path, block: BinBlock) -> None:
 
 
 def write_indexed(target: Path, block: BinBlock) -> None:
-    """megatron-core's indexed data set: of the ids alone, for it has no place for masks."""
+    """megatron-core's indexed dataset: ids only, because it cannot hold masks."""
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -193,21 +192,20 @@ def flipped_bits(form: Format, folder: Path, expected: Rows, num_flips: int) -> 
 
 
 def cut_while_open(form: Format, folder: Path, expected: Rows) -> str:
-    """Open, read, cut the largest file to a quarter in place, read again a moment later."""
+    """Open, read, cut the largest file to a quarter in place, read again."""
 
     def attempt() -> int:
         opened = form.open(folder)
         form.read(opened)
         largest = max(files_of(folder), key=lambda path: path.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 4)
-        time.sleep(_A_MOMENT)
         return _EQUAL if form.read(opened) == expected else _WRONG
 
     return in_child(attempt)
 
 
 def left_behind(form: Format, folder: Path, expected: Rows) -> str:
-    """What a broken writer leaves: can it be opened, and is it whole?"""
+    """Return what a broken writer leaves: nothing, a whole result, or a part under its final name."""
     if in_child(lambda: compared(form, folder, expected)) == _NAMES[_EQUAL]:
         return "whole"
     visible = [
@@ -269,7 +267,7 @@ def runs_code(load: Callable[[Path], Any], folder: Path) -> str:
 
 
 def hostile_files(folder: Path) -> list[list[str]]:
-    """Who runs the code of a file that is only to be read."""
+    """Return which readers run code that a file contains."""
     from torch.distributed.checkpoint import FileSystemReader
 
     from megatron_packed_sft import open_shard

@@ -42,7 +42,7 @@ def by_mask(tokenizer: Any, template: str | None) -> list[str]:
 
 
 def by_prefix(tokenizer: Any) -> Iterator[str]:
-    """What methods train that take a turn to be what a render of its prefix lacks: cut out of the whole chat."""
+    """What prefix methods train: they take a turn to be the part of a render that the render of its prefix lacks."""
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     for number, message in enumerate(CHAT):
         if message["role"] == "assistant":

@@ -125,7 +125,7 @@ def ours_case(tokenizer_path: str, jsonl: str, home: str, num_workers: int, fast
 
 
 def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
-    """Nothing but the tokenizer's own calls on texts rendered before: what no pipeline can be faster than."""
+    """The tokenizer's own calls on texts rendered before: no pipeline can be faster."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
@@ -193,7 +193,7 @@ def parts_case(tokenizer_path: str, path: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         tokenizer = load_tokenizer(tokenizer_path)
         settings = EncodeSettings(
-            tokenizer, TemplateOptions(), EncodeOptions(), SplitRule(), Path(place, "tokens"), skip_errors=True
+            tokenizer, TemplateOptions(), EncodeOptions(), SplitRule(), Path(place, "tokens"), max_errors=1_000_000
         )
         encoder = SliceEncoder(settings)
         tasks = list(slice_tasks(scan([Source("chats", (path,))])))
@@ -310,7 +310,7 @@ def _growth(tokenizer: str, jsonl: str, tenfold: str, home: Path) -> None:
     rows = []
     for name, path in (("1x", jsonl), ("10x", tenfold)):
         runs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
-        for num_workers in (1, 2) * 3:  # in turn, and the best of each: the machine is not ours alone
+        for num_workers in (1, 2) * 3:  # in turn, and the best of each, because the machine is shared
             case = in_own_process(ours_case, tokenizer, path, str(home / str(num_workers)), num_workers, True)
             runs[num_workers].append(case)
         one, two = (min(cases, key=lambda case: case["seconds"]) for cases in runs.values())

@@ -1,8 +1,8 @@
 """Datasets in an object store: a cold cache against the client's raw download rate, a warm one against local data.
 
-A real S3 server (moto's) keeps the objects, and a server that is never what is slow hands them out: as fast as this
-machine can, where checksums and the disk show, and at the rate of a network, where waiting shows. Each round runs every
-case once, in turn, and ratios are taken inside a round, because a shared machine is never twice as fast as before.
+moto, a real S3 server, keeps the objects, and a fast server sends them: as fast as this machine can, where checksums
+and the disk count, and at the rate of a network, where waiting counts. Each round runs every case once, in turn, and
+ratios are taken inside a round, because the speed of a shared machine changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUCKET = "bucket"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print ratios."""
+    """Measure and print ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=200, help="of a shard")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _mixing(num_shards=256, bins_per_shard=512)
 
 
-Cases = dict[str, tuple[Callable[[], object], str]]  # name -> what to do, and the name of what it is compared with
+Cases = dict[str, tuple[Callable[[], object], str]]  # name -> what to run, and the case it is compared with
 _RAW = "download by s3fs alone"
 _LOCAL = "batches of local data"
 
@@ -130,10 +130,10 @@ def _cold_passes(home: Path) -> Cases:
 
 def _compare(home: Path, title: str, cases: Cases, size: float, num_rounds: int) -> None:
     taken: dict[str, list[float]] = {name: [] for name in cases}
-    worked: dict[str, list[float]] = {name: [] for name in cases}  # seconds of the CPU: what neighbours do not change
+    worked: dict[str, list[float]] = {name: [] for name in cases}  # CPU seconds, which other processes do not change
     for _ in range(num_rounds):
         for name, (run, _) in cases.items():
-            os.sync()  # what the case before left to be written is not this one's
+            os.sync()  # so that no case pays for the dirty pages of the one before
             start, start_of_work = time.perf_counter(), time.process_time()
             run()
             taken[name].append(time.perf_counter() - start)
@@ -168,7 +168,7 @@ def _publish(local: Path, port: int) -> None:
 
 @contextlib.contextmanager
 def _served(local: Path, moto_port: int, rate: float) -> Iterator[None]:
-    """Hand out the objects by a fast server while the block runs; its address is in the environment."""
+    """Run a fast server for the objects while the block runs; its address is in the environment."""
     import s3fs
 
     with socket.socket() as free:
@@ -189,7 +189,7 @@ def _served(local: Path, moto_port: int, rate: float) -> Iterator[None]:
 
 
 def _mixing(num_shards: int, bins_per_shard: int) -> None:
-    """Print what shuffling by windows gives up: how many of all shards meet in 512 consecutive samples."""
+    """Print the cost of shuffling by windows: how many of all shards are mixed in 512 consecutive samples."""
     from megatron_packed_sft.data.order.sample_order import SampleOrder, ShardOrder
 
     count = num_shards * bins_per_shard

@@ -1,4 +1,4 @@
-"""An S3 server that is never what is slow: objects that are also local files leave by sendfile, the rest is moto's.
+"""A fast S3 server: objects that are also local files are sent by sendfile, everything else is passed on to moto.
 
 python -m benchmarks.static_server DIRECTORY PREFIX MOTO_PORT PORT MEGABYTES_PER_SECOND
 
@@ -25,7 +25,7 @@ _BLOCK = 256 << 10
 
 
 class Network:
-    """What all connections share: nobody sends before it is his turn."""
+    """A rate limit that all connections share."""
 
     rate = 0.0  # bytes per second
 
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     moto_port = 0
 
     def do_GET(self) -> None:
-        """Send a file, a range of it, or what moto says."""
+        """Send a file, a range of it, or moto's answer."""
         file = self._file()
         if file is None:
             self._pass_on()
@@ -81,13 +81,13 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def do_PUT(self) -> None:
-        """Pass it on."""
+        """Pass the request on to moto."""
         self._pass_on()
 
     do_POST = do_DELETE = do_PUT  # noqa: N815
 
     def log_message(self, *_: object) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
     def _file(self) -> Path | None:
         parts = urlsplit(self.path)

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.measure import in_own_process, peak_megabytes, print_table, private_megabytes, resident_megabytes, timed
 from megatron_packed_sft import open_shard, validate
 from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.interface import WriterOptions
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
@@ -30,7 +31,7 @@ BLOCK = 128
 
 
 def rows(pack_size: int) -> BinBlock:
-    """A pool of sound rows: 98.6 % full, 12 sequences each."""
+    """Return a pool of valid rows: 98.6 % full, 12 sequences each."""
     rng = np.random.default_rng(0)
     length = int(pack_size * FULL)
     starts = np.linspace(0, length, SEQUENCES_PER_BIN, endpoint=False).astype(np.uint32)
@@ -115,7 +116,7 @@ def legacy_lists(target: Path, pool: BinBlock, num_bins: int) -> None:
 
 def legacy_ours(target: Path, pool: BinBlock, num_bins: int) -> None:
     """Our writer of the same legacy file."""
-    with LegacyPickleWriter(target, num_bins=num_bins) as writer:
+    with LegacyPickleWriter(target, WriterOptions(num_bins=num_bins)) as writer:
         for first, count in blocks(num_bins):
             writer.write_block(first, part(pool, first, count))
         writer.finalize()
@@ -155,7 +156,7 @@ def write_case(name: str, target: str, pack_size: int, num_bins: int, repeats: i
     pool = rows(pack_size)
     write = WRITERS[name]
     path = Path(target)
-    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not what is measured
+    write(Path(f"{target}.warm"), pool, BLOCK)  # compilation and imports are not measured
     before = peak_megabytes()
     best = float("inf")
     for _ in range(repeats):

@@ -1,8 +1,7 @@
-"""Bins for tests: made by hypothesis or by a seeded generator, and a shard of the first kind made with plain NumPy."""
+"""Bins for tests: made by hypothesis or by a seeded generator, and a shard of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from megatron_packed_sft import PackedBin
 from megatron_packed_sft.storage.bins import BinBlock
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-from megatron_packed_sft.storage.testing import assert_same_bins, make_bin, make_bins
+from tests.storage.storage_checks import assert_same_bins, make_bin, make_bins
 
 __all__ = [
     "assert_same_bins",
@@ -21,7 +20,6 @@ __all__ = [
     "files_of",
     "make_bin",
     "make_bins",
-    "write_seed_shard",
     "write_shard",
 ]
 
@@ -63,28 +61,6 @@ def write_shard(path: Path, rows: list[PackedBin], pack_size: int, **arguments: 
         for index, row in enumerate(rows):
             writer.write_bin(index, *row)
         return writer.finalize()
-
-
-def write_seed_shard(path: Path, rows: list[PackedBin], pack_size: int) -> None:
-    """A shard exactly as the seed document describes it: plain NumPy files and the eight keys of its manifest."""
-    path.mkdir(parents=True)
-    block = block_of(rows, pack_size)
-    np.save(path / "input_ids.npy", block.input_ids)
-    np.save(path / "loss_mask.npy", block.loss_mask)
-    np.save(path / "packed_len.npy", block.packed_len)
-    np.save(path / "seq_offsets.npy", block.seq_offsets)
-    np.save(path / "seq_starts.npy", block.seq_starts)
-    manifest = {
-        "version": "1.0",
-        "format": "memmap_padded_v1",
-        "num_bins": len(rows),
-        "pack_size": pack_size,
-        "dtype": "<i4",
-        "loss_mask_dtype": "<u1",
-        "index_dtype": "<u4",
-        "bins_written": len(rows),
-    }
-    (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
 def files_of(path: Path) -> dict[str, bytes]:

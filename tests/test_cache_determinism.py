@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed_sft import load_tokenizer
 from megatron_packed_sft.caches import build_pretrain_cache, build_sft_cache, sha256_file
-from tests.caches.small_tokenizer import CHATS, TEXTS, processor, train
+from tests.caches.small_tokenizer import CHATS, TEXTS, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,7 +89,7 @@ def test_the_state_of_other_random_numbers_does_not_matter(model: str, tmp_path:
         build_pretrain_cache(
             texts(),
             str(folder),
-            tokenizer=processor(model),
+            tokenizer=load_tokenizer(model),
             max_train_tokens=900,
             max_val_tokens=90,
             shard_bytes=500,

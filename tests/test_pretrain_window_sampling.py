@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_packed_sft import load_tokenizer
 from megatron_packed_sft.caches import PretrainTokenStreamDataset, build_pretrain_cache, read_meta
-from tests.caches.small_tokenizer import TEXTS, processor, train
+from tests.caches.small_tokenizer import TEXTS, train
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("cache")
-    tokenizer = processor(train(home))
+    tokenizer = load_tokenizer(train(home))
     build_pretrain_cache(
         TEXTS * 3,
         str(home / "texts"),

@@ -29,15 +29,14 @@ def sequences(folder: Path, split: str) -> list[list[int]]:
     return [tokens[start:end].tolist() for start, end in zip(offsets, ends, strict=True)]
 
 
-@pytest.mark.parametrize("load", [processor, load_tokenizer], ids=["sentencepiece", "ours"])
-def test_chats_come_back_as_they_were_tokenized(model: str, tmp_path: Path, load: type) -> None:
+def test_chats_come_back_as_they_were_tokenized(model: str, tmp_path: Path) -> None:
     plain, ids = processor(model), special_ids(model)
     roles = {"system": ids["sys"], "user": ids["usr"], "assistant": ids["asst"]}
     expected = [
         [token for message in chat for token in (roles[message["role"]], *plain.encode(message["content"]), ids["eot"])]
         for chat in CHATS
     ]
-    build_sft_cache(CHATS, str(tmp_path / "chats"), tokenizer=load(model), val_frac=0.2, seed=42)
+    build_sft_cache(CHATS, str(tmp_path / "chats"), tokenizer=load_tokenizer(model), val_frac=0.2, seed=42)
     drawn = torch.randperm(30, generator=torch.Generator().manual_seed(42))[:6].tolist()
     assert sequences(tmp_path / "chats", "val") == [expected[number] for number in sorted(drawn)]
     assert sequences(tmp_path / "chats", "train") == [one for number, one in enumerate(expected) if number not in drawn]
@@ -52,14 +51,13 @@ def test_chats_come_back_as_they_were_tokenized(model: str, tmp_path: Path, load
     assert {"dataset_name", "split_rule", "seed"} <= set(meta)
 
 
-@pytest.mark.parametrize("load", [processor, load_tokenizer], ids=["sentencepiece", "ours"])
-def test_texts_come_back_as_they_were_tokenized(model: str, tmp_path: Path, load: type) -> None:
+def test_texts_come_back_as_they_were_tokenized(model: str, tmp_path: Path) -> None:
     plain, eot = processor(model), special_ids(model)["eot"]
     stream = [token for text in TEXTS for token in (*plain.encode(text), eot)]
     build_pretrain_cache(
         TEXTS,
         str(tmp_path / "texts"),
-        tokenizer=load(model),
+        tokenizer=load_tokenizer(model),
         max_train_tokens=1000,
         max_val_tokens=101,
         shard_bytes=256,

@@ -307,8 +307,8 @@ def _copy_tokenizer(path: Path, target: Path, encoder: TextEncoder, *, overwrite
                 data = source.read_bytes()
             write_file(staging.path / name, data)
             records[name] = FileRecord(len(data), checksum(data, ALGORITHM))
-        meta = {"vocab_size": encoder.vocab_size, "special_tokens": encoder.special_tokens, **encoder.identity()}
-        publish(staging, {**identity, **meta, **file_records(records)})
+        meta = {"vocab_size": encoder.vocab_size, "special_tokens": encoder.special_tokens}
+        publish(staging, {**identity, **meta, "tokenizer": encoder.identity, **file_records(records)})
 
 
 # ---- reading a source

@@ -23,6 +23,7 @@ import torch
 
 from megatron_packed_sft.caches.cache_folder import common_meta, file_records, publish, staged
 from megatron_packed_sft.caches.text_encoder import ALGORITHM, SPECIAL_TOKENS, EncodedTexts, Ids, TextEncoder
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.writer import TOKEN_DTYPES, TokenShardWriter, token_dtype_for
 from megatron_packed_sft.support.array_files import AppendedFile, GrowingArrayFile
@@ -51,7 +52,7 @@ def build_pretrain_cache(
     texts: Iterable[str],
     out_dir: str | os.PathLike[str],
     *,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     max_train_tokens: int | None,
     max_val_tokens: int | None,
     shard_bytes: int,
@@ -73,8 +74,7 @@ def build_pretrain_cache(
     Args:
         texts: documents, read once, in order.
         out_dir: the cache; published whole, or not at all.
-        tokenizer: of `load_tokenizer`, a SentencePiece processor, or an object with `encode`, `vocab_size` and
-            `special_token_ids`.
+        tokenizer: of `load_tokenizer`.
         max_train_tokens, max_val_tokens: the most tokens of a split, eot included; None for no limit.
         shard_bytes: the size of every shard but the last.
         seed: of the shuffle and of `val_frac`; the same seed and texts give the same bytes.
@@ -87,7 +87,7 @@ def build_pretrain_cache(
         on_tokens: called with the number of tokens after each batch.
 
     Raises:
-        InvalidInputError: an argument is wrong, a text is not a string, or it holds the text of a special token.
+        InvalidInputError: an argument is wrong, or a text is not a string.
         TargetExistsError: `out_dir` exists.
     """
     encoder = TextEncoder(tokenizer, special_tokens)
@@ -131,7 +131,7 @@ def build_sft_cache(
     examples: Iterable[Sequence[Message]],
     out_dir: str | os.PathLike[str],
     *,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     val_frac: float,
     seed: int,
     special_tokens: Mapping[str, str] = SPECIAL_TOKENS,
@@ -318,13 +318,6 @@ class _DocumentBatches:
 
     def _encoded(self, batch: list[str]) -> EncodedTexts:
         found = self._encoder.encode(batch)
-        special = (number for number in self._encoder.special_ids.values() if number is not None)
-        odd = self._encoder.first_with_special(found, {*special, self._separator})
-        if odd is not None:
-            raise InvalidInputError(
-                f"document {self._num_read + odd + 1:,} holds the text of a special token, which this tokenizer would "
-                "take for the token; remove it, or use the tokenizer of load_tokenizer, which reads it as text"
-            )
         self._num_read += len(batch)
         lengths = found.lengths[found.lengths > 0]
         self.num_empty += len(batch) - len(lengths)
@@ -423,7 +416,6 @@ class _ExampleBatches:
 
     def of(self, examples: Iterable[Sequence[Message]]) -> Iterator[EncodedTexts]:
         batch: list[Sequence[Message]] = []
-        places: list[int] = []
         num_characters = 0
         for place, example in enumerate(examples, 1):
             num_characters += _checked(example, place)
@@ -432,24 +424,16 @@ class _ExampleBatches:
                 continue
             self.num_untrained += all(message["role"] != "assistant" for message in example)
             batch.append(example)
-            places.append(place)
             if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_SIZE:
-                yield self._encoded(batch, places)
-                batch, places, num_characters = [], [], 0
+                yield self._encoded(batch)
+                batch, num_characters = [], 0
         if batch:
-            yield self._encoded(batch, places)
+            yield self._encoded(batch)
 
-    def _encoded(self, batch: list[Sequence[Message]], places: list[int]) -> EncodedTexts:
+    def _encoded(self, batch: list[Sequence[Message]]) -> EncodedTexts:
         messages = [message for example in batch for message in example]
         last_messages = np.cumsum(list(map(len, batch)))
         found = self._encoder.encode([message["content"] for message in messages])
-        odd = self._encoder.first_with_special(found, self._ids.values())
-        if odd is not None:
-            place = places[int(np.searchsorted(last_messages, odd, side="right"))]
-            raise InvalidInputError(
-                f"example {place:,} holds the text of a special token in a message, which this tokenizer would take "
-                "for the token; remove it, or use the tokenizer of load_tokenizer, which reads it as text"
-            )
         roles = [self._ids[ROLE_TOKENS[message["role"]]] for message in messages]
         ends = np.cumsum(found.lengths + 2)
         ids = _interleaved(found.ids, (roles, ends - found.lengths - 2), (self._ids["eot"], ends - 1))

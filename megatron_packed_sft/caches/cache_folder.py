@@ -112,7 +112,7 @@ def common_meta(encoder: TextEncoder, folder: Path, seed: int) -> dict[str, Any]
         "tokenizer_sha256": encoder.sha256(),
         "vocab_size": encoder.vocab_size,
         "special_token_ids": encoder.special_ids,
-        **encoder.identity(),
+        "tokenizer": encoder.identity,
     }
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.caches.cache_folder import META, read_meta
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, truncated_file
 from megatron_packed_sft.storage.token_stream.files import FlatFile, find_files
 from megatron_packed_sft.storage.token_stream.options import StreamOptions, read_metadata
 from megatron_packed_sft.storage.token_stream.validate import RecordedFiles
@@ -268,11 +268,12 @@ def _open_tokens(path: Path, dtype: str | None) -> FlatFile:
     itemsize = np.dtype(dtype).itemsize
     if size % itemsize:
         raise ShardFileError(
-            f"{path} has {size:,} bytes, not a whole number of tokens of {itemsize} bytes; it was cut: copy it again"
+            f"{path} has {size:,} bytes, not a multiple of the {itemsize} bytes of a token; it was truncated: "
+            "copy it again"
         )
     recorded = RecordedFiles(path.with_name(META)).files.get(path)
     if recorded is not None and recorded.bytes != size:
-        raise ShardFileError(f"{path} has {size:,} bytes, but its meta.json says {recorded.bytes:,}; copy it again")
+        raise truncated_file(path, size, recorded.bytes, "in its meta.json")
     return FlatFile(path, dtype, size // itemsize, 0, size)
 
 
@@ -285,8 +286,8 @@ def _read_offsets(path: Path, tokens: FlatFile) -> Ids:
         raise ShardFileError(
             f"{path} holds {header.dtype} of shape {header.shape}, not a list of int64 offsets; build the cache again"
         )
-    if len(data) != header.data_offset + header.shape[0] * 8:
-        raise ShardFileError(f"{path} was cut or appended to; copy it again")
+    if len(data) != (expected := header.data_offset + header.shape[0] * 8):
+        raise truncated_file(path, len(data), expected, "in its header")
     offsets = np.frombuffer(data, _OFFSETS_DTYPE, header.shape[0], header.data_offset)
     lengths = np.diff(np.append(offsets, tokens.num_tokens))
     if not len(offsets):

@@ -72,8 +72,8 @@ def command(
     elif not quiet:
         shown = ""
         if report.num_bins is not None and report.num_suspicious is not None:
-            suspicious = sum(report.num_suspicious.values())
-            shown = f", {report.num_bins_shown:,} of {plural(report.num_bins, 'bin')}, {suspicious:,} worth a look"
+            suspicious = plural(sum(report.num_suspicious.values()), "suspicious sequence")
+            shown = f", {report.num_bins_shown:,} of {plural(report.num_bins, 'bin')}, {suspicious}"
         print(f"{report.path}: {byte_count(report.num_bytes)}{shown}")
         for note in report.notes:
             print(f"note: {note}")

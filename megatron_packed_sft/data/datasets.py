@@ -29,9 +29,9 @@ from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
+from megatron_packed_sft.storage.figures import PackMetadata
 from megatron_packed_sft.storage.interface import PackedShard
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
-from megatron_packed_sft.storage.pack_metadata import PackMetadata
 from megatron_packed_sft.storage.registry import not_a_shard, storage_named
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.paths import local_path

@@ -1,4 +1,4 @@
-"""Encoded samples on their way into a batch: ids and what is trained go to the collate kernel, the rest rides along.
+"""Encoded samples: ids and trained tokens go to the collate kernel, all other fields into the batch as lists.
 
     {"input_ids", "labels" | "train_mask" | "loss_mask", "pixel_values", ...}
         └── joined: one packed bin, a sequence per sample ──▶ collate        └── carried: lists in the batch
@@ -24,9 +24,10 @@ from megatron_packed_sft.data.made_with import MadeWith
 from megatron_packed_sft.data.readers.plans import figures_of_plan, longest_input_of_plan
 from megatron_packed_sft.data.sample_packs import SamplePackDataset
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.bins import IntArray, PackedBin, as_int_array, cast_checked
-from megatron_packed_sft.storage.loss_weights import mask_and_weights
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.bins import IntArray, PackedBin, as_int_array, cast_checked, mask_and_weights
+from megatron_packed_sft.storage.interface import ReadOptions
+
+logger = logging.getLogger(__name__)
 
 IGNORED_LABEL: Final = -100
 TRAINED_FIELDS: Final = ("labels", "train_mask", "loss_mask")
@@ -34,6 +35,8 @@ IS_PADDING: Final = "is_padding"
 _OWN_FIELDS: Final = frozenset(("input_ids", "attention_mask", IS_PADDING, *TRAINED_FIELDS))
 _MEDIA: Final = ("pixel_values", "image", "video", "audio", "input_features", "patch")
 
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Sample = Mapping[str, Any]
 
 
@@ -130,7 +133,7 @@ def _ids_and_mask(sample: Sample, name: str) -> tuple[IntArray, npt.NDArray[Any]
     given = [field for field in TRAINED_FIELDS if field in sample]
     if not given:
         raise InvalidInputError(
-            f"{name} has none of {', '.join(TRAINED_FIELDS)}, so nobody knows which of its tokens are trained; labels "
+            f"{name} has none of {', '.join(TRAINED_FIELDS)}, so it is unknown which of its tokens are trained; labels "
             f"are the ids where they are trained and {IGNORED_LABEL} elsewhere"
         )
     masks = [_loss_mask(sample[field], field, ids, name) for field in given]
@@ -173,12 +176,6 @@ def _check_length(mask: npt.NDArray[Any], ids: IntArray, what: str) -> None:
         raise InvalidInputError(f"{what} has {len(mask)} values for {len(ids)} input_ids; give one for each")
 
 
-logger = logging.getLogger(__name__)
-
-Numbers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
-
 class SamplePackReader:
     """Bins made of the packs of a `SamplePackDataset` whose samples are encoded; see `encoded_samples`.
 
@@ -202,7 +199,7 @@ class SamplePackReader:
         self._was_announced = False
 
     def made_with(self) -> list[MadeWith]:
-        """Return nothing but the ids themselves: samples do not say what encoded them."""
+        """Return only the ids: samples do not record what encoded them."""
         multiple = self.figures.pad_seq_to_mult
         return [MadeWith(self.description, None, None, lambda: None, len(self), self.bin, multiple)]
 
@@ -269,7 +266,7 @@ class SamplePackReader:
         return longest_input_of_plan(self.packs.plan)
 
     def advise(self, bins: Numbers) -> None:
-        """Nothing is announced: where samples lie is the dataset's own business."""
+        """Do nothing: only the dataset knows where its samples are stored."""
 
     def read_with(self, options: ReadOptions) -> None:
-        """Nothing is chosen: how samples are read is the dataset's own business."""
+        """Do nothing: the dataset reads its samples its own way."""

@@ -14,8 +14,7 @@ from megatron_packed_sft.data.options import AUTO, OpenOptions
 from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
 from megatron_packed_sft.data.readers.plans import PlanBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
@@ -23,11 +22,9 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
-from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.remote_shard import local_copy
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import is_token_store
@@ -35,8 +32,6 @@ from megatron_packed_sft.tokens.validate import is_token_store
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike] | Mapping[str, PathLike]
 Weights = Sequence[float] | Mapping[str, Any]
-
-STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 
 
 class OpenedBins(NamedTuple):
@@ -128,13 +123,8 @@ class _Opener:
         if len(local) == len(paths) > 1 and first is not None and all(one is first for one in storages):
             self._check_storage(local[0], first)
             configured = self._configured(first)
-            if isinstance(configured, TokenStreamStorage) and _are_files_of_one_directory(local):
-                # One stream: their dtype is decided together, and short ones are skipped.
-                configured = TokenStreamStorage(
-                    replace(configured.options, file_pattern=None, file_names=tuple(path.name for path in local))
-                )
-                local = [local[0].parent]
-            return [ShardBinReader.of_shards(configured, local, self._opening.tolerance)]
+            configured, joined = configured.as_one_shard(local)
+            return [ShardBinReader.of_shards(configured, joined, self._opening.tolerance)]
         return [self._one(path) for path in paths]
 
     def _one(self, path: Path | str) -> BinReader:
@@ -154,8 +144,8 @@ class _Opener:
         inside = shards_inside(path)
         if inside:
             return self._directory(path, inside)
-        if isinstance(self._wanted, TokenStreamStorage):
-            return ShardBinReader.of_shards(self._configured(self._wanted), [path])  # or it says why it is none
+        if self._wanted is not None and self._wanted.is_flat:
+            return ShardBinReader.of_shards(self._configured(self._wanted), [path])  # raises the reason why it is none
         is_empty = path.is_dir() and not any(path.iterdir())
         raise InvalidInputError(
             f"{path} is an empty directory; check the path"
@@ -183,7 +173,7 @@ class _Opener:
         [storage] = kinds.values()
         self._check_storage(path, storage)
         shards = [shard for shard, _ in inside]
-        if isinstance(storage, TokenStreamStorage):
+        if storage.is_flat:
             raise InvalidInputError(
                 f"{path} holds token streams in directories of their own, such as {shards[0].name}; name those to "
                 "train on"
@@ -191,11 +181,11 @@ class _Opener:
         return ShardBinReader.of_shards(self._configured(storage), shards, self._opening.tolerance, of_directory=True)
 
     def _configured(self, storage: Storage) -> Storage:
-        if not isinstance(storage, STREAMED):
+        if not storage.stream_options:
             return storage
         if self._stream.vocab_size is None and self._id_limit is not None:
-            return type(storage)(replace(self._stream, vocab_size=self._id_limit()))
-        return type(storage)(self._stream)
+            return storage.configured(replace(self._stream, vocab_size=self._id_limit()))
+        return storage.configured(self._stream)
 
     def _check_storage(self, path: Path | str, found: Storage) -> None:
         if self._wanted is not None and self._wanted is not found:
@@ -205,17 +195,14 @@ class _Opener:
             )
 
 
-def _are_files_of_one_directory(paths: Sequence[Path]) -> bool:
-    return len({path.parent for path in paths}) == 1 and not any(path.is_dir() for path in paths)
-
-
 def _refuse_stream_options(sources: Sequence[BinReader], options: StreamOptions) -> None:
     """Refuse options of token streams if there is no stream: they would be ignored without a word."""
-    found = {type(one.storage) for one in sources if isinstance(one, ShardBinReader)}
-    if TokenStreamStorage in found:
-        return
-    indexed = () if MegatronIndexedStorage in found else ("pack_sequences", "documents")
-    given = {name: getattr(options, name) for name in (*indexed, "file_pattern", "dtype")}
+    meaningful: set[str] = set()
+    for one in sources:
+        if isinstance(one, ShardBinReader):
+            meaningful |= one.storage.stream_options
+    options_of_streams = ("pack_sequences", "documents", "file_pattern", "dtype")
+    given = {name: getattr(options, name) for name in options_of_streams if name not in meaningful}
     for name, value in given.items():
         if value:
             raise InvalidInputError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.read_options import FIRST_READ, ReadOptions
+from megatron_packed_sft.storage.interface import FIRST_READ, ReadOptions
 
 AUTO: Final = "auto"
 PREPARED: Final = "prepared"  # bins that were packed before

@@ -25,8 +25,7 @@ from megatron_packed_sft.data.encoded_samples import (
 from megatron_packed_sft.data.made_with import eos_id_of
 from megatron_packed_sft.data.options import StaticPacking
 from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.sample_lengths import refuse_changing
-from megatron_packed_sft.data.sample_packs import SamplePackDataset, StaticPlan, plan_statically
+from megatron_packed_sft.data.sample_packs import SamplePackDataset, StaticPlan, plan_statically, refuse_changing
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DATASET

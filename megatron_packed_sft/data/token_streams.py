@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class TokenStreamDataset(PackedDataset):
         """The streams, opened; several directories make one each."""
         assert isinstance(self.source, ShardBinReader)
         opened = [self.source.shard(number) for number in range(len(self.source.entries))]
-        return [one for one in opened if isinstance(one, TokenStream)]
+        return cast("list[TokenStream]", opened)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return one item."""
@@ -111,8 +111,8 @@ class TokenStreamDataset(PackedDataset):
         import torch
 
         assert isinstance(self.source, ShardBinReader)
-        stream, inside = self.source.place(index)
-        assert isinstance(stream, TokenStream)
+        shard, inside = self.source.place(index)
+        stream = cast("TokenStream", shard)
         window = stream.window(inside)
         whole = torch.from_numpy(window)
         item: dict[str, Any] = {"input_ids": whole[:-1], "labels": whole[1:]}

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.inspect.opened_data import FoundTokenizer, find_tokenizer, open_data
-from megatron_packed_sft.storage.bins import BinBlock, PackedBin
-from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
+from megatron_packed_sft.storage.bins import BinBlock, PackedBin, clear_sequence_ends
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, has_dataset, open_dataset
 from megatron_packed_sft.storage.interface import PackedShard
 from megatron_packed_sft.storage.registry import shards_inside, storage_of
@@ -105,7 +104,7 @@ class Side:
         for part in self.splits.get(split, ()):
             shard = self._shard(part)
             part.num_bins = len(shard)
-            for block in blocks_of(shard, shard.pack_size, 0):
+            for block in shard.blocks(shard.pack_size, 0):
                 self.num_cleared += clear_sequence_ends(block)
                 yield _flat(block, part.path)
 

@@ -43,7 +43,7 @@ def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_j
         tokenizer = path
     config = prepare_settings(settings, tokenizer=tokenizer or "none")
     given = config.tokenizer
-    made = None if tokenizer is None else load_tokenizer(given.path, kind=given.kind, fast=False)
+    made = None if tokenizer is None else load_tokenizer(given.path, fast=False)
     template = load_template(named or config.template.name, made)
     whose: Tokenizer = made if made is not None else TemplateAlone(template)
     logging.getLogger("megatron_packed_sft.encode").setLevel(logging.ERROR)  # warnings repeat the findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -62,7 +63,7 @@ def dataset_facts(path: Path) -> Facts:
         "tokenizer": first.tokenizer or provenance.get("tokenizer"),
         "tokenizer_path": None if prepared_from is None else prepared_from.tokenizer_path,
         "chat_template": provenance.get("chat_template") or _template(first.chat_template_fingerprint),
-        "sources": {name: _source(one) for name, one in provenance.get("sources", {}).items()},
+        "sources": source_facts(provenance),
         "fingerprint": dataset.fingerprint,
         "plan_fingerprints": {name: one.get("plan_fingerprint") for name, one in provenance.get("splits", {}).items()},
         "made_by": provenance.get("made_by"),
@@ -182,6 +183,27 @@ def bin_facts(figures: Mapping[str, Any]) -> Facts:
     return known | {name: value for name, value in derived.items() if value is not None}
 
 
+def source_facts(provenance: Mapping[str, Any]) -> dict[str, Facts]:
+    """Return what was read of each source, what was dropped and why, and what of it is in the bins of all splits."""
+    found = {}
+    for name, recorded in provenance.get("sources", {}).items():
+        in_bins = recorded.get("in_bins", {})
+        dropped = Counter(recorded.get("dropped", {})) + Counter(recorded.get("dropped_by_plan", {}))
+        num_tokens, num_trained = in_bins.get("num_tokens", 0), in_bins.get("num_trained_tokens", 0)
+        found[name] = {
+            "num_records": recorded.get("num_rows"),
+            "dropped": dict(dropped),
+            "num_sequences": in_bins.get("num_sequences", 0),
+            "num_tokens": num_tokens,
+            "num_trained_tokens": num_trained,
+            "trained_share": _share(num_trained, num_tokens),
+            "weight": recorded.get("weight"),
+            "schema": recorded.get("schema"),
+            "files": recorded.get("files", []),
+        }
+    return found
+
+
 def total_of(parts: Sequence[Mapping[str, Any]]) -> Facts:
     """Return the numbers of several parts together, without those that are unknown for one of them."""
     sums = (
@@ -249,24 +271,6 @@ def _verification(dataset: DatasetDirectory, split: str) -> list[str]:
     if dataset.url is not None or not dataset.storage.has_manifest or not os.path.lexists(path):
         return []
     return [f"{path}: {note}" for note in dataset.storage.recorded(path).get("notes", ())]
-
-
-def _source(recorded: Mapping[str, Any]) -> Facts:
-    """Return the files of a source, what was read, what was dropped and why, and what was kept."""
-    in_bins = recorded.get("in_bins", {})
-    dropped = dict(recorded.get("dropped", {}))
-    for reason, count in recorded.get("dropped_by_plan", {}).items():
-        dropped[reason] = dropped.get(reason, 0) + count
-    return {
-        "num_records": recorded.get("num_rows"),
-        "dropped": dropped,
-        "num_sequences": in_bins.get("num_sequences", 0),
-        "num_tokens": in_bins.get("num_tokens", 0),
-        "trained_share": _share(in_bins.get("num_trained_tokens"), in_bins.get("num_tokens")),
-        "weight": recorded.get("weight"),
-        "schema": recorded.get("schema"),
-        "files": recorded.get("files", []),
-    }
 
 
 def _template(fingerprint: str | None) -> Facts | None:

@@ -345,5 +345,5 @@ def _summary(preview: BinPreview) -> str:
     words = f"{plural(preview.num_tokens, 'token')}, {preview.num_trained:,} trained ({share:.1%})"
     if preview.pack_size is not None:
         full = preview.num_tokens / preview.pack_size
-        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of {preview.pack_size:,} full"
+        words += f", {plural(len(preview.sequences), 'sequence')}, {full:.1%} of the pack size {preview.pack_size:,}"
     return words

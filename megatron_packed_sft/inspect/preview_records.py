@@ -176,7 +176,7 @@ class RecordPreviewer:
         self._packing = self.config.packing.options()
         check_packing(self._packing)
         # The fast path gives the same ids, and takes longer to load than a few records to encode.
-        self.tokenizer = load_tokenizer(given.path, kind=given.kind, fast=False)
+        self.tokenizer = load_tokenizer(given.path, fast=False)
         # As in prepare's workers: a record without trained tokens is reported, not raised.
         options = replace(self.config.encode, on_empty="drop")
         template = self.config.template
@@ -341,8 +341,8 @@ class RecordPreviewer:
     def _drop(self, reason: DropReason, detail: str) -> Drop:
         config = self.config
         consequence = "it is dropped and counted"
-        if reason.severity is Severity.ERROR and config.on_error != "skip":
-            consequence = "prepare stops here; set on_error=skip to drop and count such records"
+        if reason.severity is Severity.ERROR and not config.max_errors:
+            consequence = "prepare stops here; set max_errors=100 to drop and count up to 100 such records"
         elif reason in NOTHING_LEFT and config.encode.on_empty == "error":
             consequence = "prepare stops here; set encode.on_empty=drop to drop and count such records"
         elif reason is DropReason.LONGER_THAN_PACK and config.packing.overflow == "error":

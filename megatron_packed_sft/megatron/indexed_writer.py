@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron_packed_sft.errors import TargetExistsError
-from megatron_packed_sft.storage.bins import BinBlock
-from megatron_packed_sft.storage.flat_files import OrderedShardWriter
-from megatron_packed_sft.storage.loss_weights import masks_would_be_lost
+from megatron_packed_sft.storage.bins import BinBlock, masks_would_be_lost
+from megatron_packed_sft.storage.flat_files import DEFAULT_OPTIONS, OrderedShardWriter
+from megatron_packed_sft.storage.interface import WriterOptions
 from megatron_packed_sft.storage.megatron_indexed.index import pair_of
 from megatron_packed_sft.support.atomic import fsync_directory, os_errors
 from megatron_packed_sft.support.imports import load
@@ -24,34 +24,30 @@ from megatron_packed_sft.support.paths import local_path
 
 
 class IndexedDatasetWriter(OrderedShardWriter):
-    """Write bins in any order, each once; `finalize` publishes PREFIX.bin and then PREFIX.idx.
+    """Write bins in their order; `finalize` publishes PREFIX.bin and then PREFIX.idx.
 
     Args:
         output_path: the prefix, or either file.
-        drop_masks: accept untrained tokens; readers of the files will train them.
-        overwrite: replace published files.
-        options: the others of `OrderedShardWriter`; `vocab_size` decides the dtype, as in megatron-core.
+        options: see `WriterOptions`; `vocab_size` decides the dtype, as in megatron-core, and `drop_masks` accepts
+            untrained tokens, which readers of the files will train.
     """
 
     _OUTPUT = "output.idx"
     _TOKENS = "output.bin"
 
-    def __init__(
-        self, output_path: str | os.PathLike[str], *, drop_masks: bool = False, overwrite: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, output_path: str | os.PathLike[str], options: WriterOptions = DEFAULT_OPTIONS) -> None:
         index, self._tokens_path = pair_of(local_path(output_path, "output"))
-        self._drop_masks = drop_masks
-        self._overwrite = overwrite
+        self._overwrite = options.overwrite
         self._num_untrained = 0
         self._num_predictions = 0
         self._has_tokens = False
         self._refuse_existing_tokens()
         indexed_dataset = _megatron_core()
-        super().__init__(index, overwrite=overwrite, **options)
+        super().__init__(index, options)
         with self._aborting_on_error(), os_errors("write", self._tokens_path):
             self._builder = indexed_dataset.IndexedDatasetBuilder(
                 str(self._staging.path / self._TOKENS),
-                dtype=indexed_dataset.DType.optimal_dtype(options.get("vocab_size")),
+                dtype=indexed_dataset.DType.optimal_dtype(options.vocab_size),
             )
             self._cleanup.callback(self._builder.data_file.close)
 
@@ -67,7 +63,7 @@ class IndexedDatasetWriter(OrderedShardWriter):
                 self._num_untrained += int(np.count_nonzero(block.loss_mask[index, start : stop - 1] == 0))
 
     def _complete(self, num_bins: int) -> int:
-        if self._num_untrained and not self._drop_masks:
+        if self._num_untrained and not self.options.drop_masks:
             raise masks_would_be_lost(self.path.name, self._num_untrained, self._num_predictions)
         tokens, index = self._staging.path / self._TOKENS, self._staging.path / self._OUTPUT
         with os_errors("write", self._tokens_path):

@@ -1,7 +1,7 @@
-"""Lengths in, a plan out: which sequences share a bin. Pure NumPy, with numba where there is a hot loop.
+"""Lengths in, a plan out: which sequences share a bin. NumPy, with numba where there is a hot loop.
 
-lengths ─ items ─▶ strategies ─▶ plan ─▶ bin_order ─▶ aligned
-          filter   which sizes    CSR,    shuffle,     a multiple
-          cut      share a bin    canon.  steps        of the ranks
-          count    (search/)
+lengths ─▶ items ─▶ strategies ─▶ packer ─▶ plan ─▶ aligned
+           filter   which sizes   reading   CSR,    a multiple of
+           cut      share a bin   order,    file    the ranks
+           count    (search/)     steps
 """

@@ -71,10 +71,6 @@ class ArrayCall:
             )
         if config.limit is not None and not config.dry_run:
             raise InvalidInputError("limit takes one slice after the other; use executor=local for such a trial")
-        if config.force and not config.dry_run:
-            raise InvalidInputError(
-                "force would remove the work of the other calls; remove the work directory before the first call"
-            )
         return cls(index, count)
 
     def join(self, work: WorkDirectory, fingerprint: str) -> ArrayCall:

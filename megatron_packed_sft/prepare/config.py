@@ -44,12 +44,10 @@ class TokenizerConfig:
 
     Args:
         path: a SentencePiece .model file, or a local folder with a Hugging Face tokenizer.
-        kind: auto, sentencepiece or huggingface.
         fast: encode with gigatoken where a self-check proves it exact.
     """
 
     path: str = REQUIRED
-    kind: str = "auto"
     fast: bool = True
 
 
@@ -85,7 +83,7 @@ class PackingConfig(PackOptions):
 
 @dataclass
 class ExecutorConfig:
-    """Who does the work.
+    """What does the work.
 
     Args:
         kind: set by choosing executor=NAME: local (processes of this machine), array (one of many calls that share the
@@ -115,25 +113,21 @@ class PrepareConfig:
         input: a file, glob or URL, or a list of them; one source, called input, whose other keys are sources.input.
         sources: several sources by name, such as {maths: {path: maths.jsonl, weight: 2}}.
         work_dir: where token stores, plans and receipts are kept; null is OUTPUT.work, or a directory in the user's
-            cache for an output that is a URL. A URL is worked on locally and kept there between runs.
+            cache for an output that is a URL. At a URL it keeps them between runs; the work is done locally.
         packed_storage: set by choosing storage=NAME.
         shard_megabytes: about the size of a shard.
         deduplicate: keep the first of records with equal content.
-        on_error: what to do with a record that cannot be read or encoded; raise or skip.
-        max_errors: with on_error=skip, the most such records.
+        max_errors: how many records that cannot be read or encoded are dropped; one more stops the run.
         max_record_bytes: a record with more bytes is not parsed; it is such a record.
-        max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); more
-            is an error before anything is published.
-        rejects: a file for the records that were lost, JSON lines with file, line, reason and detail.
-        audit: also show what is trained of each source, by kind, and records whose masks look odd; reads all again.
-        report: also write OUTPUT.report.html, a page that shows what will be trained.
+        max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); if more
+            would be lost, nothing is published.
+        rejects: a file for the records that were lost: JSON lines with file, line, reason and detail.
+        audit: also show what is trained of each source, by kind, and records with odd masks; reads the input again.
         limit: prepare the first records of each source only, for a trial.
         dry_run: count and estimate, write nothing.
         overwrite: replace an output that was made with other settings or from other files.
-        force: redo every stage, whatever earlier runs left.
         quiet: print errors only.
         json: print the summary as JSON on stdout; progress and warnings go to stderr.
-        log_interval: seconds between lines where no terminal shows a bar.
     """
 
     output: str = REQUIRED
@@ -150,20 +144,16 @@ class PrepareConfig:
     shard_megabytes: int = 256
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     deduplicate: bool = False
-    on_error: str = "raise"
-    max_errors: int = 100
+    max_errors: int = 0
     max_record_bytes: int = MAX_RECORD_BYTES
     max_drop_share: float = 0.2
     rejects: str | None = None
     audit: bool = False
-    report: bool = False
     limit: int | None = None
     dry_run: bool = False
     overwrite: bool = False
-    force: bool = False
     quiet: bool = False
     json: bool = False
-    log_interval: float = 30.0
 
 
 def configured_sources(config: PrepareConfig) -> list[Source]:

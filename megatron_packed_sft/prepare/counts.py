@@ -1,4 +1,4 @@
-"""What became of the records of a slice, a source or a whole run: each gave sequences, or was dropped for a reason."""
+"""Count what became of the records of a slice, a source or a run: packed, or dropped for a reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Counts:
             shown.append(example)
 
     def lose(self, kind: str, example: str, count: int = 1) -> None:
-        """Count text that the template left out of records that are packed all the same."""
+        """Count text that the template left out of records that are packed nevertheless."""
         self.lost[kind] = self.lost.get(kind, 0) + count
         self.lost_examples.setdefault(kind, example)
 
@@ -98,7 +98,7 @@ class Counts:
         return sum(count for reason, count in self.dropped.items() if reason.severity is Severity.ERROR)
 
     def refuse_errors(self, max_errors: int) -> None:
-        """Stop when more records could not be used than the user allows."""
+        """Raise an error if more records could not be used than the user allows."""
         if self.num_errors > max_errors:
             errors = (reason for reason in self.examples if reason.severity is Severity.ERROR)
             shown = "; ".join(chain.from_iterable(self.examples[reason] for reason in errors))

@@ -298,7 +298,7 @@ class SliceRun:
         if noted is None or not self._work.has_slice(task.number, noted):
             return None
         counts = Counts.from_json(noted["counts"])
-        if counts.num_errors and not self._settings.skip_errors:
+        if counts.num_errors and not self._settings.max_errors:
             return None  # read again, to report what is wrong
         return SliceResult(task.number, task.source.name, task.fingerprint, counts, noted["parts"])
 

@@ -66,8 +66,7 @@ class EncodeSettings:
     options: EncodeOptions
     split_rule: SplitRule
     tokens: Path | None  # where parts are written; None counts only
-    skip_errors: bool = False
-    max_errors: int = 0
+    max_errors: int = 0  # records that may be dropped because they cannot be read or encoded
     deduplicate: bool = False
     limit: int | None = None  # records of each source
     audit: bool = False  # also count what is trained by kind
@@ -206,8 +205,8 @@ class SliceEncoder:
         """Count a dropped record; stop the run if it is an error and the user does not skip errors."""
         where = str(raw.where)
         problem = problem or (f"{where}: {detail}" if detail else where)
-        if reason.severity is Severity.ERROR and not self.settings.skip_errors:
-            raise InvalidInputError(f"{problem} (on_error=skip drops such records and counts them)")
+        if reason.severity is Severity.ERROR and not self.settings.max_errors:
+            raise InvalidInputError(f"{problem} (max_errors=100 drops up to 100 such records and counts them)")
         if reason in NOTHING_LEFT and self.settings.options.on_empty == "error":
             raise InvalidInputError(f"{problem} (encode.on_empty=drop drops such records and counts them)")
         sink.counts.drop(reason, problem)

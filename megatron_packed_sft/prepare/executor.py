@@ -1,4 +1,9 @@
-"""The executor that a configuration names."""
+"""What does the work: processes of this machine, or tasks of a Ray cluster.
+
+A driver keeps receipts, lengths and plans; tokens go from Ray's workers to a disk that all nodes share, or to an object
+store. A task whose worker or node died is done again, which is harmless: every part and every shard appears by one
+rename or by its last object, with the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,12 @@ from megatron_packed_sft.prepare.config import ExecutorConfig
 from megatron_packed_sft.support.imports import load
 from megatron_packed_sft.support.processes import Executor, LocalExecutor
 
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_MAX_RETRIES = 5  # of a task whose worker or node died; our own errors are final
+_HOST_AND_PORT = re.compile(r"(ray://)?\[?(?P<host>[^/]+?)\]?:(?P<port>\d+)")
+_SECONDS_TO_ANSWER = 10
 # The keys that only one kind has.
 _KEYS: dict[str, tuple[str, ...]] = {"local": (), "array": ("index", "count"), "ray": ("address", "num_cpus")}
 
@@ -36,20 +47,7 @@ def create_executor(config: ExecutorConfig) -> Executor:
                 raise InvalidInputError(f"executor.{key} is for executor={kind}; add that, or leave the key out")
     if config.kind == "ray":
         return RayExecutor(config.address, config.num_workers, config.num_cpus)
-    return LocalExecutor(config.num_workers)  # a call of an array works on its share with processes, too
-
-
-# FUSED-DOC: Tasks of a Ray cluster. Input, work directory and output are on a disk that all of its nodes share.
-#
-# The driver keeps receipts, lengths and plans; tokens go from the workers to the disk. A task whose worker or node died
-# is done again, which is harmless: every part and every shard appears by one rename, with the same bytes.
-_MAX_RETRIES = 5  # of a task whose worker or node died; an error of ours is not tried again
-
-_HOST_AND_PORT = re.compile(r"(ray://)?\[?(?P<host>[^/]+?)\]?:(?P<port>\d+)")
-_SECONDS_TO_ANSWER = 10
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+    return LocalExecutor(config.num_workers)  # a call of an array encodes its share with processes
 
 
 class RayExecutor:
@@ -57,8 +55,8 @@ class RayExecutor:
 
     Args:
         address: of the cluster; None starts one on this machine, for as long as it is needed.
-        num_workers: tasks at a time; None for as many as the cluster has room for when the first one begins.
-        num_cpus: that each task asks for.
+        num_workers: tasks at a time; None for as many as the cluster has room for when it is first asked.
+        num_cpus: CPUs that each task asks for.
     """
 
     def __init__(
@@ -70,11 +68,11 @@ class RayExecutor:
         self._ray = load("ray", "ray", "executor=ray")
         self._address, self._num_cpus = address, num_cpus or 1
         self._wanted = num_workers
-        self._open = ExitStack()  # what close() ends; nothing if somebody else had connected this process
+        self._open = ExitStack()  # what close() ends; nothing if this process was connected already
         self.num_workers = num_workers or 1
 
     def fitting(self, num_bytes: int) -> RayExecutor:
-        """Return this one, which knows by now how much room the cluster has: idle nodes cost it nothing."""
+        """Return this executor, connected: it asks the cluster how much room it has, not the input how large it is."""
         self._connect()
         return self
 
@@ -84,7 +82,7 @@ class RayExecutor:
         """Yield results as they come; at most two tasks per worker are waiting, so memory stays bounded."""
         self._connect()
         ray = self._ray
-        work = [ray.put((function, setup, arguments))]  # in a list: a worker fetches it once and not with every task
+        work = [ray.put((function, setup, arguments))]  # in a list: a worker fetches it once, not with every task
         key = uuid.uuid4().hex
         remote = ray.remote(_do_task).options(
             name=function.__name__,
@@ -109,14 +107,14 @@ class RayExecutor:
             raise
 
     def close(self) -> None:
-        """Leave the cluster, and end it if `run` started it."""
+        """Leave the cluster, and stop it if this executor started it."""
         self._open.close()
 
     def _connect(self) -> None:
         if not self._ray.is_initialized():
             options: dict[str, Any] = {"address": self._address}
             if self._address is None:
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours reports to nobody
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no statistics of a cluster that we start
                 num_cpus = (self._wanted or len(os.sched_getaffinity(0))) * self._num_cpus
                 options = {"address": "local", "num_cpus": max(1, round(num_cpus)), "include_dashboard": False}
             try:
@@ -148,11 +146,11 @@ class RayExecutor:
             ) from error
 
 
-_ready: list[Any] = []  # in a worker process: which work it is set up for, and its function
+_ready: list[Any] = []  # in a worker process: the work that it is set up for, and its function
 
 
 def _do_task(key: str, work: list[Any], task: Any) -> Any:
-    """Do one task in a worker process; the set-up of the whole work comes first, once."""
+    """Do one task in a worker process, after the set-up of the whole work, which runs once."""
     if not _ready or _ready[0] != key:
         function, setup, arguments = load("ray", "ray", "executor=ray").get(work[0])
         setup(*arguments)
@@ -167,12 +165,12 @@ def _unreachable(address: str | None, error: Exception) -> InvalidInputError:
         )
     return InvalidInputError(
         f"there is no Ray cluster at executor.address={address} ({_first_line(error)}); check the address, or leave it "
-        "out to start one here"
+        "out to start a cluster here"
     )
 
 
 def _refuse_silent(address: str | None) -> None:
-    """Raise an OSError if nobody listens at an address: Ray would wait for minutes, or for ever."""
+    """Raise an OSError if nothing listens at an address: Ray would wait for minutes, or forever."""
     if (found := _HOST_AND_PORT.fullmatch(address or "")) is not None:
         socket.create_connection((found["host"], int(found["port"])), _SECONDS_TO_ANSWER).close()
 

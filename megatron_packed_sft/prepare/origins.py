@@ -52,7 +52,7 @@ class PreparedFrom:
     Args:
         path: of the work directory.
         dataset: what was published from it.
-        tokenizer_path: what the dataset was tokenized with, where it was then.
+        tokenizer_path: of the tokenizer that made the dataset, at that time.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class PreparedFrom:
         return found
 
     def origins(self, split: str) -> BinOrigins | None:
-        """Return where the sequences of a split's bins came from; None if the plan or the tokens are gone."""
+        """Return the origins of a split's sequences; None if the plan or the tokens are gone."""
         recorded = self.dataset.provenance.get("splits", {}).get(split, {}).get("order_fingerprint")
         try:
             plan = PackPlan.load(self.path / "plans" / f"{split}.npz")
@@ -155,13 +155,13 @@ class BinOrigins:
 
 
 def noted_tokenizer_paths(work_dir: Path) -> list[str]:
-    """Return where the tokenizers were that a work directory's datasets were made with, as far as it noted them."""
+    """Return the paths of the tokenizers that made a work directory's datasets, as far as it noted them."""
     noted = (_receipt(file).get("tokenizer_path") for file in sorted((work_dir / "published").glob("*.json")))
     return [path for path in dict.fromkeys(noted) if isinstance(path, str) and path]
 
 
 def _store(path: Path) -> TokenStore:
-    """Open a token store, or what a work directory in an object store has of it here; lengths are enough."""
+    """Open a token store, or the local outline of one in an object store; lengths are enough."""
     try:
         return open_token_store(path)
     except PackedSFTError:
@@ -169,7 +169,7 @@ def _store(path: Path) -> TokenStore:
 
 
 def _receipt(file: Path) -> dict[str, Any]:
-    """Return what a stage noted; nothing when the receipt is missing or damaged."""
+    """Return what a stage noted; empty if the receipt is missing or damaged."""
     try:
         result = json_document.parse(file.read_bytes(), str(file)).get("result")
     except (OSError, PackedSFTError):

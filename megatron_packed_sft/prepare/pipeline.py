@@ -72,7 +72,7 @@ from megatron_packed_sft.support.wording import byte_count, plural
 class Pipeline:
     """A preparation: `run` does it, `estimate` counts what it would do.
 
-    Mistakes in the configuration that would only be found after hours of work are refused here.
+    Making one checks the configuration, so that no mistake shows only after hours of work.
     """
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -118,11 +118,11 @@ class Pipeline:
                 return encode_share(sources, settings, work, self._executor, progress, share)
 
     def close(self) -> None:
-        """Let go of the executor."""
+        """Close the executor."""
         self._executor.close()
 
     def run(self) -> PrepareReport:
-        """Do what has to be done, and return what was."""
+        """Run the stages that are not done yet, and return the report."""
         tokenizer = self._tokenizer()
         if self._array is None:  # the last call of an array encodes nothing
             self._try_first_records(tokenizer)
@@ -136,8 +136,6 @@ class Pipeline:
             sources = scanned
             made_from = self._made_from(sources, settings)
             refuse_replacing(self.places.target, made_from, overwrite=self.config.overwrite)
-            if self.config.force:
-                work.forget()
             encoded = self._encode(sources, settings, work, share)
             try:
                 planned, report = self._planned(encoded, work, tokenizer)
@@ -149,8 +147,6 @@ class Pipeline:
             plans = {split: one.plan for split, one in planned.items()}
             if self.rejects is not None:
                 write_rejects(self.rejects, sources, encoded, plans, self._packing, work)
-            if self.config.report:
-                work.fetch_record_numbers()
             report.refuse_large_loss(self.config.max_drop_share)
             publication = self._publication(tokenizer, report, made_from)
             reused = is_published(publication, work)
@@ -175,7 +171,7 @@ class Pipeline:
         return work.remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars)
 
     def estimate(self) -> PrepareReport:
-        """Count and estimate, and write nothing."""
+        """Return the report that a run would give, as an estimate; write nothing."""
         tokenizer = self._tokenizer()
         self._try_first_records(tokenizer)
         sources = self._scan()
@@ -202,16 +198,16 @@ class Pipeline:
 
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.config.tokenizer
-        return load_tokenizer(tokenizer.path, kind=tokenizer.kind, fast=tokenizer.fast)
+        return load_tokenizer(tokenizer.path, fast=tokenizer.fast)
 
     @property
     def _tokenizer_path(self) -> str:
-        """Where the tokenizer is, to be noted: absolute, or a URL without credentials."""
+        """The path of the tokenizer, for receipts: absolute, or a URL without credentials."""
         path = self.config.tokenizer.path
         return redacted(path) if is_url(path) else os.path.abspath(path)
 
     def _try_first_records(self, tokenizer: Tokenizer) -> None:
-        """Stop at a mistake that concerns the first records before all files are read and processes are started."""
+        """Report mistakes in the first records before all files are read and processes are started."""
         for warning in try_first_records(self._sources, self._encode_settings(tokenizer, None)):
             if not self.config.quiet:
                 print(f"packed-sft prepare: warning: {warning}", file=sys.stderr)
@@ -222,15 +218,13 @@ class Pipeline:
 
     def _encode_settings(self, tokenizer: Tokenizer, tokens: Path | None) -> EncodeSettings:
         config = self.config
-        skips = config.on_error == "skip"
         return EncodeSettings(
             tokenizer=tokenizer,
             template=config.template,
             options=config.encode,
             split_rule=config.split,
             tokens=tokens,
-            skip_errors=skips,
-            max_errors=config.max_errors if skips else 0,
+            max_errors=config.max_errors,
             deduplicate=config.deduplicate,
             limit=config.limit,
             audit=config.audit and tokens is None,
@@ -243,7 +237,7 @@ class Pipeline:
             return encode_sources(sources, settings, work, self._executor, progress, share)
 
     def _join_array(self, work: WorkDirectory, settings: EncodeSettings) -> Share:
-        """Agree with the other calls of an array on who reads what; no byte of the input is read for it."""
+        """Agree with the other calls of an array on their shares, without reading any input."""
         assert self._array is not None
         listing = InputListing.of(self._sources)
         call = self._array.join(work, encode_fingerprint(listing.sources, settings))
@@ -259,10 +253,10 @@ class Pipeline:
         return not self.config.quiet and is_terminal(sys.stderr)
 
     def _progress(self, stage: str, total: int | None, unit: str) -> Progress:
-        return Progress(stage, total, unit, quiet=self.config.quiet, interval=self.config.log_interval)
+        return Progress(stage, total, unit, quiet=self.config.quiet)
 
     def _packed(self, encoded: EncodedSources, plans: Mapping[str, PackPlan]) -> dict[str, dict[str, PackedSequences]]:
-        """Return split -> source -> what is in the bins; the tokens are read only where a plan left some out."""
+        """Return split -> source -> what is in the bins; this reads tokens only if a plan left some out."""
         packed = {}
         for split, plan in plans.items():
             if plan.chunks is None and not plan.accounting.dropped_sequences:
@@ -306,7 +300,7 @@ class Pipeline:
         return report
 
     def _made_from(self, sources: Sequence[ScannedSource], settings: EncodeSettings) -> dict[str, Any]:
-        """Return what decides every byte of the output, in plain values."""
+        """Return everything that decides the bytes of the output, in plain values."""
         description = settings.to_json()
         return {
             "made_by": MADE_BY,
@@ -319,7 +313,6 @@ class Pipeline:
                 "packing": asdict(self._packing),
                 "deduplicate": self.config.deduplicate,
                 "limit": self.config.limit,
-                "on_error": self.config.on_error,
                 "packed_storage": self.packed_storage,
                 "shard_megabytes": self.config.shard_megabytes,
             },
@@ -350,13 +343,13 @@ class Pipeline:
         return self.config.shard_megabytes << 20
 
     def _publish_line(self, reused: bool) -> tuple[str, str]:
-        what = "is up to date; left as it is" if reused else "published"
+        what = "is up to date" if reused else "published"
         return "publish", f"{self.places.shown} ({self.packed_storage}) {what}"
 
 
 def _check(config: PrepareConfig) -> None:
-    if config.on_error not in ("raise", "skip"):
-        raise InvalidInputError(f"on_error is {config.on_error!r}; choose raise or skip")
+    if config.max_errors < 0:
+        raise InvalidInputError(f"max_errors is {config.max_errors}; it must be 0 or more")
     for name in ("shard_megabytes", "limit"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -381,7 +374,8 @@ def _encode_line(encoded: EncodedSources) -> tuple[str, str]:
 
 
 def _plan_line(planned: Mapping[str, Planned]) -> tuple[str, str]:
-    return "plan", ", ".join(f"{split}: {'reused' if one.reused else 'made'}" for split, one in planned.items())
+    made = {split: "reused" if one.reused else plural(one.plan.num_bins, "bin") for split, one in planned.items()}
+    return "plan", ", ".join(f"{split}: {what}" for split, what in made.items())
 
 
 def _in_order(by_split: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What may be replaced at the output: nothing but an earlier preparation, and one of other settings only when asked."""
+"""Publish plans and token stores as a dataset directory, whole or not at all.
+
+What is at the output already decides what happens: `refuse_other_files` refuses anything that no preparation made, and
+`refuse_replacing` a dataset of other settings or files, unless the user gave --overwrite.
+"""
 
 from __future__ import annotations
 
@@ -26,103 +30,11 @@ from megatron_packed_sft.support.processes import Executor
 from megatron_packed_sft.tokens.materialize import stored_width, write_shards
 from megatron_packed_sft.tokens.store import TokenStore
 
+MADE_BY = "packed-sft prepare"
 _MOST_DIFFERENCES = 5
-# What a preparation is made from; the rest of its provenance follows from these.
+# What decides a dataset; the rest of its provenance follows.
 _DECIDING = ("tokenizer", "chat_template", "settings")
 _DECIDING_OF_SOURCE = ("schema", "mapping", "weight", "split", "files")
-
-
-def refuse_other_files(output: Path | str) -> None:
-    """Refuse an output, a path or a URL, with anything in it that no preparation made, or where nobody may write."""
-    if published_provenance(output) is not None:
-        return
-    if isinstance(output, str):
-        refuse_existing(output)
-        try_writing(output)
-        return
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise TargetExistsError(f"output {output} is a file; choose another output")
-    names = sorted(entry.name for entry in output.iterdir())
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise TargetExistsError(f"output {output} holds other files ({shown}); choose another output")
-
-
-def refuse_replacing(
-    output: Path | str, provenance: Mapping[str, Any], *, overwrite: bool, by_size: bool = False
-) -> None:
-    """Refuse to replace a dataset of other settings or inputs, unless the user asked for it; say what differs.
-
-    Args:
-        output: a path or a URL.
-        provenance: what would be published.
-        overwrite: what the user said.
-        by_size: the checksums of the files are not known; their names and sizes are compared.
-    """
-    published = published_provenance(output)
-    if published is None or overwrite:
-        return
-    differences = list(_differences(_deciding(published, by_size), _deciding(provenance, by_size), ""))
-    if not differences:
-        return
-    shown = ", ".join(differences[:_MOST_DIFFERENCES])
-    if len(differences) > _MOST_DIFFERENCES:
-        shown += f" and {len(differences) - _MOST_DIFFERENCES} more"
-    raise TargetExistsError(
-        f"output {redacted(str(output))} holds a dataset that was made differently: {shown}; add --overwrite to "
-        "replace it, or choose another output"
-    )
-
-
-def _deciding(provenance: Mapping[str, Any], by_size: bool) -> dict[str, Any]:
-    sources = provenance.get("sources") or {}
-    if by_size:
-        sources = {
-            name: {**one, "files": [{**file, "checksum": None} for file in one.get("files") or ()]}
-            for name, one in sources.items()
-        }
-    return {
-        **{name: provenance.get(name) for name in _DECIDING},
-        "sources": {
-            name: {key: source.get(key) for key in _DECIDING_OF_SOURCE}
-            for name, source in sources.items()
-            if isinstance(source, Mapping)
-        },
-    }
-
-
-def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
-    """Yield what differs, as `packing.pack_size 1024 -> 512`; keys that older versions did not note are left out."""
-    if old == new:
-        return
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted({*old, *new}):
-            inner = f"{path}.{key}" if path else key
-            if key in old and key in new:
-                yield from _differences(old[key], new[key], inner.removeprefix("settings."))
-            elif path == "sources":
-                yield f"source {key} is {'gone' if key in old else 'new'}"
-        return
-    if path.endswith(".files"):
-        yield f"{path} changed ({', '.join(sorted(_changed_files(old, new)))})"
-        return
-    yield f"{path} {_shown(old)} -> {_shown(new)}"
-
-
-def _changed_files(old: Any, new: Any) -> set[str]:
-    known = [{json.dumps(file, sort_keys=True) for file in files or []} for files in (old, new)]
-    changed = known[0] ^ known[1]
-    return {str(json.loads(file).get("name")) for file in changed} or {"their order"}
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-# FUSED-DOC: Plans and token stores to what training reads: a dataset directory, published whole or not at all.
-MADE_BY = "packed-sft prepare"
 
 
 @dataclass(frozen=True)
@@ -136,12 +48,12 @@ class PublishRequest:
     provenance: Mapping[str, Any]
     card: str
     executor: Executor
-    url: str | None = None  # where the output is uploaded to; it is removed here afterwards
-    tokenizer_path: str = ""  # noted in the receipt, so that the dataset's text can be shown later
+    url: str | None = None  # to upload the output to, which is then removed here
+    tokenizer_path: str = ""  # noted in the receipt, so that text of the dataset can be shown later
 
     @property
     def fingerprint(self) -> str:
-        """Equal when the same bytes would be published."""
+        """Equal if the same bytes would be published."""
         return fingerprint_of(
             {
                 "stage": "publish",
@@ -155,7 +67,7 @@ class PublishRequest:
 
 
 def is_published(request: PublishRequest, work: WorkDirectory) -> bool:
-    """Whether the output is what a request would make of it, as far as opening it tells."""
+    """Return whether the output is already what a request would publish, as far as opening it tells."""
     noted = work.receipt(_receipt_name(request), request.fingerprint)
     return noted is not None and noted["published"] == _published(request)
 
@@ -169,15 +81,15 @@ def publish(
 ) -> None:
     """Write the output, and call `on_bins` with the number of bins after each block.
 
-    What an earlier preparation published there is replaced in one step; anything else is left alone, with an error.
+    This replaces what an earlier preparation published there, in one step; anything else is an error.
     """
-    replace = published_provenance(request.output) is not None  # anything else was refused at the start
+    replace = published_provenance(request.output) is not None  # all else was refused at the start
     try:
         _write(request, plans, stores, work, replace, on_bins)
     except TargetExistsError as error:
         raise TargetExistsError(
-            f"{request.output} was published by somebody else meanwhile and is left as it is; run the same command "
-            "again to replace it, or choose another output"
+            f"another process has published {request.output} in the meantime; run the same command again to replace "
+            "it, or choose another output"
         ) from error
     noted = {"published": _published(request), "tokenizer_path": request.tokenizer_path}
     if request.url is not None:
@@ -215,7 +127,7 @@ def stored_bytes(plan: PackPlan, packed_storage: str, vocab_size: int | None) ->
 
 
 def _receipt_name(request: PublishRequest) -> str:
-    """One receipt per output: several may share a work directory, one for each pack size, say."""
+    """Return the name of the output's receipt; several outputs may share a work directory."""
     name = request.output.name if request.url is None else base_name(request.url)
     return f"published/{name}-{checksum((request.url or str(request.output)).encode())[:8]}"
 
@@ -254,7 +166,7 @@ def _write(
         dataset.finalize(provenance=request.provenance, card=request.card)
     if request.url is not None:
         sent = [f"{split}/{path.name}" for split, some in paths.items() for path in some]
-        upload(request.output, request.url, overwrite=True, elsewhere=sent)  # what may be replaced is decided already
+        upload(request.output, request.url, overwrite=True, elsewhere=sent)  # it was decided that it may be replaced
         shutil.rmtree(request.output, ignore_errors=True)
 
 
@@ -263,7 +175,7 @@ def _num_shards(request: PublishRequest, plan: PackPlan, store: TokenStore) -> i
 
 
 def _tidy(paths: Sequence[Path]) -> None:
-    """Remove what workers that died left beside the shards; a shard that is not here was written to another disk."""
+    """Remove what killed workers left beside the shards; a shard that is on another disk is an error."""
     folder = paths[0].parent
     with os_errors("list", folder):
         found = {entry.name: entry for entry in os.scandir(folder)}
@@ -277,7 +189,7 @@ def _tidy(paths: Sequence[Path]) -> None:
 
 
 def _published(request: PublishRequest) -> str | None:
-    """Return the fingerprint of the output, checked as far as opening goes; None when it is not whole."""
+    """Return the fingerprint of the output, checked as far as opening it goes; None if it is not whole."""
     if request.url is not None:
         return _published_at(request.url)
     try:
@@ -288,9 +200,9 @@ def _published(request: PublishRequest) -> str | None:
 
 
 def _published_at(url: str) -> str | None:
-    """Return what identifies a dataset in a store: its dataset.json, and what the store says of all objects.
+    """Return a checksum of a dataset in a store: of its dataset.json, and of the sizes and tags of all objects.
 
-    That includes the tag, which is another one for an object that was damaged or replaced in its size.
+    The tag of an object changes when it is replaced by one of the same size.
     """
     there = list_objects(url)
     if DATASET not in there or UNFINISHED in there:
@@ -300,7 +212,7 @@ def _published_at(url: str) -> str | None:
 
 
 def published_provenance(output: Path | str) -> Mapping[str, Any] | None:
-    """Return the provenance of what an earlier preparation published; None when there is no such thing.
+    """Return the provenance of what an earlier preparation published; None if there is no such dataset.
 
     Args:
         output: a path, or a URL.
@@ -314,8 +226,97 @@ def published_provenance(output: Path | str) -> Mapping[str, Any] | None:
         return None
     except OSError as error:
         if isinstance(output, str) and isinstance(error, StorageIOError) and not is_missing(error):
-            raise  # nobody knows what is there
+            raise  # what is there is unknown
         return None
     provenance = document.get("provenance") if isinstance(document, dict) else None
     is_ours = isinstance(provenance, dict) and provenance.get("made_by") == MADE_BY
     return provenance if is_ours else None
+
+
+def refuse_other_files(output: Path | str) -> None:
+    """Refuse an output, a path or a URL, that holds anything but a preparation's dataset, or that is not writable."""
+    if published_provenance(output) is not None:
+        return
+    if isinstance(output, str):
+        refuse_existing(output)
+        try_writing(output)
+        return
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise TargetExistsError(f"output {output} is a file; choose another output")
+    names = sorted(entry.name for entry in output.iterdir())
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise TargetExistsError(f"output {output} holds other files ({shown}); choose another output")
+
+
+def refuse_replacing(
+    output: Path | str, provenance: Mapping[str, Any], *, overwrite: bool, by_size: bool = False
+) -> None:
+    """Refuse to replace a dataset of other settings or inputs, unless the user asked for it, and say what differs.
+
+    Args:
+        output: a path or a URL.
+        provenance: what would be published.
+        overwrite: whether the user asked for it.
+        by_size: compare names and sizes of files, since their checksums are unknown.
+    """
+    published = published_provenance(output)
+    if published is None or overwrite:
+        return
+    differences = list(_differences(_deciding(published, by_size), _deciding(provenance, by_size), ""))
+    if not differences:
+        return
+    shown = ", ".join(differences[:_MOST_DIFFERENCES])
+    if len(differences) > _MOST_DIFFERENCES:
+        shown += f" and {len(differences) - _MOST_DIFFERENCES} more"
+    raise TargetExistsError(
+        f"output {redacted(str(output))} holds a dataset that was made differently: {shown}; add --overwrite to "
+        "replace it, or choose another output"
+    )
+
+
+def _deciding(provenance: Mapping[str, Any], by_size: bool) -> dict[str, Any]:
+    sources = provenance.get("sources") or {}
+    if by_size:
+        sources = {
+            name: {**one, "files": [{**file, "checksum": None} for file in one.get("files") or ()]}
+            for name, one in sources.items()
+        }
+    return {
+        **{name: provenance.get(name) for name in _DECIDING},
+        "sources": {
+            name: {key: source.get(key) for key in _DECIDING_OF_SOURCE}
+            for name, source in sources.items()
+            if isinstance(source, Mapping)
+        },
+    }
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
+    """Yield what differs, such as `packing.pack_size 1024 -> 512`; keys that only one of the two has are left out."""
+    if old == new:
+        return
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            inner = f"{path}.{key}" if path else key
+            if key in old and key in new:
+                yield from _differences(old[key], new[key], inner.removeprefix("settings."))
+            elif path == "sources":
+                yield f"source {key} is {'gone' if key in old else 'new'}"
+        return
+    if path.endswith(".files"):
+        yield f"{path} changed ({', '.join(sorted(_changed_files(old, new)))})"
+        return
+    yield f"{path} {_shown(old)} -> {_shown(new)}"
+
+
+def _changed_files(old: Any, new: Any) -> set[str]:
+    known = [{json.dumps(file, sort_keys=True) for file in files or []} for files in (old, new)]
+    changed = known[0] ^ known[1]
+    return {str(json.loads(file).get("name")) for file in changed} or {"their order"}
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The rejects file: which records were dropped and why, as JSON lines with file, line, reason and detail."""
+"""Write the rejects file: JSON lines with file, line, reason and detail of every record that was lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEYS = {"file", "line", "reason", "detail"}
 
 
 def rejects_place(path: str) -> Path | str:
-    """Return where the rejects go: a path, or a URL."""
+    """Return the path or URL of the rejects file."""
     return path if is_url(path) else local_path(path, "rejects")
 
 
@@ -52,7 +52,7 @@ def refuse_other_file(path: Path | str) -> None:
                 first = json.loads(file.readline())
         is_ours = isinstance(first, dict) and set(first) == _KEYS
     except StorageIOError:
-        raise  # nobody knows what is there
+        raise  # what is there is unknown
     except (OSError, ValueError):
         is_ours = False
     if not is_ours:
@@ -67,7 +67,7 @@ def write_rejects(
     options: PackOptions,
     work: WorkDirectory,
 ) -> None:
-    """Write every record that was lost: those that could not be encoded and those that no bin has room for.
+    """Write every record that was lost: those that could not be encoded, and those that fit into no bin.
 
     Records that the options leave out on purpose (duplicates, a weight below 1, packing.min_len and packing.max_len)
     are only counted.
@@ -95,7 +95,7 @@ def write_rejects(
 def _dropped_by_plans(
     encoded: EncodedSources, plans: Mapping[str, PackPlan], options: PackOptions, work: WorkDirectory
 ) -> dict[int, list[tuple[int, str, str]]]:
-    """Return slice -> the records of which no token is in a bin, though no option asked for that."""
+    """Return slice -> records of which no token is in a bin, although no option asked for that."""
     found: dict[int, list[tuple[int, str, str]]] = {}
     for split, plan in plans.items():
         store = encoded.stores[split]
@@ -136,11 +136,13 @@ def _record_numbers(work: WorkDirectory, split: str, number: int) -> Sequence[in
 
 
 def _current_path(noted: str, source: str, sources: Sequence[ScannedSource]) -> str:
-    """Return where a file is now; it may have been moved since it was encoded."""
+    """Return the current path of a file, which may have been moved since it was encoded."""
     files = next(one.files for one in sources if one.source.name == source)
     same_name: Iterator[str] = (file.shown for file in files if file.name == basename(noted.split("?")[0]))
     return noted if any(file.shown == noted for file in files) else next(same_name, noted)
 
 
 def _damaged(work: WorkDirectory) -> StorageIOError:
-    return StorageIOError(f"the receipts in {work.shown} are damaged, so rejects cannot be written; add --force")
+    return StorageIOError(
+        f"rejects cannot be written, because receipts in {work.shown} are damaged; remove that directory and run again"
+    )

@@ -110,10 +110,6 @@ class RemoteWorkDirectory(WorkDirectory):
         self._fetch([os.path.relpath(path, self.path)])
         return path
 
-    def fetch_record_numbers(self) -> None:
-        """Make the files of `record_numbers` available, for a page that names lines."""
-        self._fetch(name for name in self._there if name.startswith("tokens/receipts/"))
-
     def open_stores(self, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
         """Return the token stores of some splits; None unless all exist with these fingerprints."""
         numbers = {
@@ -150,11 +146,6 @@ class RemoteWorkDirectory(WorkDirectory):
     def remove_damaged_parts(self, stores: Iterable[TokenStore], *, progress: bool) -> int:
         """Return 0: every part is checked when it is fetched."""
         return 0
-
-    def forget(self) -> None:
-        """Remove what earlier runs left, and no other objects, which may be the user's."""
-        super().forget()
-        self._remove(sorted(self._there, key=lambda name: not name.endswith(".json")))  # receipts first
 
     def _listed(self) -> dict[str, ObjectInfo]:
         return {name: info for name, info in list_objects(self.url).items() if name.partition("/")[0] in _OURS}

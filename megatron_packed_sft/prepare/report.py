@@ -1,4 +1,7 @@
-"""What a preparation did, in numbers: for the summary on the terminal, the dataset card and dataset.json."""
+"""What a preparation did: figures for dataset.json, the summary on the terminal, and the dataset card.
+
+counts of the sources, plans ─▶ PrepareReport ─▶ summary(), card(), to_json()
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,52 @@ from megatron_packed_sft.support.drop_reasons import DropReason, Severity
 from megatron_packed_sft.support.terminal import as_text, table
 from megatron_packed_sft.support.wording import byte_count, plural
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
 _WORTH_A_WARNING = 0.01  # share of records or tokens
+_WHY = {
+    DropReason.BAD_RECORD: "not readable, or of no known schema",
+    DropReason.TEMPLATE_ERROR: "refused by the chat template",
+    DropReason.UNTRACEABLE_TEMPLATE: "text not traceable through the chat template",
+    DropReason.LOST_TEXT: "the template would lose text that is trained",
+    DropReason.UNESCAPABLE: "a control token where it cannot be escaped",
+    DropReason.INVALID_TEXT: "not valid Unicode",
+    DropReason.INVALID_IDS: "ids beyond the vocabulary",
+    DropReason.EMPTY: "no text",
+    DropReason.NOTHING_TO_TRAIN: "nothing to train on",
+    DropReason.ANSWER_CUT_AWAY: "encode.max_len cut off all that is trained",
+    DropReason.LOST_TEXT_DROPPED: "the template would lose text (encode.on_lost=drop)",
+    DropReason.TOO_LONG: "longer than encode.max_len",
+    DropReason.LONGER_THAN_PACK: "longer than packing.pack_size",
+    DropReason.TRUNCATED: "cut off by packing.overflow=truncate",
+    DropReason.SHORT_TAIL: "last chunks shorter than packing.min_len",
+    DropReason.DUPLICATE: "equal to an earlier record",
+    DropReason.NOT_TAKEN: "not the chosen answer (take)",
+    DropReason.SAMPLED_OUT: "left out by a weight below 1",
+    DropReason.BELOW_MIN_LEN: "shorter than packing.min_len",
+    DropReason.ABOVE_MAX_LEN: "longer than packing.max_len",
+    DropReason.HELD_BACK: "left over by packing.whole_batches",
+}
 _REMEDIES = {
+    DropReason.NOTHING_TO_TRAIN: "check encode.roles_to_train",
+    DropReason.EMPTY: "remove them from the input",
+    DropReason.ANSWER_CUT_AWAY: "raise encode.max_len, or set encode.truncation=left",
+    DropReason.LOST_TEXT_DROPPED: "",  # it is what the user asked for
+    DropReason.TOO_LONG: "raise encode.max_len, or set encode.truncation to right or turns",
     DropReason.LONGER_THAN_PACK: "raise packing.pack_size, or set packing.overflow=split or truncate",
     DropReason.TRUNCATED: "raise packing.pack_size, or set packing.overflow=split",
     DropReason.SHORT_TAIL: "lower packing.min_len",
-    DropReason.TOO_LONG: "raise encode.max_len, or set encode.truncation to right or turns",
-    DropReason.ANSWER_CUT_AWAY: "raise encode.max_len, or set encode.truncation=left",
-    DropReason.NOTHING_TO_TRAIN: "check encode.roles_to_train",
-    DropReason.EMPTY: "remove them from the input",
 }
 _FIX = "fix or remove them"
+_STYLES = {"trained": "green", "dropped": "yellow"}
+_PLAIN_PATH = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?[\w/.@%+-]+")  # a shell, Hydra and YAML take it as it is
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One source: what was read and encoded, and what the plans made of it."""
+    """One source: what was read and encoded, and what is in the bins."""
 
     counts: Counts
     packed: Mapping[str, PackedSequences]  # by split
@@ -47,7 +80,7 @@ class SourceReport:
 
     @property
     def dropped(self) -> dict[DropReason, int]:
-        """Records that are in no bin, by reason, wherever they were dropped."""
+        """Records that are in no bin, by reason, dropped in any stage."""
         return added_up([self.counts.dropped, self.dropped_by_plan])
 
     @property
@@ -59,7 +92,7 @@ class SourceReport:
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain numbers, for provenance, without examples: they name files by their path."""
+        """Return plain numbers for provenance, without examples, which name files by their paths."""
         document = self.counts.to_json()
         del document["examples"]
         document["in_bins"] = vars(self.in_bins).copy()
@@ -68,7 +101,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """One split: what was encoded for it, and what the plan made of it."""
+    """One split: what was encoded, and what is in the bins."""
 
     encoded: SplitCounts
     packed: SplitCounts
@@ -93,7 +126,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """The whole preparation, or a dry run of it, which may have looked at a part of the input only."""
+    """A whole preparation, or a dry run, which may have looked at a part of the input only."""
 
     output: str
     packed_storage: str
@@ -151,7 +184,7 @@ class PrepareReport:
         }
 
     def check(self) -> None:
-        """Make sure that nothing is lost: records read + repeated + added == packed + dropped, and tokens likewise."""
+        """Assert that nothing is missing: records read + repeated + added == packed + dropped, and tokens likewise."""
         total = self.total
         assert total.num_rows + total.num_repeated + total.num_added == self.num_packed + sum(self.dropped.values())
         for split in self.splits.values():
@@ -161,7 +194,7 @@ class PrepareReport:
             assert int(split.plan.bin_tokens.sum()) == accounting.num_tokens_packed == split.packed.num_tokens
 
     def refuse_large_loss(self, max_drop_share: float) -> None:
-        """Stop before anything is published when more sound data would be lost than the user allows."""
+        """Raise an error, before anything is published, if more sound data would be lost than the user allows."""
         if max(self._lost_shares(Severity.ANNOUNCED)) > max_drop_share:
             raise InvalidInputError(
                 f"{self._loss(Severity.ANNOUNCED)}, more than max_drop_share={max_drop_share:g} allows; nothing was "
@@ -169,7 +202,7 @@ class PrepareReport:
             )
 
     def warning(self) -> str | None:
-        """Return a sentence about lost data, if there is more than a little."""
+        """Return a sentence about lost data, if it is more than 1 % of the records or tokens."""
         lost = (Severity.ANNOUNCED, Severity.ERROR)
         return self._loss(*lost) if max(self._lost_shares(*lost)) > _WORTH_A_WARNING else None
 
@@ -182,7 +215,7 @@ class PrepareReport:
         return records / max(num_records, 1), tokens / max(num_tokens, 1)
 
     def _loss(self, *severities: Severity) -> str:
-        """Say what was lost and what to do about it."""
+        """Return a sentence that says what was lost, and what to do about it."""
         records, tokens = self._lost_shares(*severities)
         dropped, dropped_tokens = self.dropped, self.dropped_tokens
         parts = []
@@ -190,10 +223,10 @@ class PrepareReport:
             if reason.severity in severities and (reason in dropped or reason in dropped_tokens):
                 by_record = reason in dropped
                 amount = plural(dropped[reason], "record") if by_record else plural(dropped_tokens[reason], "token")
-                parts.append(f"{reason} {amount} ({_REMEDIES.get(reason, _FIX)})")
-        return (
-            f"{100 * records:.1f} % of the records and {100 * tokens:.1f} % of the tokens are lost: {', '.join(parts)}"
-        )
+                remedy = _REMEDIES.get(reason, _FIX)
+                parts.append(f"{amount}: {_WHY[reason]}" + (f" ({remedy})" if remedy else ""))
+        shares = f"{100 * records:.1f} % of the records and {100 * tokens:.1f} % of the tokens"
+        return f"{shares} were dropped; {'; '.join(parts)}"
 
 
 def added_up(counts: Iterable[Mapping[DropReason, int]]) -> dict[DropReason, int]:
@@ -205,25 +238,14 @@ def added_up(counts: Iterable[Mapping[DropReason, int]]) -> dict[DropReason, int
     return total
 
 
-# FUSED-DOC: A preparation's report as text: the summary on the terminal, and the dataset card.
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-_STYLES = {"trained": "green", "dropped": "yellow"}
-
-
 def summary(report: PrepareReport) -> list[RenderableType]:
-    """Return what was done, what became of every record, and how to use the result: texts and tables to show."""
+    """Return texts and tables: what was done, what became of every record, and how to use the result."""
     total = report.total
     lines: list[RenderableType] = [f"{stage:<8} {what}" for stage, what in report.stages]
     lines += ["", _accounting(report), "", _source_table(report), "", _split_table(report)]
     if report.looked_at < 1:
         share = f"{100 * report.looked_at:.1f} %"
-        lines += [
-            "",
-            f"These are counts over {share} of the input; multiply by {1 / report.looked_at:.1f} for all of it.",
-        ]
+        lines += ["", f"Counted in {share} of the input; multiply by {1 / report.looked_at:.1f} to estimate all of it."]
     if report.audits is not None:
         lines += ["", *audit_parts(report.audits)]
     notes = _notes(report)
@@ -289,21 +311,23 @@ def _accounting(report: PrepareReport) -> Table:
         rows.append(("repeated by weight", total.num_repeated, ""))
     if total.num_added:
         rows.append(("added by encode.render", total.num_added, ""))
-    rows += [(f"dropped: {reason}", count, "") for reason, count in sorted(total.dropped.items())]
+    rows += [(f"dropped: {_WHY[reason]}", count, "") for reason, count in sorted(total.dropped.items())]
     rows.append(("encoded", total.num_sequences, sum(plan.num_tokens for plan in plans)))
     if overlap := sum(plan.num_overlap_tokens for plan in plans):
         rows.append(("repeated by packing.stride", "", overlap))
     by_plan = added_up(source.dropped_by_plan for source in report.sources.values())
     tokens = report.dropped_tokens
     rows += [
-        (f"dropped: {why}", by_plan.get(why, 0), tokens.get(why, 0)) for why in REASONS if why in {**by_plan, **tokens}
+        (f"dropped: {_WHY[why]}", by_plan.get(why, 0), tokens.get(why, 0))
+        for why in map(DropReason.named, REASONS)
+        if why in {**by_plan, **tokens}
     ]
     rows.append(("packed", report.num_packed, sum(plan.num_tokens_packed for plan in plans)))
     return table(["", "records", "tokens"], rows)
 
 
 def _source_table(report: PrepareReport) -> Table:
-    """What was read of each source, and what of it is in the bins."""
+    """Return a table of what was read of each source, and what of it is in the bins."""
     rows = []
     for name, source in report.sources.items():
         packed = source.in_bins
@@ -314,7 +338,7 @@ def _source_table(report: PrepareReport) -> Table:
 
 
 def _split_table(report: PrepareReport) -> Table:
-    """What is in the bins of each split."""
+    """Return a table of what is in the bins of each split."""
     rows = []
     for name, split in report.splits.items():
         packed = split.packed
@@ -342,19 +366,19 @@ def _notes(report: PrepareReport) -> list[str]:
     total = report.total
     notes = []
     for reason, shown in sorted(total.examples.items()):
-        notes.append(f"dropped as {reason}, such as: {shown[0]}")
+        notes.append(f"{plural(total.dropped[reason], 'record')} dropped, {_WHY[reason]}; for example {shown[0]}")
     for kind, count in sorted(total.lost.items()):
-        words = kind.replace("_", " ")
-        remedy = "encode.render=turns keeps it" if kind == REASONING else "encode.on_lost"
-        notes.append(f"the template left {words} out {count:,} times, such as: {total.lost_examples[kind]} ({remedy})")
+        remedy = "encode.render=turns keeps it" if kind == REASONING else "see encode.on_lost"
+        what, where = kind.replace("_", " "), total.lost_examples[kind]
+        notes.append(f"the template left out {what} {plural(count, 'time')} ({remedy}); for example {where}")
     if total.num_cut_rows:
-        cut = [plural(total.num_cut_rows, "record"), plural(total.num_cut_tokens, "token")]
+        cut = [plural(total.num_cut_tokens, "token")]
         cut += [plural(total.num_cut_turns, "trained turn")] if total.num_cut_turns else []
-        notes.append(f"cut at encode.max_len: {', '.join(cut)}")
+        notes.append(f"encode.max_len cut {' and '.join(cut)} from {plural(total.num_cut_rows, 'record')}")
     if total.num_straddling:
-        tokens = plural(total.num_straddling, "token")
         notes.append(
-            f"{tokens} with trained and untrained characters, such as a header's blank: trained (docs/masks.md)"
+            f"{plural(total.num_straddling, 'token')} with trained and untrained characters, such as the blank after a "
+            "header, are trained (docs/masks.md)"
         )
     return notes
 
@@ -372,10 +396,6 @@ def _plain(value: Any) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-# FUSED-DOC: Lines to paste: how to train on published data, and how to open it.
-_PLAIN_PATH = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?[\w/.@%+-]+")  # a shell, Hydra and YAML take it as it is
 
 
 def path_setting(path: str) -> str:
@@ -404,7 +424,7 @@ def how_to_use(
         path: the published data.
         packed_storage: the name of its storage.
         pack_size: of its bins.
-        tokenizer_path: where its tokenizer is, absolute or a URL; None if nobody knows.
+        tokenizer_path: where its tokenizer is, absolute or a URL; None if unknown.
         in_windows: whether bins are windows of that many predictions, which training must be told.
 
     Example:

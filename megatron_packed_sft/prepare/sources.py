@@ -69,7 +69,7 @@ class Source:
 
     @property
     def unusual(self) -> dict[str, Any]:
-        """What decides its records and is left out where it is as usual, so that earlier work stays valid."""
+        """The options that decide its records, without those that have their defaults."""
         return {
             **({"take": self.take} if self.take else {}),
             **({} if self.max_record_bytes == MAX_RECORD_BYTES else {"max_record_bytes": self.max_record_bytes}),
@@ -83,7 +83,7 @@ class ScannedSource:
     Args:
         source: as it is configured.
         files: with their checksums, unless only looked at.
-        known: path -> the slices of files that somebody else has cut, without any content.
+        known: path -> the slices of files that another call of an array has cut, without their content.
     """
 
     source: Source
@@ -91,7 +91,7 @@ class ScannedSource:
     known: Mapping[str, Sequence[tuple[FileSlice, int]]] = field(default_factory=dict)
 
     def slices_of(self, file: InputFile) -> Iterator[tuple[FileSlice, int]]:
-        """Yield the slices of a file, each with its share of its bytes; the cuts depend on the file alone."""
+        """Yield the slices of a file, each with its share of the bytes; the cuts depend on the file alone."""
         return (
             iter(self.known[file.path]) if file.path in self.known else _with_shares(file, self.source.max_record_bytes)
         )
@@ -102,7 +102,7 @@ class ScannedSource:
         return sum(file.size for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what decides its records; files by name and content, so that their directory does not matter."""
+        """Return everything that decides its records; files by name and content, whatever their directory."""
         return {
             "schema": self.source.schema,
             "mapping": dict(self.source.mapping),
@@ -164,12 +164,12 @@ class SplitRule:
 
 
 def slice_bytes(file: InputFile) -> int:
-    """Return the size of a file's slices: small enough to share among processes, large enough to be worth a part."""
+    """Return the size of a file's slices: small enough to divide among processes, large enough for a part each."""
     return min(max(file.size // _SLICES_PER_FILE, _SMALLEST_SLICE), _LARGEST_SLICE)
 
 
 def _with_shares(file: InputFile, max_record_bytes: int) -> Iterator[tuple[FileSlice, int]]:
-    """Share a file's stored bytes among its slices, for progress: nearly right for each, exact for all together."""
+    """Yield the slices of a file with about their shares of its stored bytes, which add up exactly, for progress."""
     num_read = num_given = 0
 
     def read(num_bytes: int) -> None:
@@ -191,7 +191,7 @@ def _with_shares(file: InputFile, max_record_bytes: int) -> Iterator[tuple[FileS
 def scan(
     sources: Sequence[Source], on_read: Callable[[int], None] | None = None, *, with_checksums: bool = True
 ) -> list[ScannedSource]:
-    """Find and fingerprint the files of all sources; a file in two sources is an error."""
+    """Return the sources with their files and checksums; a file in two sources is an error."""
     scanned = [
         ScannedSource(source, tuple(find_files(source.paths, on_read, with_checksums=with_checksums)))
         for source in sources

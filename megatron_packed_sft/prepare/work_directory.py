@@ -212,9 +212,6 @@ class WorkDirectory:
         """Return the file with the line of the input that each sequence of a part came from."""
         return record_numbers_path(self.tokens, split, number)
 
-    def fetch_record_numbers(self) -> None:
-        """Make the files of `record_numbers` available, for a page that names lines; here they are."""
-
     def open_stores(self, fingerprints: Mapping[str, str]) -> dict[str, TokenStore] | None:
         """Return the token stores of some splits; None unless all exist with these fingerprints."""
         stores = {}
@@ -302,14 +299,6 @@ class WorkDirectory:
             path.parent.mkdir(exist_ok=True)
             self._held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         return self._held[-1]
-
-    def forget(self) -> None:
-        """Remove what earlier runs left, and no other files, which may be the user's."""
-        with os_errors("clear", self.path):
-            for name in ("encode.json", "array.json"):
-                (self.path / name).unlink(missing_ok=True)
-            for name in ("tokens", "plans", "published", "scan", "scratch"):
-                shutil.rmtree(self.path / name, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

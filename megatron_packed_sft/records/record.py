@@ -78,7 +78,7 @@ class Location(NamedTuple):
 
 
 class RecordError(InvalidInputError):
-    """One record cannot be used, but the records after it can. The only error that `on_error=skip` skips.
+    """One record cannot be used, but the records after it can. The only error that `max_errors` allows.
 
     Args:
         field: the path inside the record, such as `messages[3].content`; empty for the record as a whole.

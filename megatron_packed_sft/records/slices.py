@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -40,8 +39,6 @@ SLICE_BYTES = 4 << 20
 _NEWLINE = b"\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PORTION_BYTES = 64 << 20  # of a slice; only one with a very long record has more
-_SHORTEST_LINE = 8  # bytes; a file whose lines have fewer is mostly blank
-_NOT_BLANK = re.compile(rb"\S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,7 @@ def _portions_of_records(file_slice: FileSlice) -> Iterator[tuple[bytes, Iterato
     separator = _NEWLINE if is_lines else MARK
     first = file_slice.first_record
     for text in _whole_records(_portions(file_slice), separator, file_slice.max_record_bytes):
-        records = _split(text, first, is_lines=is_lines)
+        records = enumerate(text.removesuffix(separator).split(separator), first)
         yield text, (one for one in records if one[1] and not one[1].isspace()) if is_lines else records
         first += text.count(separator)
 
@@ -245,23 +242,6 @@ def _whole_records(portions: Iterable[bytes], separator: bytes, longest: int) ->
             yield text if end == len(text) else text[:end]
     if rest:
         yield rest
-
-
-def _split(text: bytes, number: int, *, is_lines: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a text with their numbers; many blank lines are skipped at once."""
-    separator = _NEWLINE if is_lines else MARK
-    if not is_lines or text.count(separator) * _SHORTEST_LINE < len(text):
-        yield from enumerate(text.removesuffix(separator).split(separator), number)
-        return
-    position = 0
-    while found := _NOT_BLANK.search(text, position):
-        start = max(text.rfind(_NEWLINE, position, found.start()) + 1, position)
-        end = text.find(_NEWLINE, start)
-        number += text.count(_NEWLINE, position, start)
-        yield number, text[start : end if end >= 0 else len(text)]
-        if end < 0:
-            return
-        position, number = end + 1, number + 1
 
 
 def _parsed(parse: Callable[[bytes], Any], record: bytes, file: InputFile, number: int) -> dict[str, Any] | RecordError:

@@ -1,7 +1,7 @@
-"""The outline of a directory in a store: every file with its size, but only the bytes that are asked for.
+"""The outline of a directory in a store: a local directory with all files in their sizes, but few of their bytes.
 
-Array files become sparse files whose header was read with a range request; the rest of them is a hole. So whatever
-looks at names, sizes, manifests and headers works on data of any size, for a few requests per file.
+Documents are whole. Array files are sparse: their header was read with a range request, the rest is a hole. So code
+that looks at names, sizes, manifests and headers works on data of any size, for one request per file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Outline:
     @classmethod
     @contextlib.contextmanager
     def of(cls, url: str) -> Iterator[Outline]:
-        """Make the outline of a URL in a scratch directory; it is gone after the block."""
+        """Make the outline of a URL in a scratch directory, and remove it after the block."""
         objects = list_objects(url)
         if not objects:
             raise InvalidInputError(f"{redacted(url)} does not exist; check the URL")
@@ -74,7 +74,7 @@ class Outline:
         if name in self._objects:
             inside = {"": self._objects[name]}
         if not inside:
-            yield path  # whoever looks for it says that it is missing
+            yield path  # opening it raises the error that it is missing
             return
         aside = path.with_name(f"{path.name}.outline")
         os.rename(path, aside)
@@ -85,13 +85,6 @@ class Outline:
         finally:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             os.rename(aside, path)
-
-    def fill(self, name: str, start: int, stop: int) -> None:
-        """Fetch the bytes [start, stop) of a file into the outline; maps of the file see them."""
-        path, stop = self.path / name, min(stop, self._objects[name].size)
-        data = read_range(child(self.url, name), start, stop) if start < stop else b""
-        with os_errors("write", path), open(path, "r+b") as file:
-            write_at(file.fileno(), data, start)
 
     def at_home(self, text: str) -> str:
         """Return a message about the outline as one about the store."""

@@ -1,30 +1,33 @@
-"""What goes into a shard and comes out of it: one packed bin, a block of many, the rules both obey, and the figures.
+"""What goes into a shard and comes out of it: a packed bin, a block of many bins, and the rules that both obey.
 
-    bin 0   input_ids   11 12 13 14 15 | 21 22 23 |  0  0     the padding at the end is not part of the bin
-            loss_mask    0  1  1  1  0 |  1  1  0 |  0  0     next-token aligned: 0 at each sequence's last token
-            starts       0               5                    packed_len 8
+    bin 0   input_ids     11  12  13 14 15 | 21 22 23 |  0  0     the padding at the end is not part of the bin
+            loss_mask      0   1   1  1  0 |  1  1  0 |  0  0     next-token aligned: 0 at each sequence's last token
+            loss_weights   0 0.5 0.5  2  0 |  1  1  0 |  0  0     only if a weight is neither 0 nor 1
+            starts         0                  5                   packed_len 8
 
-A loss mask of float32 is one of weights: how much the prediction counts, 0 where the mask would be 0. A block keeps
-both, `loss_mask` and `loss_weights`, as a shard does; a single bin has one of them, `loss_mask`.
+Weights say how much each prediction counts: they are finite, and above 0 exactly where the mask is 1. A block holds
+both arrays, as a shard does; a single bin has one loss mask, which is float32 if it holds weights.
 
-A block is the padded form of several consecutive bins: exactly the bytes of the shard's two large arrays, plus the
-lengths and the CSR of starts. Writers take blocks and readers return them, so whole shards move without a Python loop
-per bin.
+A block is the padded form of consecutive bins: exactly the bytes of the shard's large arrays, plus the lengths and the
+CSR of starts. Writers take blocks and readers return them, so whole shards move without a Python loop per bin.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.support.array_files import INDEX_DTYPE, WEIGHT_DTYPE
 
 IntArray = npt.NDArray[np.integer[Any]]
+
+NO_WEIGHTS = np.empty(0, np.float32)  # for kernels, where every trained token counts 1
+NO_WEIGHTS.flags.writeable = False  # like a map; numba would compile again for a writable array
 
 
 class PackedBin(NamedTuple):
@@ -77,119 +80,103 @@ class BinBlock:
         return PackedBin(self.input_ids[index, :length], mask[index, :length], self.seq_starts[first:last])
 
 
-# How the figures of several shards become those of all: what adds up, and the largest or smallest of all.
-TOTALS = ("num_bins", "num_sequences", "num_tokens", "num_loss_tokens")
-EXTREMES: dict[str, Callable[..., int]] = {
-    "pack_size": max,
-    "max_seqs_per_bin": max,
-    "max_seq_len": max,
-    "min_packed_len": min,
-    "pad_seq_to_mult": max,
-}
-SUM_OF_WEIGHTS = "sum_loss_weights"
-PROVENANCE_KEYS = ("tokenizer", "chat_template_fingerprint", "plan_fingerprint", "pad_seq_to_mult")
+class GatheredBins(NamedTuple):
+    """Some bins in flat arrays: bin i is [starts[i], starts[i] + lengths[i]) of the ids and of the mask.
+
+    Its sequences begin at seq_starts[first_sequence[i] : sequences_end[i]], counted from the bin's own start. The
+    arrays may hold other bins, too.
+    """
+
+    input_ids: IntArray
+    loss_mask: npt.NDArray[np.uint8]
+    seq_starts: npt.NDArray[np.uint32]
+    starts: IntArray
+    lengths: IntArray
+    first_sequence: IntArray
+    sequences_end: IntArray
+    loss_weights: npt.NDArray[np.float32] = NO_WEIGHTS
+    is_empty: npt.NDArray[np.bool_] | None = None  # bins in which no token is trained, whatever the mask says
 
 
-@dataclass(frozen=True, kw_only=True)
-class BinFigures:
-    """What is known of all bins of a shard, a split or a dataset; None where it was not recorded."""
+def block_of(bins: Sequence[PackedBin], width: int, pad_id: int = 0) -> BinBlock:
+    """Return bins in padded form, in arrays of their own.
 
-    num_bins: int
-    pack_size: int
-    num_sequences: int | None = None
-    num_tokens: int | None = None
-    num_loss_tokens: int | None = None
-    max_seqs_per_bin: int | None = None
-    max_seq_len: int | None = None
-    min_packed_len: int | None = None
-    pad_seq_to_mult: int | None = None
-    vocab_size: int | None = None
-    pad_id: int | None = None
-    tokenizer: Mapping[str, Any] | None = None
-    chat_template_fingerprint: str | None = None
-    has_weights: bool = False
-    sum_loss_weights: float | None = None  # with weights
-    max_input_len: int | None = None  # positions that a bin needs at most, where that is known to be below pack_size
+    Example:
+        >>> bins = [PackedBin(np.array([5, 6]), np.array([1, 0]), np.array([0]))]
+        >>> block_of(bins, width=4, pad_id=9).input_ids.tolist()
+        [[5, 6, 9, 9]]
+    """
+    for index, one in enumerate(bins):
+        if not len(one.input_ids) == len(one.loss_mask) <= width:
+            raise ShardError(
+                f"bin {index} of a block has {len(one.input_ids)} ids and {len(one.loss_mask)} mask values, and room "
+                f"for {width}; its storage is at fault"
+            )
+    input_ids = np.full((len(bins), width), pad_id, np.int32)
+    loss_mask = np.zeros((len(bins), width), np.uint8)
+    loss_weights = None
+    for index, (ids, mask_or_weights, _) in enumerate(bins):
+        mask, weights = mask_and_weights(mask_or_weights, f"loss_mask of bin {index} of a block")
+        input_ids[index, : len(ids)] = ids
+        loss_mask[index, : len(mask)] = mask
+        if weights is not None and loss_weights is None:
+            loss_weights = loss_mask.astype(WEIGHT_DTYPE)
+        if loss_weights is not None:
+            loss_weights[index, : len(mask)] = mask if weights is None else weights
+    counts = [len(one.seq_start_id) for one in bins]
+    return BinBlock(
+        input_ids,
+        loss_mask,
+        np.array([len(one.input_ids) for one in bins], INDEX_DTYPE),
+        np.concatenate(([0], np.cumsum(counts))).astype(INDEX_DTYPE),
+        np.concatenate([np.asarray(one.seq_start_id, INDEX_DTYPE) for one in bins]),
+        loss_weights,
+    )
 
-    @property
-    def num_positions(self) -> int:
-        """Positions that any bin takes in a batch at most: its last token is a label only, so often fewer."""
-        return self.pack_size if self.max_input_len is None else self.max_input_len
 
-    @classmethod
-    def of(cls, shard: Any) -> Self:
-        """Return a shard's own figures if it has some, else count over its bins."""
-        own = getattr(shard, "figures", None)
-        if isinstance(own, cls):
-            return own
-        return cls._counted(shard, shard.pack_size)
+def gather(bins: Sequence[PackedBin], where: str) -> GatheredBins:
+    """Copy single bins into flat arrays; values that the arrays cannot hold are an error.
 
-    @classmethod
-    def _counted(cls, bins: Iterable[PackedBin], pack_size: int) -> Self:
-        num_bins = num_sequences = num_tokens = num_loss_tokens = max_seqs_per_bin = max_seq_len = 0
-        min_packed_len = pack_size
-        has_weights, weights = False, []
-        for one in bins:
-            length = len(one.input_ids)
-            num_bins += 1
-            num_sequences += one.num_sequences
-            num_tokens += length
-            num_loss_tokens += int(np.count_nonzero(one.loss_mask))
-            has_weights |= one.loss_mask.dtype.kind == "f"
-            weights.append(float(np.sum(one.loss_mask, dtype=np.float64)))
-            max_seqs_per_bin = max(max_seqs_per_bin, one.num_sequences)
-            max_seq_len = max(max_seq_len, int(np.diff([*one.seq_start_id.tolist(), length]).max()))
-            min_packed_len = min(min_packed_len, length)
-        return cls(
-            num_bins=num_bins,
-            pack_size=pack_size,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            num_loss_tokens=num_loss_tokens,
-            max_seqs_per_bin=max_seqs_per_bin,
-            max_seq_len=max_seq_len,
-            min_packed_len=min_packed_len,
-            has_weights=has_weights,
-            sum_loss_weights=math.fsum(weights) if has_weights else None,
-        )
+    Example:
+        >>> bins = [PackedBin(np.array([5, 6]), np.array([1, 0]), np.array([0]))] * 2
+        >>> gather(bins, "the bins").starts.tolist()
+        [0, 2]
+    """
+    parts = [mask_and_weights(one.loss_mask, f"{where}: loss_mask") for one in bins]
+    lengths = np.array([len(one.input_ids) for one in bins])
+    counts = np.array([len(one.seq_start_id) for one in bins])
+    for one, (mask, _) in zip(bins, parts, strict=True):
+        if len(mask) != len(one.input_ids):
+            raise ShardError(
+                f"{where}: a bin has {len(one.input_ids)} ids and {len(mask)} mask values; its storage is at fault"
+            )
+    weights = NO_WEIGHTS
+    if any(found is not None for _, found in parts):
+        weights = np.concatenate([mask.astype(WEIGHT_DTYPE) if found is None else found for mask, found in parts])
+    return GatheredBins(
+        cast_checked(np.concatenate([one.input_ids for one in bins]), "<i4", 2**31, f"{where}: input_ids"),
+        cast_checked(np.concatenate([mask for mask, _ in parts]), "|u1", 2, f"{where}: loss_mask"),
+        cast_checked(np.concatenate([one.seq_start_id for one in bins]), "<u4", 2**32, f"{where}: seq_start_id"),
+        lengths.cumsum() - lengths,
+        lengths,
+        counts.cumsum() - counts,
+        counts.cumsum(),
+        weights,
+    )
 
-    @classmethod
-    def over(cls, parts: Sequence[BinFigures]) -> Self:
-        """Return the figures of several parts together; what one of them did not record is unknown.
 
-        Example:
-            >>> parts = [BinFigures(num_bins=2, pack_size=8, num_tokens=9), BinFigures(num_bins=1, pack_size=4)]
-            >>> both = BinFigures.over(parts)
-            >>> both.num_bins, both.pack_size, both.num_tokens
-            (3, 8, None)
-        """
+def clear_sequence_ends(block: BinBlock) -> int:
+    """Set the loss mask to 0 at the last token of every sequence, in place; return how many were not 0."""
+    if not block.loss_mask.flags.writeable:
+        return 0  # a view of a memmap_v1 shard, whose writer refuses such masks
+    from megatron_packed_sft.storage import bin_kernel
 
-        def reduced(name: str, reduce: Callable[..., Any]) -> Any:
-            values = [getattr(part, name) for part in parts]
-            return None if None in values else reduce(values)
-
-        def common(values: Sequence[Any]) -> Any:
-            return values[0] if all(value == values[0] for value in values) else None
-
-        reductions: dict[str, Callable[..., Any]] = {**dict.fromkeys(TOTALS, sum), **EXTREMES, "vocab_size": max}
-        reductions |= dict.fromkeys(("pad_id", "tokenizer", "chat_template_fingerprint"), common)
-        together = cls(**{name: reduced(name, reduce) for name, reduce in reductions.items()})
-        if any(part.max_input_len is not None for part in parts):
-            together = replace(together, max_input_len=max(part.num_positions for part in parts))
-        if not any(part.has_weights for part in parts):
-            return together
-        sums = [part.sum_loss_weights if part.has_weights else part.num_loss_tokens for part in parts]
-        known = [one for one in sums if one is not None]
-        total = math.fsum(known) if len(known) == len(sums) else None
-        return replace(together, has_weights=True, sum_loss_weights=total)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def numbers(self) -> dict[str, int | float]:
-        """Return the known totals and extremes by name."""
-        values = {name: getattr(self, name) for name in (*TOTALS, *EXTREMES, SUM_OF_WEIGHTS)}
-        return {name: value for name, value in values.items() if value is not None}
+    num_cleared = int(
+        bin_kernel.clear_sequence_ends(block.loss_mask, block.packed_len, block.seq_offsets, block.seq_starts)
+    )
+    if num_cleared and block.loss_weights is not None:
+        block.loss_weights[block.loss_mask == 0] = 0
+    return num_cleared
 
 
 class BlockTotals(NamedTuple):
@@ -223,7 +210,7 @@ class Violation(NamedTuple):
 def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> tuple[list[Violation], BlockTotals]:
     """Check every invariant of every bin; return at most one violation per bin, and the totals of the sound bins.
 
-    Weights have a check of their own: `loss_weights.find_weight_violations`.
+    Weights are checked by `find_weight_violations`.
 
     Args:
         block: the bins, with ids as `<u2` or `<i4`, mask as `|u1` and indices as `<u4`.
@@ -259,7 +246,7 @@ def find_violations(block: BinBlock, *, vocab_size: int, pad_id: int | None) -> 
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view as maps are: for numba a writable array is a type of its own, to be compiled again."""
+    """Return a view like those of maps: numba compiles a kernel again for a writable array."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -314,8 +301,25 @@ def _first(is_wrong: npt.NDArray[np.bool_]) -> int:
     return int(np.argmax(is_wrong))
 
 
+def find_weight_violations(block: BinBlock) -> tuple[list[Violation], npt.NDArray[np.float64]]:
+    """Check the weights of bins that have no other violation; return at most one per bin, and each bin's sum."""
+    from megatron_packed_sft.storage import bin_kernel
+
+    assert block.loss_weights is not None
+    positions = np.zeros(len(block), np.int64)
+    sums = np.zeros(len(block), np.float64)
+    violations = []
+    if bin_kernel.check_weights(block.loss_mask, block.loss_weights, positions, sums):
+        for index in np.flatnonzero(positions >= 0).tolist():
+            place = int(positions[index])
+            weight, mask = float(block.loss_weights[index, place]), int(block.loss_mask[index, place])
+            message = f"is {weight:g} at position {place}, where loss_mask is {mask}; it is finite, and above 0 exactly"
+            violations.append(Violation(index, "loss_weights", f"{message} where the mask is 1"))
+    return violations, sums
+
+
 def as_int_array(values: Any, name: str, ndim: int = 1) -> IntArray:
-    """Return `values` as an integer array of `ndim` dimensions, or say in one sentence why that cannot be.
+    """Return `values` as an integer array of `ndim` dimensions; anything else is an error.
 
     Example:
         >>> as_int_array([1, 2], "input_ids").tolist()
@@ -352,3 +356,62 @@ def cast_checked(array: IntArray, dtype: npt.DTypeLike, limit: int, name: str) -
             place = ", ".join(str(int(index)) for index in where)
             raise InvalidInputError(f"{name} is {value} at position {place}, not in 0..{limit - 1}")
     return np.ascontiguousarray(array, dtype=dtype)
+
+
+def mask_and_weights(values: Any, name: str, ndim: int = 1) -> tuple[IntArray, npt.NDArray[np.float32] | None]:
+    """Split a loss mask into 0/1 and weights; weights are None if the mask is of integers, or all of them 0 or 1.
+
+    Example:
+        >>> mask, weights = mask_and_weights([0, 0.5, 1], "loss_mask")
+        >>> mask.tolist(), weights.tolist()
+        ([0, 1, 1], [0.0, 0.5, 1.0])
+    """
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        return as_int_array(values, name, ndim), None  # raises the error
+    if array.dtype.kind != "f" or array.size == 0:
+        return as_int_array(array if array.size else values, name, ndim), None
+    weights = as_weights(array, name, ndim)
+    mask = (weights > 0).astype(np.uint8)
+    return mask, None if np.array_equal(weights, mask) else weights
+
+
+def as_weights(values: Any, name: str, ndim: int = 1) -> npt.NDArray[np.float32]:
+    """Return `values` as a C-contiguous float32 array of `ndim` dimensions; they are finite and at least 0.
+
+    Example:
+        >>> as_weights([0, 0.5, 2], "weights").tolist()
+        [0.0, 0.5, 2.0]
+    """
+    try:
+        array = np.asarray(values)
+        with np.errstate(over="ignore"):  # too large a value becomes infinite, and is refused below
+            weights = np.ascontiguousarray(array, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"{name} is not an array of numbers ({error}); pass a list or a NumPy array") from None
+    if weights.ndim != ndim:
+        raise InvalidInputError(f"{name} has shape {weights.shape}; it must be a {ndim}-dimensional array of numbers")
+    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)) | ((weights == 0) & (array != 0)))
+    if bad.size:
+        value = array.reshape(-1)[bad[0]]
+        raise InvalidInputError(
+            f"{name} is {value} at position {int(bad[0])}; a weight is 0, or a positive number that a float32 holds"
+        )
+    return weights
+
+
+def cannot_keep(what: str, storage: str) -> InvalidInputError:
+    """Return the error for weights that are to be written to a storage without weights."""
+    return InvalidInputError(
+        f"{what} has loss weights other than 0 and 1, and {storage} keeps only 0 and 1; use memmap_v1, or prepare "
+        "the data without weights"
+    )
+
+
+def masks_would_be_lost(what: str, num_untrained: int, num_predictions: int) -> InvalidInputError:
+    """Return the error for loss masks that are to be written to a storage without masks."""
+    return InvalidInputError(
+        f"{what}: {num_untrained:,} of {num_predictions:,} predictions are not trained, and megatron_indexed keeps no "
+        "loss masks, so they would be trained; add --drop-masks (drop_masks=True) to accept that"
+    )

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.uploads import uploading
-from megatron_packed_sft.storage.bins import BinFigures
-from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
+from megatron_packed_sft.storage.bins import cannot_keep, clear_sequence_ends, masks_would_be_lost
 from megatron_packed_sft.storage.dataset_directory import (
     DATASET,
     DatasetWriter,
@@ -25,12 +24,11 @@ from megatron_packed_sft.storage.dataset_directory import (
     open_dataset,
     open_listed_shard,
 )
-from megatron_packed_sft.storage.flat_files import FlatShard
-from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
-from megatron_packed_sft.storage.loss_weights import cannot_keep, masks_would_be_lost
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.megatron_indexed.index import INDEX, TOKENS, indexed_path, pair_of
 from megatron_packed_sft.storage.memmap_v1.manifest import ShardManifest
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard, open_memmap_shard
+from megatron_packed_sft.storage.memmap_v1.reader import open_memmap_shard
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, STORAGES, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.remote_shard import RemoteShard, local_copy
 from megatron_packed_sft.support.paths import is_url, local_path, redacted
@@ -52,6 +50,21 @@ class ConversionReport:
     asked_pack_size: int | None
     num_cleared_masks: int
     num_dropped_masks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The arguments of `convert` that say what to write."""
+
+    storage: Storage
+    pack_size: int | None
+    overlong: str
+    vocab_size: int | None
+    pad_id: int | None
+    split: str
+    drop_masks: bool
+    overwrite: bool
+    progress: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +113,8 @@ def convert(
         vocab_size: ids must be below it; when not given, what the sources recorded, or the largest id + 1.
         pad_id: fills the bins up; when not given, what the sources recorded, or 0.
         split: the split that the shards of several files go to.
-        drop_masks: for `megatron_indexed`, which keeps no loss masks: accept tokens that are not trained; whoever reads
-            the result trains on them.
+        drop_masks: for `megatron_indexed`, which keeps no loss masks: accept tokens that are not trained; they are
+            trained by whatever reads the result.
         overwrite: replace an existing target.
         progress: show a bar over the bins.
 
@@ -109,49 +122,44 @@ def convert(
     collate reads that place (it predicts nothing); here it becomes 0, and the report counts how many were cleared.
     """
     storage = storage_named(to)
-    if is_url(target):
-        with uploading(os.fspath(target), overwrite=overwrite) as local:
-            report = convert(
-                sources,
-                local,
-                to=to,
-                pack_size=pack_size,
-                overlong=overlong,
-                vocab_size=vocab_size,
-                pad_id=pad_id,
-                split=split,
-                progress=progress,
-            )
-        return replace(report, target=redacted(os.fspath(target)))
-    location = local_path(target, "target")
     if overlong not in ("grow", "error"):
         raise InvalidInputError(f"overlong is {overlong!r}; use 'grow' or 'error'")
     if pack_size is not None and pack_size < 1:
         raise InvalidInputError(f"pack_size is {pack_size}; it must be at least 1")
-    found = _find(sources, split)
-    for source in found:
-        if source.storage.name == storage.name and (storage.in_memory or not storage.is_outdated(source.open())):
-            raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
     if drop_masks and storage.keeps_masks:
         raise InvalidInputError(f"{storage.name} keeps loss masks, so there are none to drop; leave --drop-masks out")
-    conversion = _Conversion(storage, pack_size, overlong, vocab_size, pad_id, drop_masks=drop_masks)
+    settings = _Settings(storage, pack_size, overlong, vocab_size, pad_id, split, drop_masks, overwrite, progress)
+    if not is_url(target):
+        return _convert(sources, local_path(target, "target"), settings)
+    with uploading(os.fspath(target), overwrite=overwrite) as local:
+        report = _convert(sources, Path(local), replace(settings, overwrite=False))
+    return replace(report, target=redacted(os.fspath(target)))
+
+
+def _convert(sources: PathLike | Sequence[PathLike], target: Path, settings: _Settings) -> ConversionReport:
+    """Convert to a local path."""
+    storage, found = settings.storage, _find(sources, settings.split)
+    for source in found:
+        if source.storage.name == storage.name:
+            raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
+    conversion = _Conversion(settings)
     conversion.survey(found)
-    with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not progress) as bar:
+    with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not settings.progress) as bar:
         if not storage.keeps_masks:
-            return conversion.join(found, location, bar, overwrite=overwrite)
+            return conversion.join(found, target, bar)
         if found[0].number is None:
-            with storage.create_writer(location, overwrite=overwrite, **conversion.options(found[0])) as writer:
+            with storage.create_writer(target, conversion.options(found[0])) as writer:
                 conversion.copy(found[0], writer, bar)
                 writer.finalize()
         else:
-            with DatasetWriter(location, storage=storage.name, overwrite=overwrite) as dataset:
+            with DatasetWriter(target, storage=storage.name, overwrite=settings.overwrite) as dataset:
                 for source in found:
-                    options = conversion.options(source)
-                    with dataset.shard_writer(source.split, source.number or 0, **options) as writer:
+                    options = replace(conversion.options(source), overwrite=False)
+                    with dataset.shard_writer(source.split, source.number or 0, options) as writer:
                         conversion.copy(source, writer, bar)
                         writer.finalize()
                 dataset.finalize(provenance={"converted_from": [source.path.name for source in found]})
-    return conversion.report(location, len(found))
+    return conversion.report(target, len(found))
 
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
@@ -164,27 +172,16 @@ def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) ->
 
 
 class _Conversion:
-    """The settings of one call, and the figures it collects."""
+    """The figures that one call collects."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        pack_size: int | None,
-        overlong: str,
-        vocab_size: int | None,
-        pad_id: int | None,
-        *,
-        drop_masks: bool,
-    ) -> None:
-        self._storage = storage
-        self._asked_pack_size = pack_size
-        self._overlong = overlong
-        self._vocab_size = vocab_size
-        self._pad_id = pad_id
-        self._pack_size = pack_size or 1
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self._storage = settings.storage
+        self._vocab_size = settings.vocab_size
+        self._pad_id = settings.pad_id
+        self._pack_size = settings.pack_size or 1
         self._num_tokens = 0
         self._num_cleared = 0
-        self._drop_masks = drop_masks
         self._num_untrained = 0
         self._figures: dict[Path, BinFigures] = {}
         self._opened: dict[Path, PackedShard] = {}
@@ -196,15 +193,15 @@ class _Conversion:
         bounds = []
         for source in sources:
             shard = source.open()
-            figures = source.storage.figures(shard)
+            figures = shard.figures
             self._figures[source.path] = figures
             if figures.has_weights and not self._storage.keeps_weights:
                 raise cannot_keep(str(source.path), self._storage.name)
             if not self._storage.keeps_masks:
                 self._survey_masks(source, shard, figures)
             self.num_bins += len(shard)
-            asked = self._asked_pack_size
-            if asked is not None and shard.pack_size > asked and self._overlong == "error":
+            asked = self._settings.pack_size
+            if asked is not None and shard.pack_size > asked and self._settings.overlong == "error":
                 raise InvalidInputError(
                     f"{source.path} has a bin of {shard.pack_size} tokens, longer than pack_size {asked}; "
                     f"use a pack_size of {shard.pack_size} or overlong='grow'"
@@ -213,7 +210,7 @@ class _Conversion:
                 self._pack_size, shard.pack_size, self._known(source, "pack_size") if asked is None else 1
             )
             vocab_size = self._known(source, "vocab_size")
-            bounds.append(_vocab_bound(shard) if vocab_size is None and self._vocab_size is None else vocab_size or 1)
+            bounds.append(shard.vocab_bound if vocab_size is None and self._vocab_size is None else vocab_size or 1)
             if len(sources) == 1:
                 self._opened[source.path] = shard
         if self._pad_id is None:
@@ -233,13 +230,12 @@ class _Conversion:
         if figures.num_tokens is None or figures.num_sequences is None or figures.num_loss_tokens is None:
             return  # the writer counts them
         num_predictions = figures.num_tokens - figures.num_sequences
-        num_at_ends = shard.num_masks_at_sequence_end if isinstance(shard, FlatShard) else 0
-        num_untrained = num_predictions - (figures.num_loss_tokens - num_at_ends)
-        if num_untrained and not self._drop_masks:
+        num_untrained = num_predictions - (figures.num_loss_tokens - shard.num_masks_at_sequence_end)
+        if num_untrained and not self._settings.drop_masks:
             raise masks_would_be_lost(str(source.path), num_untrained, num_predictions)
         self._num_untrained += num_untrained
 
-    def join(self, sources: Sequence[_Source], target: Path, bar: Progress, *, overwrite: bool) -> ConversionReport:
+    def join(self, sources: Sequence[_Source], target: Path, bar: Progress) -> ConversionReport:
         """Write all bins of each split into one shard; all are published when all are written."""
         by_split: dict[str, list[_Source]] = {}
         for source in sources:
@@ -250,8 +246,8 @@ class _Conversion:
             writers = []
             for path, parts in zip(targets, by_split.values(), strict=True):
                 num_bins = sum(self._figures[source.path].num_bins for source in parts)
-                options = {**self.options(parts[0]), "num_bins": num_bins, "drop_masks": self._drop_masks}
-                writers.append(stack.enter_context(self._storage.create_writer(path, overwrite=overwrite, **options)))
+                options = replace(self.options(parts[0]), num_bins=num_bins)
+                writers.append(stack.enter_context(self._storage.create_writer(path, options)))
                 first_bin = 0
                 for source in parts:
                     first_bin = self.copy(source, writers[-1], bar, first_bin)
@@ -264,25 +260,27 @@ class _Conversion:
         recorded = None if source.recorded is None else source.recorded[name]
         return self._figures[source.path][name] if recorded is None else recorded
 
-    def options(self, source: _Source) -> dict[str, Any]:
-        """Return the arguments of a writer for one source."""
+    def options(self, source: _Source) -> WriterOptions:
+        """Return how the bins of one source are written."""
         provenance = {
             name: value
             for name in ("tokenizer", "chat_template_fingerprint", "pad_seq_to_mult")
             if (value := self._known(source, name)) is not None
         }
-        return {
-            "num_bins": self._figures[source.path].num_bins,
-            "pack_size": self._pack_size,
-            "vocab_size": self._vocab_size,
-            "pad_id": self._pad_id,
-            "provenance": provenance,
-        }
+        return WriterOptions(
+            num_bins=self._figures[source.path].num_bins,
+            pack_size=self._pack_size,
+            vocab_size=self._vocab_size,
+            pad_id=self._pad_id or 0,
+            overwrite=self._settings.overwrite,
+            provenance=provenance,
+            drop_masks=self._settings.drop_masks,
+        )
 
     def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress, first_bin: int = 0) -> int:
         """Write all bins of a source, as bins from `first_bin` on; return the next one."""
         shard = self._opened.pop(source.path, None) or source.open()
-        for block in blocks_of(shard, self._pack_size, self._pad_id or 0):
+        for block in shard.blocks(self._pack_size, self._pad_id or 0):
             self._num_cleared += clear_sequence_ends(block)
             try:
                 writer.write_block(first_bin, block)
@@ -302,19 +300,10 @@ class _Conversion:
             num_bins=self.num_bins,
             num_tokens=self._num_tokens,
             pack_size=self._pack_size,
-            asked_pack_size=self._asked_pack_size,
+            asked_pack_size=self._settings.pack_size,
             num_cleared_masks=self._num_cleared,
             num_dropped_masks=self._num_untrained,
         )
-
-
-def _vocab_bound(shard: Any) -> int:
-    """Return the smallest vocabulary that holds every id of a shard which does not record one."""
-    if isinstance(shard, FlatShard):
-        return shard.vocab_bound
-    if isinstance(shard, MemmapShard):
-        return shard.manifest.id_limit
-    return max(int(one.input_ids.max()) for one in shard) + 1
 
 
 def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:

@@ -20,7 +20,6 @@ from megatron_packed_sft.errors import InvalidInputError, ShardError, StorageIOE
 from megatron_packed_sft.remote.filesystem import child, is_missing
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.uploads import refuse_unfinished
-from megatron_packed_sft.storage.bins import PROVENANCE_KEYS, BinFigures
 from megatron_packed_sft.storage.dataset_document import (
     CARD,
     DATASET,
@@ -32,9 +31,16 @@ from megatron_packed_sft.storage.dataset_document import (
     checksum_key,
     parse_dataset,
 )
-from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.figures import PROVENANCE_KEYS, BinFigures
+from megatron_packed_sft.storage.interface import (
+    FIRST_READ,
+    PackedShard,
+    PackedShardWriter,
+    ReadOptions,
+    Storage,
+    WriterOptions,
+)
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
-from megatron_packed_sft.storage.read_options import FIRST_READ, MMAP, ReadOptions
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, dataset_storage
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import StagedWriter, fsync_directory, os_errors, write_file
@@ -67,9 +73,9 @@ _COMMON = ("tokenizer", "chat_template_fingerprint")  # shards of one split must
 
 @dataclass(frozen=True, slots=True)
 class DatasetDirectory:
-    """An opened dataset.json. The shards themselves are opened on demand.
+    """An opened dataset.json. The shards are opened on demand.
 
-    Of a dataset in an object store, `url` and `cache` say where it is, and where its shards are fetched to.
+    For a dataset in an object store, `url` says where it is and `cache` where its shards are fetched to.
     """
 
     path: Path
@@ -101,8 +107,7 @@ class DatasetDirectory:
         """Open one shard and make sure that it is the one dataset.json means."""
         remote = self.remote_shard(split, entry)
         shard = open_listed_shard(self.storage, self.shard_path(split, entry), entry, remote)
-        if (read_with := getattr(shard, "read_with", None)) is not None:
-            read_with(self.reading)
+        shard.read_with(self.reading)
         return shard
 
     def entries(self, split: str) -> tuple[ShardEntry, ...]:
@@ -160,8 +165,8 @@ def open_listed_shard(
         raise _not_listed(path, "its size differs")
     shard = storage.open(path)
     # A shard with a manifest was identified by it when it was opened.
-    found = shard.fingerprint if storage.has_manifest and hasattr(shard, "fingerprint") else storage.checksum(path)
-    if found != entry.checksum:
+    found = shard.fingerprint if storage.has_manifest else None
+    if (found or storage.checksum(path)) != entry.checksum:
         raise _not_listed(path, "its checksum differs")
     if len(shard) != entry.num_bins:
         raise _not_listed(path, f"it has {len(shard)} bins, not {entry.num_bins}")
@@ -176,16 +181,16 @@ def _not_listed(path: Path, problem: str) -> ShardError:
 
 
 def open_dataset(
-    path: str | os.PathLike[str], cache: NodeCache | None = None, *, verify: str = FIRST_READ, access: str = MMAP
+    path: str | os.PathLike[str], cache: NodeCache | None = None, *, verify: str = FIRST_READ
 ) -> DatasetDirectory:
     """Open a dataset directory: dataset.json is read and checked, shards are not touched yet.
 
     Args:
         path: of the directory, or its URL.
         cache: where the shards of a URL are fetched to; by default the user's cache.
-        verify, access: how bins of its shards are read; see `ReadOptions`.
+        verify: when bins of its shards are compared with their checksums; see `ReadOptions`.
     """
-    reading = ReadOptions(verify, access)
+    reading = ReadOptions(verify)
     if is_url(path):
         from megatron_packed_sft.remote.node_cache import node_cache
 
@@ -214,10 +219,7 @@ def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) ->
 def _parsed(data: bytes, location: Path, url: str | None, cache: NodeCache | None) -> DatasetDirectory:
     file = str(location / DATASET) if url is None else redacted(child(url, DATASET))
     storage, splits, figures, provenance, files = parse_dataset(data, file)
-    dataset = DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache, files)
-    for split in splits.keys() - figures.keys():  # a dataset.json of the first release: only the shards know
-        figures[split] = BinFigures.over([BinFigures.of(shard) for shard in dataset.open_shards(split)])
-    return dataset
+    return DatasetDirectory(location, storage, splits, figures, provenance, checksum(data), url, cache, files)
 
 
 class DatasetWriter(StagedWriter):
@@ -260,15 +262,22 @@ class DatasetWriter(StagedWriter):
             raise InvalidInputError(f"split {split!r} is not a plain name of letters, digits, '_', '.' and '-'")
         return self.path / split / self.storage.shard_name(number)
 
-    def shard_writer(self, split: str, number: int, **arguments: Any) -> PackedShardWriter:
-        """Return a writer of shard `number` of a split; takes the arguments of `create_shard_writer`.
+    def shard_writer(
+        self, split: str, number: int, options: WriterOptions | None = None, **arguments: Any
+    ) -> PackedShardWriter:
+        """Return a writer of shard `number` of a split.
 
-        What goes into `provenance` there may also be given by name.
+        Args:
+            split, number: where the shard belongs.
+            options: see `WriterOptions`.
+            arguments: the fields of `WriterOptions` by name, instead of `options`; those of its `provenance` may be
+                given by name, too.
         """
         path = self.shard_path(split, number)
-        by_name = {name: arguments.pop(name) for name in PROVENANCE_KEYS if name in arguments}
-        provenance = {**arguments.pop("provenance", {}), **by_name}
-        writer = self.storage.create_writer(path, provenance=provenance, **arguments)
+        if options is None:
+            by_name = {name: arguments.pop(name) for name in PROVENANCE_KEYS if name in arguments}
+            options = WriterOptions(**{**arguments, "provenance": {**arguments.get("provenance", {}), **by_name}})
+        writer = self.storage.create_writer(path, options)
         self._writers.append((path, writer))
         return writer
 
@@ -325,7 +334,7 @@ class DatasetWriter(StagedWriter):
         with os_errors("list", folder):
             paths = [path for path in folder.iterdir() if storage.recognises(path)]
         paths = sorted([*paths, *(path for path in self._elsewhere if path.parent == folder)])
-        figures = [self._figures.get(path) or storage.figures(storage.open(path)) for path in paths]
+        figures = [self._figures.get(path) or storage.open(path).figures for path in paths]
         together = BinFigures.over(figures)
         description: dict[str, Any] = {
             "shards": [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_packed_sft.errors import ManifestError, UnsupportedFormatError
-from megatron_packed_sft.storage.bins import EXTREMES, SUM_OF_WEIGHTS, TOTALS, BinFigures
+from megatron_packed_sft.storage.figures import EXTREMES, SUM_OF_WEIGHTS, TOTALS, BinFigures
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_NUM_BINS
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
@@ -21,7 +21,7 @@ FORMAT = "packed_sft_dataset_v1"
 VERSION = "1.0"
 MAX_DATASET_BYTES = 64 << 20
 _MAX_NUMBER = (1 << 62) - 1
-# Split and shard names become paths, so only plain names pass: no separator, no leading dot, nothing odd.
+# Split and shard names become paths, so only plain names are allowed: no separator, no leading dot.
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -37,7 +37,7 @@ class ShardEntry:
 
 
 class DatasetDocument(NamedTuple):
-    """What dataset.json says; `figures` lacks the splits of a dataset.json of the first release."""
+    """What dataset.json says."""
 
     storage: Storage
     splits: dict[str, tuple[ShardEntry, ...]]
@@ -64,23 +64,21 @@ def parse_dataset(data: bytes, file: str) -> DatasetDocument:
     splits: dict[str, tuple[ShardEntry, ...]] = {}
     figures: dict[str, BinFigures] = {}
     for split, description in listed.items():
-        splits[split], known = _parse_split(storage, split, description, file)
-        if known is not None:
-            figures[split] = known
+        splits[split], figures[split] = _parse_split(storage, split, description, file)
     provenance = values.optional_object("provenance") or {}
     files = _parse_files(values, splits)
     return DatasetDocument(storage, splits, figures, provenance, files)
 
 
 def _parse_files(values: json_document.Fields, splits: Collection[str]) -> Mapping[str, FileRecord]:
-    """Return the records of README.md and of the files beside shards; datasets of earlier releases have none."""
+    """Return the records of README.md and of the files beside shards."""
     listed = values.optional_object("files")
     if listed is None:
         return {}
     for name in listed:
         if name != CARD and not _is_beside_shards(name, splits):
             raise values.error("files", f"lists {name[:80]!r}, which is neither {CARD} nor a file beside shards")
-    return json_document.parse_file_records(values, list(listed))[1] or {}
+    return json_document.parse_file_records(values, list(listed))[1]
 
 
 def _is_beside_shards(path: str, splits: Collection[str]) -> bool:
@@ -90,7 +88,7 @@ def _is_beside_shards(path: str, splits: Collection[str]) -> bool:
 
 def _parse_split(
     storage: Storage, split: str, description: Any, file: str
-) -> tuple[tuple[ShardEntry, ...], BinFigures | None]:
+) -> tuple[tuple[ShardEntry, ...], BinFigures]:
     if not PLAIN_NAME.fullmatch(split):
         raise ManifestError(f"{file}: the split {split[:80]!r} is not a plain name; restore the file from the original")
     where = f"{file}: splits.{split[:80]}"
@@ -105,7 +103,7 @@ def _parse_split(
         name: fields.optional_integer(name, 0, _MAX_NUMBER) for name in (*TOTALS, *EXTREMES, "vocab_size", "pad_id")
     }
     if numbers["pack_size"] is None:
-        return entries, None
+        raise fields.error("pack_size", "is missing")
     numbers["num_bins"] = sum(entry.num_bins for entry in entries)
     return entries, BinFigures(
         **numbers,

@@ -5,29 +5,42 @@ from __future__ import annotations
 import abc
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, WriterStateError
+from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError, WriterStateError
 from megatron_packed_sft.storage.bins import (
     BinBlock,
-    BinFigures,
     BlockTotals,
+    GatheredBins,
+    IntArray,
     PackedBin,
     as_int_array,
+    cannot_keep,
     cast_checked,
     find_violations,
+    mask_and_weights,
 )
-from megatron_packed_sft.storage.interface import PackedShardWriter
-from megatron_packed_sft.storage.loss_weights import cannot_keep, mask_and_weights
-from megatron_packed_sft.support.atomic import os_errors, write_at
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import (
+    Lengths,
+    PackedShard,
+    PackedShardWriter,
+    WriterOptions,
+    lengths_of_index,
+)
+from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import new_hasher
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
+_DTYPES = (np.int32, np.uint8, np.uint32)
+_LIMITS = (1 << 31, 2, 1 << 31)
 
 
 class FlatBins(NamedTuple):
@@ -40,8 +53,78 @@ class FlatBins(NamedTuple):
     seq_offsets: npt.NDArray[np.int64]
 
 
-class FlatShard:
-    """Bins in memory, about 5 bytes per token. Arrays that come out are read-only.
+class FlatBinsBuilder:
+    """Collects bins that were read from a file into flat arrays, and checks all of their values.
+
+    Args:
+        path: the file, for messages.
+
+    Example:
+        >>> builder = FlatBinsBuilder(Path("packed.npy"))
+        >>> builder.add([np.array([5, 6])], [np.array([1, 0])], [np.array([0])])
+        >>> builder.build().bin_offsets.tolist()
+        [0, 2]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: list[list[npt.NDArray[Any]]] = [[], [], []]
+        self._counts: list[list[npt.NDArray[np.int64]]] = [[], [], []]
+        self._num_bins = 0
+
+    def add(self, *fields: Sequence[IntArray]) -> None:
+        """Add consecutive bins: their ids, their loss masks and their starts."""
+        self.add_flat(
+            *((np.concatenate(arrays), np.array([len(one) for one in arrays], np.int64)) for arrays in fields)
+        )
+
+    def add_flat(self, *fields: tuple[IntArray, npt.NDArray[np.int64]]) -> None:
+        """Add consecutive bins that lie end to end: the values of each field, and how many each bin has."""
+        counts = [count for _, count in fields]
+        for name, count in zip(FIELDS, counts, strict=True):
+            if not count.all():
+                raise self._error(int(np.argmin(count)), f"{name} is empty")
+        if (counts[0] != counts[1]).any():
+            index = int(np.argmax(counts[0] != counts[1]))
+            raise self._error(index, f"loss_mask has {counts[1][index]} entries, but input_ids has {counts[0][index]}")
+        for number, (values, count) in enumerate(fields):
+            limit = _LIMITS[number]
+            if int(values.min()) < 0 or int(values.max()) >= limit:
+                place = int(np.argmax((values < 0) | (values >= limit)))
+                index = int(np.searchsorted(np.cumsum(count), place, side="right"))
+                inside = place - int(count[:index].sum())
+                problem = f"{FIELDS[number]} is {int(values[place])} at position {inside}, not in 0..{limit - 1}"
+                raise self._error(index, problem)
+            self._values[number].append(values.astype(_DTYPES[number], copy=False))
+            self._counts[number].append(count)
+        self._num_bins += len(counts[0])
+
+    def build(self) -> FlatBins:
+        """Return all bins; starts that do not rise from 0 inside their bin are an error, and so are no bins at all."""
+        if not self._num_bins:
+            raise LegacyFormatError(f"{self._path} holds no bins")
+        ids, mask, starts = (np.concatenate(parts) for parts in self._values)
+        bin_offsets, seq_offsets = (
+            np.concatenate(([0], np.cumsum(np.concatenate(self._counts[number])))) for number in (0, 2)
+        )
+        first, last = seq_offsets[:-1], seq_offsets[1:] - 1
+        steps = np.diff(starts.astype(np.int64), prepend=-1)
+        steps[first] = starts[first] == 0
+        self._num_bins = 0
+        if (steps < 1).any():
+            index = int(np.searchsorted(seq_offsets, np.argmax(steps < 1), side="right")) - 1
+            raise self._error(index, "seq_start_id does not rise from 0")
+        beyond = starts[last] >= np.diff(bin_offsets)
+        if beyond.any():
+            raise self._error(int(np.argmax(beyond)), "seq_start_id ends beyond its input_ids")
+        return FlatBins(ids, mask, bin_offsets, starts, seq_offsets)
+
+    def _error(self, index: int, problem: str) -> LegacyFormatError:
+        return LegacyFormatError(f"{self._path}: bin {self._num_bins + index}: {problem}")
+
+
+class FlatShard(PackedShard):
+    """Bins in memory, about 5 bytes per token, as read-only arrays.
 
     Megatron-Bridge writes a loss mask of 1 at the last token of sequences that are not chats, where nothing is
     predicted. The mask is kept as it is; `num_masks_at_sequence_end` counts these places, and `convert` clears them.
@@ -66,9 +149,6 @@ class FlatShard:
             _read_only(flat.loss_mask[first:last]),
             _read_only(flat.seq_starts[first_start:last_start]),
         )
-
-    def __iter__(self) -> Iterator[PackedBin]:
-        return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {len(self)} bins of up to {self.pack_size})"
@@ -123,6 +203,34 @@ class FlatShard:
             hasher.update(np.ascontiguousarray(array).view(np.uint8).data)
         return hasher.hexdigest()
 
+    def longest_input(self) -> int:
+        """Return how many positions the bin that needs most takes in a batch."""
+        return int((self.packed_len.astype(np.int64) - np.diff(self.flat.seq_offsets)).max())
+
+    def sequence_lengths(self) -> tuple[Lengths, Lengths]:
+        """Return the lengths of all sequences and their number in each bin."""
+        return lengths_of_index(self.packed_len, self.flat.seq_offsets, self.flat.seq_starts, self.path)
+
+    def gather(self, bins: Sequence[int]) -> GatheredBins:
+        """Return some bins where they lie; nothing is copied."""
+        flat, numbers = self.flat, np.asarray(bins, np.int64)
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self):
+            raise IndexError(f"bins {list(bins)} of {self.path}, which has {len(self)}")
+        starts = flat.bin_offsets[numbers]
+        return GatheredBins(
+            flat.input_ids,
+            flat.loss_mask,
+            flat.seq_starts,
+            starts,
+            flat.bin_offsets[numbers + 1] - starts,
+            flat.seq_offsets[numbers],
+            flat.seq_offsets[numbers + 1],
+        )
+
+    def blocks(self, width: int, pad_id: int) -> Iterator[BinBlock]:
+        """Yield all bins in order, in padded form."""
+        return (self.block(start, stop, width, pad_id) for start, stop in self.block_ranges(width))
+
     def block(self, start: int, stop: int, width: int | None = None, pad_id: int = 0) -> BinBlock:
         """Return bins start..stop-1 in padded form, `width` (default: `pack_size`) wide, in arrays of their own."""
         from megatron_packed_sft.storage import bin_kernel
@@ -174,75 +282,50 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 
 
 _ID_LIMIT = 2**31
-_SPOOL = "spool"
+DEFAULT_OPTIONS = WriterOptions()
 _FIGURES_FROM_CALLER = ("tokenizer", "chat_template_fingerprint", "pad_seq_to_mult")
 
 
-class _Spooled(NamedTuple):
-    """Where bins that came early wait: the place of their arrays in the spool, and the arrays' sizes."""
-
-    place: int
-    num_bins: int
-    num_starts: int
-    num_tokens: int
-
-
 class OrderedShardWriter(PackedShardWriter):
-    """Checks bins, puts them in order and hands them to `_append`; `finalize` publishes one file.
+    """Writes one file from front to back: checks bins and hands them to `_append`; `finalize` publishes the file.
+
+    Bins must come in the order of their numbers. With `num_bins` None the file holds as many bins as come, with
+    `pack_size` None they may have any length.
 
     Args:
         output_path: the file to publish; the name is taken as it is.
-        num_bins: how many bins the file will hold; None takes as many as come.
-        pack_size: no bin may be longer; None for no limit.
-        vocab_size: ids must be below it; None for what an int32 holds.
-        pad_id: recorded, for storages with dataset.json; these files have no padding.
-        overwrite: replace a published file.
-        provenance: recorded likewise.
+        options: see `WriterOptions`. These files have no padding: `pad_id` and the provenance are only passed on in
+            `figures`, for dataset.json.
     """
 
     _OUTPUT: str  # the file's name while it is staged
 
-    def __init__(
-        self,
-        output_path: str | os.PathLike[str],
-        *,
-        num_bins: int | None = None,
-        pack_size: int | None = None,
-        vocab_size: int | None = None,
-        pad_id: int | None = None,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, output_path: str | os.PathLike[str], options: WriterOptions = DEFAULT_OPTIONS) -> None:
+        num_bins, vocab_size = options.num_bins, options.vocab_size
         if num_bins is not None and not 1 <= num_bins < _ID_LIMIT:
             raise InvalidInputError(f"num_bins is {num_bins}; a packed file holds at least one bin")
         if vocab_size is not None and not 1 <= vocab_size <= _ID_LIMIT:
             raise InvalidInputError(f"vocab_size is {vocab_size}; it must be in 1..{_ID_LIMIT}")
+        self.options = options
         self.num_bins = num_bins
-        self._pack_size = pack_size
-        self._vocab_size = vocab_size
-        self._pad_id = pad_id
-        self._provenance = provenance or {}
+        self._id_limit = vocab_size or _ID_LIMIT
         self._totals = BlockTotals(0, 0, 0, 0, _ID_LIMIT)
         self._num_sequences = 0
         self._longest = 0
-        self._is_written = np.zeros(num_bins or 1024, np.bool_)
         self._next_bin = 0
-        self._spool: dict[int, _Spooled] = {}  # by their first bin
-        self._spool_fd = -1
-        self._spool_size = 0
-        super().__init__(output_path, overwrite=overwrite)
+        super().__init__(output_path, overwrite=options.overwrite)
         self.path = self.target
 
     @abc.abstractmethod
     def _append(self, first_bin: int, block: BinBlock) -> None:
-        """Write bins whose turn it is."""
+        """Write the next bins."""
 
     @abc.abstractmethod
     def _complete(self, num_bins: int) -> int:
         """Write what comes after the last bin, make the file durable, and return its size."""
 
     def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
-        """Check and write one bin, given as lists or integer arrays."""
+        """Check and write the next bin, given as lists or integer arrays."""
         self._refuse_out_of_turn(bin_id, bin_id + 1)
         mask, weights = mask_and_weights(loss_mask, f"bin {bin_id}: loss_mask")
         if weights is not None:
@@ -254,7 +337,7 @@ class OrderedShardWriter(PackedShardWriter):
         if len(ids) != len(mask):
             raise InvalidInputError(f"bin {bin_id}: loss_mask has {len(mask)} entries, but input_ids has {len(ids)}")
         block = BinBlock(
-            input_ids=cast_checked(ids, "<i4", self._vocab_size or _ID_LIMIT, f"bin {bin_id}: input_ids")[np.newaxis],
+            input_ids=cast_checked(ids, "<i4", self._id_limit, f"bin {bin_id}: input_ids")[np.newaxis],
             loss_mask=cast_checked(mask, "|u1", 2**8, f"bin {bin_id}: loss_mask")[np.newaxis],
             packed_len=np.array([len(ids)], np.uint32),
             seq_offsets=np.array([0, len(starts)], np.uint32),
@@ -263,7 +346,7 @@ class OrderedShardWriter(PackedShardWriter):
         self._write(bin_id, block)
 
     def write_block(self, first_bin: int, block: BinBlock) -> None:
-        """Check and write consecutive bins, the first of which is `first_bin`. One wrong bin keeps all of them out."""
+        """Check and write the next bins, the first of which is `first_bin`. One wrong bin keeps all of them out."""
         self._refuse_out_of_turn(first_bin, first_bin + len(block))
         if block.loss_weights is not None and not np.array_equal(block.loss_weights, block.loss_mask):
             raise cannot_keep(f"the block at bin {first_bin}", f"{self.path.name}, a file of 0/1 masks,")
@@ -271,99 +354,61 @@ class OrderedShardWriter(PackedShardWriter):
 
     def finalize(self) -> dict[str, Any]:
         """Publish the file and return its figures; a missing bin is an error, and nothing is published."""
-        self._refuse_out_of_turn(0, 0)
-        num_written = int(np.count_nonzero(self._is_written))
-        num_bins = self.num_bins or max(1, int(np.flatnonzero(self._is_written).max(initial=-1)) + 1)
-        if num_written < num_bins:
+        self._require_open()
+        num_bins = self.num_bins or max(1, self._next_bin)
+        if self._next_bin < num_bins:
             raise WriterStateError(
-                f"{self.path}: bin {int(np.argmin(self._is_written))} was never written ({num_bins - num_written} of "
-                f"{num_bins} bins are missing); write every bin before finalize"
+                f"{self.path}: bin {self._next_bin} was never written ({num_bins - self._next_bin} of {num_bins} bins "
+                "are missing); write every bin before finalize"
             )
         with self._closing():
             size = self._complete(num_bins)
             self._staging.publish_file(self._OUTPUT)
-        from_caller: dict[str, Any] = {name: self._provenance.get(name) for name in _FIGURES_FROM_CALLER}
+        options = self.options
+        from_caller: dict[str, Any] = {name: options.provenance.get(name) for name in _FIGURES_FROM_CALLER}
         self.figures = BinFigures(
             num_bins=num_bins,
-            pack_size=self._pack_size or self._longest,
+            pack_size=options.pack_size or self._longest,
             num_sequences=self._num_sequences,
             **self._totals._asdict(),
-            vocab_size=self._vocab_size,
-            pad_id=self._pad_id,
+            vocab_size=options.vocab_size,
+            pad_id=options.pad_id,
             **from_caller,
         )
         return {**self.figures.numbers(), "num_bytes": size}
 
     def _refuse_out_of_turn(self, first: int, stop: int) -> None:
+        """Refuse bins that are not the next ones."""
         self._require_open()
-        if self.num_bins is None and 0 <= first <= stop < _ID_LIMIT and stop > len(self._is_written):
-            self._is_written = np.concatenate((self._is_written, np.zeros(stop, np.bool_)))
-        if not 0 <= first <= stop <= len(self._is_written):
-            raise InvalidInputError(
-                f"{self.path}: bins {first}..{stop - 1} are not within 0..{len(self._is_written) - 1}"
+        limit = self.num_bins or _ID_LIMIT
+        if not 0 <= first <= stop <= limit:
+            raise InvalidInputError(f"{self.path}: bins {first}..{stop - 1} are not within 0..{limit - 1}")
+        if first < self._next_bin:
+            raise WriterStateError(f"{self.path}: bin {first} was written already; write each bin once")
+        if first > self._next_bin:
+            raise WriterStateError(
+                f"{self.path}: bin {first} came before bin {self._next_bin}; write bins in their order, or use "
+                "memmap_v1, which takes them in any order"
             )
-        if self._is_written[first:stop].any():
-            taken = first + int(np.argmax(self._is_written[first:stop]))
-            raise WriterStateError(f"{self.path}: bin {taken} was written already; write each bin once")
 
     def _write(self, first_bin: int, block: BinBlock) -> None:
-        longest = int(block.packed_len.max(initial=0))
-        if self._pack_size is not None and longest > self._pack_size:
-            index = int(np.argmax(block.packed_len > self._pack_size))
+        longest, pack_size = int(block.packed_len.max(initial=0)), self.options.pack_size
+        if pack_size is not None and longest > pack_size:
+            index = int(np.argmax(block.packed_len > pack_size))
             raise InvalidInputError(
                 f"bin {first_bin + index}: input_ids has {block.packed_len[index]} tokens, more than pack_size "
-                f"{self._pack_size}"
+                f"{pack_size}"
             )
-        violations, totals = find_violations(block, vocab_size=self._vocab_size or _ID_LIMIT, pad_id=None)
+        violations, totals = find_violations(block, vocab_size=self._id_limit, pad_id=None)
         if violations:
             first = violations[0]
             raise InvalidInputError(f"bin {first_bin + first.bin}: {first.field} {first.message}")
         with self._aborting_on_error():  # part of the block may be on disk: there is no clean state to return to
-            self._put(first_bin, block)
-        self._is_written[first_bin : first_bin + len(block)] = True
+            self._append(first_bin, block)
+        self._next_bin += len(block)
         self._totals = self._totals.plus(totals)
         self._num_sequences += len(block.seq_starts)
         self._longest = max(self._longest, longest)
-
-    def _put(self, first_bin: int, block: BinBlock) -> None:
-        if first_bin != self._next_bin:
-            self._spool_block(first_bin, block)
-            return
-        self._append(first_bin, block)
-        self._next_bin += len(block)
-        while (waiting := self._spool.pop(self._next_bin, None)) is not None:
-            self._append(self._next_bin, self._read_spooled(waiting))
-            self._next_bin += waiting.num_bins
-
-    def _spool_block(self, first_bin: int, block: BinBlock) -> None:
-        if self._spool_fd < 0:
-            self._spool_fd = self._create(_SPOOL)
-        is_token = np.arange(block.input_ids.shape[1]) < block.packed_len[:, np.newaxis]
-        ids, mask = block.input_ids[is_token].astype("<i4", copy=False), block.loss_mask[is_token]
-        arrays = (block.packed_len, block.seq_offsets - block.seq_offsets[0], block.seq_starts, ids, mask)
-        data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-        with os_errors("write the spool of", self.path, self._spool_size + len(data)):
-            write_at(self._spool_fd, data, self._spool_size)
-        self._spool[first_bin] = _Spooled(self._spool_size, len(block), len(block.seq_starts), len(ids))
-        self._spool_size += len(data)
-
-    def _read_spooled(self, waiting: _Spooled) -> BinBlock:
-        counts = (waiting.num_bins, waiting.num_bins + 1, waiting.num_starts, waiting.num_tokens)
-        size = 4 * sum(counts) + waiting.num_tokens
-        data = bytearray()
-        with os_errors("read the spool of", self.path):
-            while len(data) < size:
-                some = os.pread(self._spool_fd, size - len(data), waiting.place + len(data))
-                if not some:
-                    raise WriterStateError(f"{self.path}: its spool file was cut by another process")
-                data += some
-        numbers = np.frombuffer(data, "<u4", sum(counts))
-        lengths, offsets, starts, ids = np.split(numbers, np.cumsum(counts)[:-1])
-        is_token = np.arange(int(lengths.max())) < lengths[:, np.newaxis]
-        block = BinBlock(np.zeros(is_token.shape, "<i4"), np.zeros(is_token.shape, "|u1"), lengths, offsets, starts)
-        block.input_ids[is_token] = ids
-        block.loss_mask[is_token] = np.frombuffer(data, "|u1", waiting.num_tokens, numbers.nbytes)
-        return block
 
     def _create(self, name: str) -> int:
         with os_errors("create a file for", self.path):

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
 from megatron_packed_sft.plugins import Registry
-from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
 from megatron_packed_sft.support.paths import local_path
 
@@ -134,7 +134,7 @@ def create_shard_writer(
     Args:
         packed_storage: the name of a storage.
         output: the shard to publish.
-        num_bins, pack_size, vocab_size, pad_id, overwrite: as in `MemmapShardWriter`.
+        num_bins, pack_size, vocab_size, pad_id, overwrite: see `WriterOptions`.
         provenance: tokenizer, chat_template_fingerprint, plan_fingerprint and pad_seq_to_mult, for the manifest of
             storages that have one.
 
@@ -144,15 +144,15 @@ def create_shard_writer(
         ...     writer.write_bin(0, [1, 2], [1, 0], [0])
         ...     _ = writer.finalize()
     """
-    return storage_named(packed_storage).create_writer(
-        output,
+    options = WriterOptions(
         num_bins=num_bins,
         pack_size=pack_size,
         vocab_size=vocab_size,
         pad_id=pad_id,
         overwrite=overwrite,
-        provenance=provenance,
+        provenance=provenance or {},
     )
+    return storage_named(packed_storage).create_writer(output, options)
 
 
 def not_a_shard(path: Path) -> PackedSFTError:

@@ -21,16 +21,19 @@ from megatron_packed_sft.remote.filesystem import base_name
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline
 from megatron_packed_sft.remote.uploads import scratch_directory
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
-from megatron_packed_sft.storage.blocks import blocks_of, clear_sequence_ends
+from megatron_packed_sft.storage.bins import (
+    BinBlock,
+    BlockTotals,
+    clear_sequence_ends,
+    find_violations,
+    find_weight_violations,
+)
 from megatron_packed_sft.storage.dataset_directory import CARD, DATASET, DatasetDirectory, open_dataset
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, Storage
-from megatron_packed_sft.storage.loss_weights import find_weight_violations
 from megatron_packed_sft.storage.megatron_indexed.index import indexed_path
-from megatron_packed_sft.storage.megatron_indexed.storage import MegatronIndexedStorage
 from megatron_packed_sft.storage.registry import STORAGES, shards_inside, storage_of
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
-from megatron_packed_sft.storage.token_stream.storage import TokenStreamStorage
 from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksum, stored_size
@@ -104,7 +107,6 @@ class ValidationReport:
         return {"ok": self.ok, **asdict(self)}
 
 
-_STREAMED = (TokenStreamStorage, MegatronIndexedStorage)
 _STREAM_OPTIONS = ("eos_id", "vocab_size", "dtype", "seq_length", "file_pattern")
 
 
@@ -180,11 +182,11 @@ def _bytes_of(
 def _configured(
     shards: list[tuple[Path, Storage]], location: str, options: StreamOptions | None
 ) -> list[tuple[Path, Storage]]:
-    """Tell token streams how to be read; options where there is none are refused: they would be ignored in silence."""
-    if options is None or any(isinstance(storage, _STREAMED) for _, storage in shards):
-        return [
-            (path, type(storage)(options) if isinstance(storage, _STREAMED) else storage) for path, storage in shards
-        ]
+    """Tell token streams how to be read; refuse options if there is none."""
+    if options is None:
+        return shards
+    if any(storage.stream_options for _, storage in shards):
+        return [(path, storage.configured(options)) for path, storage in shards]
     defaults = StreamOptions()
     named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
     raise InvalidInputError(
@@ -292,7 +294,7 @@ def validate_bins(
         if report.level == "full":
             _check_bins(path, shard, report)
         bar.update(size)
-        return storage.figures(shard)
+        return shard.figures
     except PackedSFTError as error:
         report.add(Finding(str(path), str(error)))
         return None
@@ -301,7 +303,7 @@ def validate_bins(
 def _check_bins(path: Path, shard: PackedShard, report: ValidationReport) -> None:
     totals = BlockTotals(0, 0, 0, 0, shard.pack_size)
     num_cleared = 0
-    for first, block in _numbered(blocks_of(shard, shard.pack_size, 0)):
+    for first, block in _numbered(shard.blocks(shard.pack_size, 0)):
         num_cleared += clear_sequence_ends(block)
         ids = np.ascontiguousarray(block.input_ids, ID_DTYPE)
         checked = replace(block, input_ids=ids)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
+from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError, truncated_file
 from megatron_packed_sft.support.array_files import MAX_HEADER, ArraySpec, NpyHeader, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors, translated
 from megatron_packed_sft.support.checksum import Hasher, new_hasher
@@ -91,10 +91,7 @@ class CheckedDirectory:
         fd = self._open_regular(spec.name)
         size = os.fstat(fd).st_size
         if record is not None and size != record.bytes:
-            raise ShardFileError(
-                f"{path} has {size:,} bytes, the manifest says {record.bytes:,}; "
-                "it was cut, changed or swapped: copy it again"
-            )
+            raise truncated_file(path, size, record.bytes, "in the manifest")
         with os_errors("read", path):
             header = parse_npy_header(os.pread(fd, MAX_HEADER, 0), str(path))
         if header.dtype != spec.dtype or header.shape != spec.shape:
@@ -102,11 +99,13 @@ class CheckedDirectory:
                 f"{path} holds {header.dtype} {header.shape}, and should hold {spec.dtype} {spec.shape}; "
                 "it belongs to another shard: copy the right one"
             )
+        if header.data_offset != spec.header_size:
+            raise ShardFileError(
+                f"{path} has a header of {header.data_offset} bytes, not {spec.header_size}; write the shard again"
+            )
         expected = header.data_offset + spec.nbytes
         if size != expected:
-            raise ShardFileError(
-                f"{path} has {size:,} bytes, its header says {expected:,}; it was cut or appended to: copy it again"
-            )
+            raise truncated_file(path, size, expected, "in its header")
         return CheckedFile(path, fd, size, header)
 
     def _open_regular(self, name: str) -> int:
@@ -136,7 +135,7 @@ class HashingReader:
         self._bar = bar
         self._hasher: Hasher = new_hasher(algorithm)
         self._position = 0
-        self.remaining = file.size
+        self._size = self.remaining = file.size
         self.read_into(np.empty(file.header.data_offset, np.uint8))
 
     def read_into(self, array: npt.NDArray[Any]) -> None:
@@ -147,7 +146,7 @@ class HashingReader:
             with os_errors("read", self._path):
                 count = os.preadv(self._fd, [view[filled:]], self._position)
             if count == 0:
-                raise ShardError(f"{self._path} became shorter while it was read; stop whoever writes to it")
+                raise truncated_file(self._path, self._position, self._size, "when it was opened")
             filled += count
             self._position += count
         self._hasher.update(view)

@@ -11,7 +11,7 @@ import enum
 class Severity(enum.Enum):
     """What a drop means for the run."""
 
-    ERROR = "error"  # the record or the template is at fault: stops the run unless on_error=skip
+    ERROR = "error"  # the record or the template is at fault: stops the run unless max_errors allows it
     ANNOUNCED = "announced"  # sound data is lost: counted, shown, and limited by max_drop_share
     HARMLESS = "harmless"  # exactly what the options asked for
 

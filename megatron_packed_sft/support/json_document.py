@@ -156,8 +156,8 @@ class FileRecord(NamedTuple):
     checksum: str
 
 
-def parse_file_records(values: Fields, names: Sequence[str]) -> tuple[str | None, dict[str, FileRecord] | None]:
-    """Return the checksum algorithm and the record of each file; (None, None) for a manifest that has neither.
+def parse_file_records(values: Fields, names: Sequence[str]) -> tuple[str, dict[str, FileRecord]]:
+    """Return the checksum algorithm and the record of each file.
 
     Names come from the caller and never from the document: a document that lists others is refused.
 
@@ -169,10 +169,8 @@ def parse_file_records(values: Fields, names: Sequence[str]) -> tuple[str | None
     """
     algorithm = values.optional_text("checksum_algorithm")
     listed = values.optional_object("files")
-    if algorithm is None and listed is None:
-        return None, None
     if algorithm is None or listed is None:
-        raise values.error("files" if listed is None else "checksum_algorithm", "is missing beside the other")
+        raise values.error("files" if listed is None else "checksum_algorithm", "is missing")
     if algorithm not in DIGEST_LENGTHS:
         raise values.error("checksum_algorithm", f"is {algorithm!r}, not one of {', '.join(sorted(DIGEST_LENGTHS))}")
     if set(listed) != set(names):

@@ -26,10 +26,10 @@ from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.uploads import scratch_directory, send_shard
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures
+from megatron_packed_sft.storage.bins import BinBlock, cannot_keep
 from megatron_packed_sft.storage.dataset_directory import ShardEntry
-from megatron_packed_sft.storage.interface import PackedShardWriter
-from megatron_packed_sft.storage.loss_weights import cannot_keep
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter, WriterOptions
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, storage_named
 from megatron_packed_sft.support.checksum import hash_function, stored_size
 from megatron_packed_sft.support.paths import local_path
@@ -439,8 +439,7 @@ class _Job(NamedTuple):
     ) -> BinFigures:
         """Write and publish one shard; return its figures."""
         manifest, storage = self.store.manifest, storage_named(self.storage)
-        with storage.create_writer(
-            path,
+        options = WriterOptions(
             num_bins=len(bins),
             pack_size=self.width,
             vocab_size=manifest.vocab_size,
@@ -452,10 +451,11 @@ class _Job(NamedTuple):
                 "pad_seq_to_mult": self.plan.pad_seq_to_mult,
             },
             overwrite=overwrite,
-        ) as writer:
+        )
+        with storage.create_writer(path, options) as writer:
             write_bins(self.plan, self.store, writer, bins, self.width, self.pad_id, on_bins)
             writer.finalize()
-            return writer.figures or storage.figures(storage.open(path))
+            return writer.figures or storage.open(path).figures
 
 
 class _ShardTask(NamedTuple):

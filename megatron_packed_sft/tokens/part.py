@@ -21,9 +21,9 @@ import numpy.typing as npt
 import xxhash
 
 from megatron_packed_sft.errors import PackedSFTError, ShardChangedError, ShardError, ShardFileError
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
+from megatron_packed_sft.storage.bins import NO_WEIGHTS
+from megatron_packed_sft.storage.interface import ALWAYS, FIRST_READ, NEVER
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
-from megatron_packed_sft.storage.read_options import ALWAYS, FIRST_READ, NEVER
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checked_files import CheckedDirectory
 from megatron_packed_sft.support.checksum import (

@@ -24,8 +24,8 @@ from megatron_packed_sft.remote.downloads import Contents
 from megatron_packed_sft.remote.filesystem import child
 from megatron_packed_sft.remote.node_cache import CacheItem, Hold, NodeCache, node_cache
 from megatron_packed_sft.remote.objects import object_info, read_object
+from megatron_packed_sft.storage.interface import FIRST_READ
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES
-from megatron_packed_sft.storage.read_options import FIRST_READ
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checked_files import CheckedDirectory
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, checksum

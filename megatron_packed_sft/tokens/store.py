@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.storage.interface import ReadOptions
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
-from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checked_files import CheckedDirectory

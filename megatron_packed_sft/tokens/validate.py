@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.remote.outline import Outline
-from megatron_packed_sft.storage.read_options import ALWAYS
+from megatron_packed_sft.storage.interface import ALWAYS
 from megatron_packed_sft.storage.validate import Finding, Level, ValidationReport
 from megatron_packed_sft.support.checked_files import CheckedDirectory, CheckedFile, HashingReader
 from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.bins import as_int_array, cast_checked
-from megatron_packed_sft.storage.loss_weights import as_weights
+from megatron_packed_sft.storage.bins import as_int_array, as_weights, cast_checked
 from megatron_packed_sft.storage.memmap_v1.manifest import CREATED_BY
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.array_files import (

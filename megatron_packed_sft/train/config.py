@@ -215,7 +215,6 @@ class ValidationConfig:
         every: steps between two validations; 0 validates only at the start and the end.
         at_start: also validate before the first step.
         steps: global batches to take from each dataset; null takes all.
-        split: the split of the dataset directory in data.path to validate on.
         paths: further data to validate on: a list, named by path in the metrics, or named such as {maths: PATH, code:
             PATH}.
         patience: stop early after so many validations in a row without a lower loss on the dataset's own validation
@@ -227,7 +226,6 @@ class ValidationConfig:
     every: int = 0
     at_start: bool = True
     steps: int | None = None
-    split: str = "validation"
     paths: Any = None
     patience: int | None = None
     num_samples: int = 0

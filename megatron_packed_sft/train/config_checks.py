@@ -14,7 +14,7 @@ from megatron_packed_sft.megatron.weights.layout import TARGETS, ModelShape
 from megatron_packed_sft.packing.parallel_layout import FP8_MULTIPLES
 from megatron_packed_sft.remote.filesystem import refuse_read_only
 from megatron_packed_sft.remote.node_cache import parse_size
-from megatron_packed_sft.storage.read_options import VERIFY
+from megatron_packed_sft.storage.interface import VERIFY
 from megatron_packed_sft.support.paths import is_url, local_path
 from megatron_packed_sft.train.config import (
     DataConfig,

@@ -47,7 +47,7 @@ from megatron_packed_sft.train.step_schedule import data_parallel_size
 LENGTH_CACHE = "sample_lengths"  # in a run's directory
 
 _LENGTH_MULTIPLE = 16  # at least; batches are padded to a multiple of this
-_OWN_SPLIT = "validation"  # the name of the dataset's own validation split in the metrics
+_VALIDATION = "validation"  # the split to validate on, and its name in the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class _Opener:
         return create_sft_dataset(
             path,
             self._eos_id,
-            split=self._config.validation.split,
+            split=_VALIDATION,
             contract=self._batch,
             stream=_stream_options_for(path, self._stream),
             opening=replace(self.opening, storage=AUTO),
@@ -390,17 +390,15 @@ class CountedBatches(Iterator[Batch]):
 
 
 def _validation_paths(config: TrainConfig) -> dict[str, str]:
-    split, given = config.validation.split, config.data.path
-    own = {_OWN_SPLIT: given} if isinstance(given, str) else named_paths(given)
+    """Return name -> path of the validation data: the dataset's own split, if it has one, and validation.paths."""
+    given = config.data.path
+    own = {_VALIDATION: given} if isinstance(given, str) else named_paths(given)
     cache = None
     if any(map(is_url, own.values())):
         cache = node_cache(config.data.cache_dir, config.data.cache_size)
     splits = {path: open_dataset(path, cache).splits for path in own.values() if has_dataset(path, cache)}
-    if split != _OWN_SPLIT and not any(split in names for names in splits.values()):
-        there = ", ".join(dict.fromkeys(name for names in splits.values() for name in names)) or "no splits"
-        raise InvalidInputError(f"validation.split is {split!r}, but data.path has {there}; choose one or leave it out")
     further = named_paths(config.validation.paths)
-    own = {name: path for name, path in own.items() if split in splits.get(path, ())}
+    own = {name: path for name, path in own.items() if _VALIDATION in splits.get(path, ())}
     for name in further.keys() & own.keys():
         if further[name] != own[name]:
             raise InvalidInputError(
@@ -466,7 +464,7 @@ def _watched(settings: ValidationConfig, names: list[str]) -> str | None:
         raise InvalidInputError(
             f"validation.{key} needs validation data; prepare with split.validation_fraction, or set validation.paths"
         )
-    return _OWN_SPLIT if _OWN_SPLIT in names else names[0]
+    return _VALIDATION if _VALIDATION in names else names[0]
 
 
 def _sequence_length(config: TrainConfig, sources: list[BinReader], multiple: int) -> int:

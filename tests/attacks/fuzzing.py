@@ -25,7 +25,7 @@ from megatron_packed_sft.support import json_document
 from megatron_packed_sft.tokens.materialize import plan_block
 from megatron_packed_sft.tokens.store import open_token_store
 from megatron_packed_sft.tokens.validate import validate_token_store
-from tests.packed_bins import block_of, make_bins, write_seed_shard, write_shard
+from tests.packed_bins import block_of, make_bins, write_shard
 from tests.tokens.stores import make_sequences, write_store
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -111,11 +111,6 @@ def _shard(home: Path, name: str) -> Path:
     return home / "shard" / name
 
 
-def _seed_shard(home: Path, name: str) -> Path:
-    write_seed_shard(home / "shard", make_bins(3, 8), 8)
-    return home / "shard" / name
-
-
 def _dataset(home: Path) -> Path:
     with DatasetWriter(home / "data") as writer:
         with writer.shard_writer("train", 0, num_bins=3, pack_size=8) as shard:
@@ -191,7 +186,7 @@ TARGETS = {
     "token store offsets": Target(lambda home: _store(home, "offsets.npy"), _read_store),
     "token store checksums": Target(lambda home: _store(home, "checksums.npy"), _read_store),
     "plan": Target(_plan, load_plan),
-    "npy header": Target(lambda home: _seed_shard(home, "input_ids.npy"), _read_shard),
+    "npy header": Target(lambda home: _shard(home, "input_ids.npy"), _read_shard),
     "legacy pickle": Target(_legacy, lambda file: _read_all(open_shard(file))),
     "checkpoint metadata": Target(_checkpoint, _read_checkpoint),
 }

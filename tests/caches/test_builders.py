@@ -38,7 +38,7 @@ def build(texts: Any, out_dir: Path, model: str, **options: Any) -> dict[str, An
         "shuffle_buffer": None,
         **options,
     }
-    build_pretrain_cache(texts, str(out_dir), tokenizer=processor(model), **settings)
+    build_pretrain_cache(texts, str(out_dir), tokenizer=load_tokenizer(model), **settings)
     return read_meta(out_dir / "meta.json")
 
 
@@ -175,7 +175,7 @@ def test_wrong_arguments_get_a_sentence_and_leave_nothing(
 
 def test_wrong_documents_and_examples_are_named(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def chats(examples: Any) -> None:
-        build_sft_cache(examples, tmp_path / "cache", tokenizer=processor(model), val_frac=0.5, seed=1)
+        build_sft_cache(examples, tmp_path / "cache", tokenizer=load_tokenizer(model), val_frac=0.5, seed=1)
 
     with pytest.raises(InvalidInputError, match="document 3 is of the type bytes; give strings"):
         build(["a", "", b"c"], tmp_path / "cache", model)
@@ -205,17 +205,17 @@ def test_wrong_documents_and_examples_are_named(model: str, tmp_path: Path, capl
 
 @pytest.mark.parametrize(("val_frac", "num_val"), [(0.0, 0), (0.01, 1), (0.1, 3), (0.5, 15), (1.0, 30)])
 def test_val_examples_are_counted_exactly(model: str, tmp_path: Path, val_frac: float, num_val: int) -> None:
-    build_sft_cache(CHATS, tmp_path / "cache", tokenizer=processor(model), val_frac=val_frac, seed=7)
+    build_sft_cache(CHATS, tmp_path / "cache", tokenizer=load_tokenizer(model), val_frac=val_frac, seed=7)
     assert len(np.load(tmp_path / "cache" / "val_idx.npy")) == num_val
     assert len(np.load(tmp_path / "cache" / "train_idx.npy")) == 30 - num_val
     with pytest.raises(InvalidInputError, match=r"val_frac is 1\.5"):
-        build_sft_cache(CHATS, tmp_path / "other", tokenizer=processor(model), val_frac=1.5, seed=7)
+        build_sft_cache(CHATS, tmp_path / "other", tokenizer=load_tokenizer(model), val_frac=1.5, seed=7)
 
 
 def test_examples_are_dealt_block_by_block(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_sft_cache(CHATS, tmp_path / "one", tokenizer=processor(model), val_frac=0.3, seed=7)
+    build_sft_cache(CHATS, tmp_path / "one", tokenizer=load_tokenizer(model), val_frac=0.3, seed=7)
     monkeypatch.setattr("megatron_packed_sft.caches.builders._BLOCK_TOKENS", 40)
-    build_sft_cache(CHATS, tmp_path / "two", tokenizer=processor(model), val_frac=0.3, seed=7)
+    build_sft_cache(CHATS, tmp_path / "two", tokenizer=load_tokenizer(model), val_frac=0.3, seed=7)
     for name in ("train_tokens.bin", "val_tokens.bin", "train_idx.npy", "val_idx.npy"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [

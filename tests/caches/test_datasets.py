@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed_sft import validate
+from megatron_packed_sft import load_tokenizer, validate
 from megatron_packed_sft.caches import (
     PretrainTokenStreamDataset,
     SFTExampleDataset,
@@ -18,7 +18,7 @@ from megatron_packed_sft.caches import (
     write_meta,
 )
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError, StorageIOError
-from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
+from tests.caches.small_tokenizer import CHATS, TEXTS, special_ids, train
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def texts(model: str, tmp_path: Path) -> Path:
     build_pretrain_cache(
         TEXTS,
         tmp_path / "texts",
-        tokenizer=processor(model),
+        tokenizer=load_tokenizer(model),
         max_train_tokens=1000,
         max_val_tokens=30,
         shard_bytes=600,
@@ -43,7 +43,7 @@ def texts(model: str, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chats(model: str, tmp_path: Path) -> Path:
-    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=processor(model), val_frac=0.1, seed=1)
+    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=load_tokenizer(model), val_frac=0.1, seed=1)
     return tmp_path / "chats"
 
 
@@ -82,7 +82,7 @@ def test_a_shard_that_was_cut_or_is_missing_is_named(texts: Path) -> None:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-3])
     with pytest.raises(
-        ShardFileError, match=r"shard_00001.bin has 597 bytes, which is no whole number of uint16 tokens"
+        ShardFileError, match=r"shard_00001.bin has 597 bytes, which is not a multiple of the 2 bytes of a uint16 token"
     ):
         windows(texts / "train")
     shard.write_bytes(whole[:-4])
@@ -148,7 +148,7 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
     tokens, index = (chats / "train_tokens.bin"), (chats / "train_idx.npy")
     whole = index.read_bytes()
     for data, sentence in [
-        (whole[:-8], "was cut or appended to"),
+        (whole[:-8], "in its header; it was truncated or changed"),
         (b"", "is not a .npy file"),
         (whole[:50], "damaged"),
     ]:
@@ -158,10 +158,10 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
     index.write_bytes(whole)
     data = tokens.read_bytes()
     tokens.write_bytes(data[:-2])
-    with pytest.raises(ShardFileError, match=r"train_tokens\.bin has .* bytes, but its meta\.json says"):
+    with pytest.raises(ShardFileError, match=r"train_tokens\.bin has .* bytes instead of the .* in its meta\.json"):
         examples(chats, eot)
     tokens.write_bytes(data[:-1])
-    with pytest.raises(ShardFileError, match="not a whole number of tokens of 2 bytes"):
+    with pytest.raises(ShardFileError, match="not a multiple of the 2 bytes of a token"):
         examples(chats, eot)
     tokens.unlink()
     with pytest.raises(StorageIOError, match=r"cannot open .*train_tokens\.bin: No such file"):
@@ -169,7 +169,7 @@ def test_files_of_chats_that_were_cut_are_refused(chats: Path, model: str) -> No
 
 
 def test_a_split_without_examples_is_refused(model: str, tmp_path: Path) -> None:
-    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=processor(model), val_frac=0, seed=1)
+    build_sft_cache(CHATS, tmp_path / "chats", tokenizer=load_tokenizer(model), val_frac=0, seed=1)
     with pytest.raises(InvalidInputError, match=r"val_idx\.npy lists no examples"):
         SFTExampleDataset(
             tmp_path / "chats" / "val_tokens.bin",
@@ -203,7 +203,7 @@ def test_validate_compares_every_shard_with_its_checksum(texts: Path) -> None:
     assert validate(texts / "train", level="structure").ok
     shard.write_bytes(shard.read_bytes()[:-2])
     [finding] = validate(texts / "train", level="structure").findings
-    assert finding.message == "has 598 bytes, but its meta.json says 600"
+    assert finding.message == "has 598 bytes instead of the 600 in its meta.json"
     shard.unlink()
     [finding] = validate(texts / "train", level="structure").findings
     assert finding.message == "is missing, but its meta.json lists it"

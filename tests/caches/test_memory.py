@@ -34,11 +34,7 @@ def test_building_takes_no_more_memory_for_more_texts() -> None:
     script = """
 import resource, sys, tempfile
 from megatron_packed_sft.caches import build_pretrain_cache, build_sft_cache
-
-class Letters:
-    vocab_size = 200
-    special_token_ids = {"sys": 150, "usr": 151, "asst": 152, "eot": 153}
-    def encode(self, text): return list(text.encode())
+from tests.caches.small_tokenizer import Letters
 
 def build(num_texts):
     texts = (f"{number} " + "a" * 1000 for number in range(num_texts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,7 @@ from megatron_packed_sft.caches import (
     sha256_file,
 )
 from megatron_packed_sft.errors import InvalidInputError
-from tests.caches.small_tokenizer import CHATS, TEXTS, processor, special_ids, train
-
-
-class Letters:
-    """As small as a tokenizer can be: a vocabulary size, special ids and `encode`."""
-
-    def __init__(self, vocab_size: int = 200) -> None:
-        self.vocab_size = vocab_size
-
-    def special_token_ids(self) -> dict[str, int]:
-        return {"sys": 150, "usr": 151, "asst": 152, "eot": 153}
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) % 128 for letter in text]
+from tests.caches.small_tokenizer import CHATS, TEXTS, Letters, processor, special_ids, train
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +69,6 @@ def test_a_hugging_face_tokenizer_gives_its_own_ids_with_nothing_added(tmp_path:
     assert meta["special_token_ids"]["eot"] == eot == meta["eos_id"]
     assert meta["vocab_size"] == plain.get_vocab_size()
     assert meta["tokenizer_sha256"] == sha256_file(tmp_path / "tokenizer.json")
-    with pytest.raises(InvalidInputError, match=r"of the type Tokenizer; give one of load_tokenizer\(FOLDER\)"):
-        build(TEXTS, tmp_path / "other", plain)
-
-
-def test_a_tokenizer_needs_no_more_than_encode_and_its_sizes(tmp_path: Path) -> None:
-    meta = build(["ab", "c"], tmp_path / "cache", Letters())
-    assert tokens_of(tmp_path / "cache") == [97, 98, 153, 99, 153]
-    assert meta["special_token_ids"] == {"sys": 150, "usr": 151, "asst": 152, "eot": 153}
-    assert len(meta["tokenizer_sha256"]) == 64
-
-
-def test_the_sha256_of_a_processor_is_that_of_its_file(model: str, tmp_path: Path) -> None:
-    for name, tokenizer in (("processor", processor(model)), ("ours", load_tokenizer(model))):
-        meta = build(TEXTS, tmp_path / name, tokenizer)
-        assert meta["tokenizer_sha256"] == hashlib.sha256(Path(model).read_bytes()).hexdigest()
 
 
 def test_a_vocabulary_that_does_not_fit_16_bits_is_stored_in_32_and_said_so(tmp_path: Path) -> None:
@@ -154,40 +125,14 @@ def test_text_that_looks_like_a_special_token_never_becomes_one(model: str, tmp_
     )
     chat = np.fromfile(tmp_path / "chats" / "train_tokens.bin", "<u2").tolist()
     assert (chat.count(ids["asst"]), chat.count(ids["eot"])) == (1, 2)
-    with pytest.raises(InvalidInputError, match="document 2 holds the text of a special token"):
-        build(["fine", forged], tmp_path / "refused", processor(model))
-    with pytest.raises(InvalidInputError, match="example 2 holds the text of a special token in a message"):
-        build_sft_cache(
-            [CHATS[0], [{"role": "user", "content": forged}]],
-            tmp_path / "refused",
-            tokenizer=processor(model),
-            val_frac=0,
-            seed=1,
-        )
-    assert not (tmp_path / "refused").exists()
 
 
-def test_tokenizers_that_cannot_be_used_get_a_sentence(tmp_path: Path) -> None:
-    class Beyond(Letters):
-        def encode(self, text: str) -> list[int]:
-            return [5, 200]
-
-    class Words(Letters):
-        def encode(self, text: str) -> Any:
-            return text.split()
-
-    class NoEnd(Letters):
-        def special_token_ids(self) -> dict[str, int]:
-            return {}
-
-    with pytest.raises(InvalidInputError, match="the tokenizer gave the id 200, but vocab_size is 200"):
-        build(["a"], tmp_path / "cache", Beyond())
-    with pytest.raises(InvalidInputError, match="did not return a list of integers"):
-        build(["a b"], tmp_path / "cache", Words())
+def test_tokenizers_that_cannot_be_used_get_a_sentence(model: str, tmp_path: Path) -> None:
+    bare = Letters()
+    bare.control_tokens = {}
     with pytest.raises(InvalidInputError, match=r"neither .* nor an end-of-sequence token"):
-        build(["a"], tmp_path / "cache", NoEnd())
-    with pytest.raises(InvalidInputError, match="of the type int; give one of load_tokenizer"):
-        build(["a"], tmp_path / "cache", 5)
-    with pytest.raises(InvalidInputError, match="of the type Letters; give one of"):
-        build(["a"], tmp_path / "cache", Letters(None))  # type: ignore[arg-type]
+        build(["a"], tmp_path / "cache", bare)
+    for wrong, name in ((5, "int"), (processor(model), "SentencePieceProcessor")):
+        with pytest.raises(InvalidInputError, match=rf"type {name}; load it from its file or folder"):
+            build(["a"], tmp_path / "cache", wrong)
     assert list(tmp_path.iterdir()) == []

@@ -128,13 +128,13 @@ def test_the_applications_know_the_nearest_option_too(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_examples_json_and_debug(verb: str) -> None:
-    shown = in_pipe(verb, "--help")
-    assert shown.code == 0, shown.err
-    assert re.search(rf"^examples:\n  packed-sft {verb}", shown.out, re.MULTILINE)
+def test_every_verb_has_help_with_examples_json_and_debug(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^examples:\n  packed-sft {verb}", out, re.MULTILINE)
     for option in ("--json", "--debug"):
-        assert f"  {option} " in shown.out
-    assert "\x1b" not in shown.out
+        assert f"  {option} " in out
+    assert "\x1b" not in out
 
 
 def test_the_help_lists_every_verb_and_the_module_runs() -> None:
@@ -275,33 +275,37 @@ def test_a_verb_imports_no_other_verb_and_nothing_that_it_does_not_use(tmp_path:
 # ---- completion: the protocol that the shells speak
 
 
-def completed(shell: str, *words: str) -> list[str]:
-    """Return the completions of the last word that a shell gets."""
-    line = " ".join(["packed-sft", *words])
-    asked = {"_PACKED_SFT_COMPLETE": f"{shell}_complete", "COMP_WORDS": line}
-    asked["COMP_CWORD"] = words[-1] if shell == "fish" else str(len(words))
-    shown = in_pipe(environment=asked)
-    assert (shown.code, shown.err) == (0, "")
-    lines = shown.out.splitlines()
-    if shell == "bash":
-        return [line.partition(",")[2] for line in lines]
-    if shell == "zsh":
-        return lines[1::3]
-    return [line.partition(",")[2].partition("\t")[0] for line in lines]
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_verbs_options_values_and_keys(shell: str) -> None:
-    assert completed(shell, "va") == ["validate"]
-    assert completed(shell, "validate", "--le") == ["--level"]
-    assert completed(shell, "validate", "--level", "st") == ["structure"]
-    assert completed(shell, "convert", "--to", "par") == ["parquet"]
-    assert completed(shell, "prepare", "packing.pack_s") == ["packing.pack_size="]
-    assert completed(shell, "prepare", "--dry") == ["--dry-run"]
-    assert completed(shell, "prepare", "packing=opt") == ["packing=optimal"]
-    assert completed(shell, "train", "output=x", "model=tin") == ["model=tiny"]
-    assert completed(shell, "train", "resum") == ["resume="]
-    assert completed(shell, "preview", "chats.jsonl", "encode.max_l") == ["encode.max_len="]
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("va", ["validate"]),
+        ("validate --le", ["--level"]),
+        ("validate --level st", ["structure"]),
+        ("convert --to par", ["parquet"]),
+        ("prepare packing.pack_s", ["packing.pack_size="]),
+        ("prepare --dry", ["--dry-run"]),
+        ("prepare packing=opt", ["packing=optimal"]),
+        ("train output=x model=tin", ["model=tiny"]),
+        ("train resum", ["resume="]),
+        ("preview chats.jsonl encode.max_l", ["encode.max_len="]),
+    ],
+)
+def test_shells_complete_verbs_options_values_and_keys(
+    shell: str,
+    words: str,
+    completions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last = words.split()[-1] if shell == "fish" else str(len(words.split()))
+    monkeypatch.setenv("_PACKED_SFT_COMPLETE", f"{shell}_complete")
+    monkeypatch.setenv("COMP_WORDS", f"packed-sft {words}")
+    monkeypatch.setenv("COMP_CWORD", last)
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = lines[1::3] if shell == "zsh" else [line.partition(",")[2].partition("\t")[0] for line in lines]
+    assert found == completions
 
 
 BASH = """

@@ -289,8 +289,8 @@ def test_documents_beyond_the_tokenizers_own_length_are_taken_without_a_word(cap
 
 
 BAD = [
-    ({"tokenizer": hf_tokenizer(eos_token=None)}, "has no EOS token to add; set add_eos=False, or give it one"),
-    ({"tokenizer": hf_tokenizer(bos_token=None)}, "has no BOS token to add; set add_bos=False, or give it one"),
+    ({"tokenizer": hf_tokenizer(eos_token=None)}, "has no EOS token to add; set add_eos=False, or set one on"),
+    ({"tokenizer": hf_tokenizer(bos_token=None)}, "has no BOS token to add; set add_bos=False, or set one on"),
     (
         {"tokenizer": bare_tokenizer(frames=False)},
         "no BOS token to add; set add_bos=False, or wrap it in transformers'",

@@ -36,10 +36,11 @@ from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.records.samples import write_sample_data
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.figures import PackMetadata
+from megatron_packed_sft.storage.interface import WriterOptions
+from megatron_packed_sft.storage.legacy.storage import LegacyShard
 from megatron_packed_sft.storage.legacy.writer import LegacyPickleWriter
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-from megatron_packed_sft.storage.pack_metadata import PackMetadata
 from megatron_packed_sft.storage.parquet import ParquetShard
 from megatron_packed_sft.tokens.materialize import materialize_shards
 from megatron_packed_sft.tokens.store import open_token_store, publish_store
@@ -69,7 +70,7 @@ def write_everything(home: Path) -> dict[str, Any]:
                     writer.write_bin(index, *row)
                 writer.finalize()
         dataset.finalize()
-    with LegacyPickleWriter(home / "legacy.npy", num_bins=10) as writer:
+    with LegacyPickleWriter(home / "legacy.npy", WriterOptions(num_bins=10)) as writer:
         for index, row in enumerate(ROWS):
             writer.write_bin(index, *row)
         writer.finalize()

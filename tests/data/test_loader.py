@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data.loader import NUM_BATCHES_ADVISED, PackedLoader
+from megatron_packed_sft.data.loader import NUM_BATCHES_ADVISED, PackedLoader, Prefetcher, pinned
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.order.samplers import GlobalBatchSampler, IndexSampler, MicroBatchSampler
-from megatron_packed_sft.data.prefetch import Prefetcher, pinned
 from megatron_packed_sft.errors import InvalidInputError
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_packed_sft.data import sample_lengths
-from megatron_packed_sft.data.sample_lengths import compute_lengths
-from megatron_packed_sft.data.sample_packs import SamplePackDataset
+from megatron_packed_sft.data import sample_packs
+from megatron_packed_sft.data.sample_packs import SamplePackDataset, compute_lengths
 from megatron_packed_sft.errors import InvalidInputError, ManifestError
 
 
@@ -140,7 +139,7 @@ class SharedSamples(Samples):
 
 def compute_on_a_rank(rank: int, directory: Path, started: Barrier, measured: Barrier | None, patches: int) -> None:
     if measured is not None:
-        sample_lengths._lock = lambda fd, path: False  # type: ignore[assignment]  # a file system without locks
+        sample_packs._lock = lambda fd, path: False  # type: ignore[assignment]  # a file system without locks
     started.wait()
     try:
         samples = SharedSamples(directory, measured, patches)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed_sft.data.sample_lengths import compute_lengths
+from megatron_packed_sft.data.sample_packs import compute_lengths
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.checksum import checksum
 from tests.data.test_static_packs import LENGTHS, sample_of, samples_of, static

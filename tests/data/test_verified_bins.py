@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
-import json
 import multiprocessing
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -22,8 +18,9 @@ import xxhash
 from megatron_packed_sft import DatasetWriter, PackedLoader, create_sft_dataset, open_shard, validate
 from megatron_packed_sft.data.batch import located_bins
 from megatron_packed_sft.data.options import OpenOptions
-from megatron_packed_sft.errors import InvalidInputError, ShardChangedError, ShardFileError, StorageIOError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.dataset_directory import open_dataset
+from megatron_packed_sft.storage.interface import VERIFY, ReadOptions
 from megatron_packed_sft.storage.memmap_v1 import reader as memmap_reader
 from megatron_packed_sft.storage.memmap_v1.manifest import (
     ARRAY_FILES,
@@ -31,22 +28,19 @@ from megatron_packed_sft.storage.memmap_v1.manifest import (
     INPUT_IDS,
     LOSS_MASK,
     LOSS_WEIGHTS,
-    OPTIONAL_FILES,
     PACKED_LEN,
     SEQ_OFFSETS,
     SEQ_STARTS,
     checksums_of_bin,
 )
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.storage.read_options import ACCESS, VERIFY, ReadOptions
-from megatron_packed_sft.support import checksum, file_sizes, json_document
-from tests.open_files import open_files
+from megatron_packed_sft.support import checksum
 from tests.packed_bins import make_bins, write_shard
 
 BINS = make_bins(12, 64, vocab_size=500, seed=3)
 WEIGHTED = [one._replace(loss_mask=one.loss_mask * np.float32(0.5)) for one in BINS]
 BIN = next(number for number, one in enumerate(BINS) if len(one.input_ids) > 8 and len(one.seq_start_id) > 2)
-FILES = (*ARRAY_FILES, *OPTIONAL_FILES)
+FILES = (*ARRAY_FILES, LOSS_WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +91,12 @@ READS: dict[str, Callable[[Path, dict[str, str]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("access", ACCESS)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_an_error_that_names_shard_bin_and_file(
-    shard: Path, name: str, read: str, access: str
-) -> None:
+def test_a_flipped_bit_is_an_error_that_names_shard_bin_and_file(shard: Path, name: str, read: str) -> None:
     flip(shard, name)
     with pytest.raises(ShardFileError) as caught:
-        READS[read](shard, {"access": access})
+        READS[read](shard, {})
     message = str(caught.value)
     # An entry of seq_offsets ends the bin before, too; a block reads that first.
     assert f"{shard / name} is damaged at bin {BIN}" in message or name == SEQ_OFFSETS
@@ -140,24 +131,8 @@ def test_validate_names_the_file_and_the_bin_of_a_flipped_bit(shard: Path, name:
 
 def test_a_bin_that_is_sound_when_it_is_read_again_is_told_as_that(sound: Path) -> None:
     assert f"{sound}: bin {BIN} did not match its checksum when it was read, and does now" in str(
-        opened(sound).unverified(BIN)
+        opened(sound).damaged_bin(BIN, "checksum")
     )
-
-
-def test_too_many_open_files_are_one_sentence_and_none_of_them_stays_open(
-    shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    duplicate, one = os.dup, opened(shard, access="pread")
-
-    def dup(fd: int) -> int:
-        if open_files(shard).count(str(shard / INPUT_IDS)) > 1:  # opened, and duplicated
-            raise OSError(errno.EMFILE, "Too many open files")
-        return duplicate(fd)
-
-    monkeypatch.setattr(os, "dup", dup)
-    with pytest.raises(StorageIOError, match=r"cannot open .*loss_mask.npy: Too many open files"):
-        assert one[BIN]
-    assert open_files(shard) == []
 
 
 def test_validate_names_the_checksums_when_they_are_what_is_damaged(shard: Path) -> None:
@@ -194,16 +169,14 @@ def test_a_batch_verifies_its_bins_once(shard: Path) -> None:
 
 
 def test_a_dataset_directory_opens_its_shards_as_it_is_told(many: Path) -> None:
-    dataset = open_dataset(many, verify="always", access="pread")
+    dataset = open_dataset(many, verify="always")
     shard = dataset.open_shard("train", dataset.entries("train")[1])
     assert isinstance(shard, MemmapShard)
-    assert shard.reading == ReadOptions("always", "pread")
+    assert shard.reading == ReadOptions("always")
     assert shard[BIN].input_ids.tolist() == WEIGHTED[BIN].input_ids.tolist()
-    with pytest.raises(InvalidInputError, match="access is 'read'"):
-        open_dataset(many, access="read")
 
 
-def test_options_that_nobody_knows_are_refused(shard: Path) -> None:
+def test_unknown_options_are_refused(shard: Path) -> None:
     with pytest.raises(InvalidInputError, match="verify is 'sometimes'; choose from first_read, always, never"):
         create_sft_dataset(shard, 2, opening=OpenOptions(verify="sometimes"))
 
@@ -238,9 +211,8 @@ def test_batches_are_the_same_however_they_are_read(many: Path, contract: str, m
     picked = [0, 95, 13, 40, 51, 67, -3, 77, 86, 12]
     plain = create_sft_dataset(many, 2, contract=contract)
     expected = plain.collate_fn([plain[index] for index in picked])  # samples one by one, laid end to end
-    for verify, access in itertools.product(VERIFY, ACCESS):
-        how: dict[str, Any] = {"verify": verify, "access": access}
-        assert_equal(dataset_of(many, how, contract=contract).fetch_batch(picked), expected)
+    for verify in VERIFY:
+        assert_equal(dataset_of(many, {"verify": verify}, contract=contract).fetch_batch(picked), expected)
     monkeypatch.setattr(located_bins, "hash_function", lambda: 0)  # an xxhash that exports nothing
     assert_equal(create_sft_dataset(many, 2, contract=contract).fetch_batch(picked), expected)
 
@@ -357,66 +329,3 @@ def test_the_loader_stops_at_the_damaged_bin_in_the_first_epoch(shard: Path) -> 
     loader = PackedLoader(create_sft_dataset(shard, 2), micro_batch_size=2, num_epochs=3, shuffle=True)
     with pytest.raises(ShardFileError, match=rf"input_ids.npy is damaged at bin {BIN}"):
         list(loader)
-
-
-def without_checksums(path: Path) -> None:
-    """Make the shard one of those that were written before there were checksums of bins."""
-    (path / BIN_CHECKSUMS).unlink()
-    document = json.loads((path / "manifest.json").read_text())
-    del document["bin_checksum_algorithm"], document["files"][BIN_CHECKSUMS], document["self_checksum"]
-    (path / "manifest.json").write_bytes(json_document.render(document))
-
-
-def test_a_shard_without_checksums_is_read_and_says_once_that_it_is_not_verified(
-    shard: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    without_checksums(shard)
-    caplog.set_level("INFO")
-    dataset = create_sft_dataset(shard, 2)
-    for index in range(12):
-        assert dataset[index]["input_ids"].tolist() == WEIGHTED[index].input_ids.tolist()
-    dataset.fetch_batch([1, 2])
-    said = [one.getMessage() for one in caplog.records if "not verified" in one.getMessage()]
-    assert len(said) == 1
-    assert f"{shard}: format 1.1 without checksums of bins" in said[0]
-    report = validate(shard)
-    assert report.ok
-    assert any("not verified as they are read" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("name", [INPUT_IDS, LOSS_MASK])
-def test_a_file_that_is_cut_right_before_a_read_is_an_error_with_pread(tmp_path: Path, name: str) -> None:
-    # With maps this reads behind the end of the file, which is SIGBUS; see docs/operations.md.
-    write_shard(tmp_path / "shard", make_bins(12, 8192, vocab_size=500, seed=3), 8192, vocab_size=500)
-    dataset = dataset_of(tmp_path / "shard", {"access": "pread"})
-    dataset.fetch_batch([0])
-    os.truncate(tmp_path / "shard" / name, 4096)
-    for read in (lambda: dataset.fetch_batch([11]), lambda: dataset[11]):
-        with pytest.raises(ShardChangedError, match=rf"{name} has 4,096 bytes and had .* when it was opened; put"):
-            read()
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_mapped_file_that_was_cut_is_an_error_at_the_next_look(
-    shard: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_sizes, "_SECONDS_BETWEEN_LOOKS", -1.0)
-    dataset = create_sft_dataset(shard, 2)
-    dataset.fetch_batch([0])
-    os.truncate(shard / name, 64)
-    for read in (lambda: dataset.fetch_batch([0]), lambda: dataset[0], lambda: dataset.source.shard(0).block(0, 2)):
-        with pytest.raises(ShardChangedError, match=rf"{name} has 64 bytes and had .* when it was opened; put"):
-            read()
-
-
-def test_shards_that_are_read_keep_few_files_open(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_packed_sft.support import file_maps
-
-    monkeypatch.setattr(file_maps, "POOL", file_maps.MapPool(limit=24))  # three shards of eight places
-    dataset = dataset_of(many, {"access": "pread"})
-    most = 0
-    for indices in np.random.default_rng(0).permutation(96).tolist():
-        dataset.fetch_batch([indices])
-        most = max(most, len(open_files(many)))
-    assert 0 < most <= 3 * 3
-    assert_equal(dataset.fetch_batch([95, 3]), create_sft_dataset(many, 2).fetch_batch([95, 3]))

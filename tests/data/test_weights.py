@@ -18,9 +18,9 @@ from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 from megatron_packed_sft.data.options import BatchOptions
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.tokens.writer import TokenPartWriter, part_path
 from tests.packed_bins import make_bins, write_shard
+from tests.storage.storage_checks import with_weights
 
 EOS = 2
 VOCAB_SIZE = 50

@@ -109,6 +109,30 @@ def test_another_class_and_a_model_beside_it_need_transformers(
         HuggingFaceTokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "GemmaTokenizer"])
+def test_a_file_that_is_what_its_class_builds_needs_transformers_once_on_a_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.metaspace_tokenizer() if name == "GemmaTokenizer" else tiny.byte_level_tokenizer()
+    first = folder_of(made, tmp_path / "first", name)
+    transformers.AutoTokenizer.from_pretrained(str(first), local_files_only=True).save_pretrained(str(tmp_path / "one"))
+    tokenizer = assert_ids_of_transformers(tmp_path / "one")
+    expected = read_tokenizer_folder(tmp_path / "one")
+    assert expected.document == json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+    assert len(pickle.dumps(tokenizer)) < 2000
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert read_tokenizer_folder(tmp_path / "one") == expected
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_packed_sft.encode.tokenizers.huggingface_folder.version", lambda _: "99")
+        with pytest.raises(MissingDependencyError, match="needs transformers"):
+            read_tokenizer_folder(tmp_path / "one")
+    document = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+    document["model"]["ignore_merges"] = True
+    (tmp_path / "one" / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(MissingDependencyError, match="needs transformers"):
+        read_tokenizer_folder(tmp_path / "one")
+
+
 def test_transformers_is_asked_without_torch(tmp_path: Path) -> None:
     folder = folder_of(tiny.byte_level_tokenizer(), tmp_path / "no_torch", "Qwen2Tokenizer")
     script = (

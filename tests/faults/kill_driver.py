@@ -13,13 +13,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron_packed_sft import DatasetWriter, create_shard_writer, pack, validate
 from megatron_packed_sft.caches import Message, build_pretrain_cache, build_sft_cache
-from megatron_packed_sft.storage.testing import with_weights
+from tests.caches.small_tokenizer import Letters
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins
+from tests.storage.storage_checks import with_weights
 
 PACK_SIZE = 16
 BINS = make_bins(5, PACK_SIZE, seed=3)
@@ -65,17 +65,6 @@ def write_plan(target: Path) -> None:
     pack([5, 3, 8, 2, 7, 1], pack_size=PACK_SIZE, shuffle_output=True).save(target)
 
 
-class Letters:
-    """The smallest tokenizer that a cache can be built with."""
-
-    vocab_size = 200
-    special_token_ids = MappingProxyType({"sys": 150, "usr": 151, "asst": 152, "eot": 153})
-
-    def encode(self, text: str) -> list[int]:
-        """One id per letter."""
-        return [ord(letter) % 128 for letter in text]
-
-
 def write_pretrain_cache(target: Path) -> None:
     """A token cache of several shards in two splits."""
     texts = [f"document {number}" for number in range(20)]
@@ -88,7 +77,7 @@ def write_pretrain_cache(target: Path) -> None:
         shard_bytes=80,
         seed=42,
         shuffle_buffer=3,
-        dataset_name="documents",
+        meta={"dataset_name": "documents"},
     )
 
 
@@ -98,7 +87,7 @@ def write_sft_cache(target: Path) -> None:
         [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "yes"}]
         for number in range(9)
     ]
-    build_sft_cache(chats, target, tokenizer=Letters(), val_frac=0.3, seed=42, dataset_name="chats")
+    build_sft_cache(chats, target, tokenizer=Letters(), val_frac=0.3, seed=42, meta={"dataset_name": "chats"})
 
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {

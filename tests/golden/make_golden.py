@@ -47,24 +47,6 @@ def arrays(id_dtype: str, pad_id: int) -> dict[str, np.ndarray]:
     }
 
 
-def seed_only(path: Path) -> None:
-    """As the seed document describes it: np.save and eight keys."""
-    path.mkdir()
-    for name, array in arrays("<i4", 0).items():
-        np.save(path / name, array)
-    manifest = {
-        "version": "1.0",
-        "format": "memmap_padded_v1",
-        "num_bins": len(BINS),
-        "pack_size": PACK_SIZE,
-        "dtype": "<i4",
-        "loss_mask_dtype": "<u1",
-        "index_dtype": "<u4",
-        "bins_written": len(BINS),
-    }
-    (path / "manifest.json").write_text(json.dumps(manifest, indent=2))
-
-
 def weights() -> np.ndarray:
     """The sixth array, of a shard with weights."""
     result = np.zeros((len(BINS), PACK_SIZE), "<f4")
@@ -86,18 +68,17 @@ def bin_checksums(parts: dict[str, np.ndarray]) -> np.ndarray:
     return np.array(result, "<u8")
 
 
-def full(path: Path, id_dtype: str, *, weighted: bool = False, checksummed: bool = False) -> None:
+def shard(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
     """As docs/format.md describes it: padded headers, checksums, all keys."""
     path.mkdir()
     files = {}
     parts = {**arrays(id_dtype, PAD_ID), **({"loss_weights.npy": weights()} if weighted else {})}
-    if checksummed:
-        parts["bin_checksums.npy"] = bin_checksums(parts)
+    parts["bin_checksums.npy"] = bin_checksums(parts)
     for name, array in parts.items():
         size = 4096 if array.ndim == 2 and name != "bin_checksums.npy" else 128
         files[name] = write_array(path / name, array, size)
     manifest: dict[str, object] = {
-        "version": "1.0",
+        "version": "1.1",
         "format": "memmap_padded_v1",
         "num_bins": len(BINS),
         "pack_size": PACK_SIZE,
@@ -120,12 +101,10 @@ def full(path: Path, id_dtype: str, *, weighted: bool = False, checksummed: bool
         "plan_fingerprint": "89ab",
         "pad_seq_to_mult": 1,
         "created_by": "make_golden.py",
+        "bin_checksum_algorithm": "xxh3_64",
     }
     if weighted:
-        manifest |= {"version": "1.1", "loss_weights_dtype": "<f4", "sum_loss_weights": 6.0}
-    if checksummed:
-        manifest |= {"version": "1.1", "bin_checksum_algorithm": "xxh3_64"}
-
+        manifest |= {"loss_weights_dtype": "<f4", "sum_loss_weights": 6.0}
     (path / "manifest.json").write_bytes(sealed(manifest))
 
 
@@ -200,12 +179,8 @@ def token_store(path: Path, id_dtype: str, *, weighted: bool = False) -> None:
 
 if __name__ == "__main__":
     for name, make in {
-        "memmap_1_0_seed_only": seed_only,
-        "memmap_1_0_u2": partial(full, id_dtype="<u2"),
-        "memmap_1_0_i4": partial(full, id_dtype="<i4"),
-        "memmap_1_1_weighted": partial(full, id_dtype="<u2", weighted=True),
-        "memmap_1_1_checksums": partial(full, id_dtype="<i4", checksummed=True),
-        "memmap_1_1_weighted_checksums": partial(full, id_dtype="<u2", weighted=True, checksummed=True),
+        "memmap_1_1_checksums": partial(shard, id_dtype="<i4"),
+        "memmap_1_1_weighted_checksums": partial(shard, id_dtype="<u2", weighted=True),
         "token_store_1_2": partial(token_store, id_dtype="<u2"),
         "token_store_1_2_weighted": partial(token_store, id_dtype="<i4", weighted=True),
     }.items():

@@ -79,7 +79,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: str) -> P
             "packing.pack_size=131072",
             "packing.max_seqs_per_bin=9",
             "executor.num_workers=1",
-            "on_error=skip",
+            "max_errors=100",
             "max_drop_share=1",
             "quiet=true",
         ]

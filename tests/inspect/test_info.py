@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = write_records(home / "chats.jsonl", [*good, chat("long " * 300, "yes"), {"messages": []}])
     done = prepare(
         f"input={records}", f"output={home / 'data'}", f"tokenizer.path={tokenizer}", "template=chatml", "--quiet",
-        "packing.pack_size=256", "split.validation_fraction=0.2", "executor.num_workers=1", "on_error=skip",
+        "packing.pack_size=256", "split.validation_fraction=0.2", "executor.num_workers=1", "max_errors=100",
         "max_drop_share=1",
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (signs that the painter writes)
-"""What people see: colours on a terminal, none in a pipe, and nothing that a record could do to either."""
+"""Output of `packed-sft preview`: colours on a terminal, none in a pipe, and no control characters of records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.inspect.painting import visible
-from tests.inspect.previewing import tokenizer_path
+from tests.inspect.previewing import packed_sft, tokenizer_path
 from tests.prepare.preparing import chat, write_records
 from tests.terminal import COLOURS, in_pipe, modules_of, on_terminal
 
@@ -85,13 +85,15 @@ def test_nothing_in_a_record_controls_a_terminal(tokenizer_path: str, tmp_path: 
     given = ["preview", path, f"tokenizer.path={tokenizer_path}", "template=chatml"]
     for row in (1, 2, 3, 4):
         for more in ([], ["--ids"], ["--json"]):
-            piped = in_pipe(*given, "--row", row, *more)
+            piped = packed_sft(*given, "--row", row, *more)
             assert piped.code == 0, piped.err
-            raw = {one for one in piped.out if unicodedata.category(one) in ("Cc", "Cf", "Zl", "Zp") and one != "\n"}
-            assert raw == set()
-            terminal = on_terminal(*given, "--row", row, *more)
-            left = COLOURS.sub("", terminal.text.replace("\r\n", "\n"))
-            assert {one for one in left if unicodedata.category(one) in ("Cc", "Cf", "Zl", "Zp")} <= {"\n"}
+            assert controls_of(piped.out) == set()
+        assert controls_of(COLOURS.sub("", on_terminal(*given, "--row", row).text.replace("\r\n", "\n"))) == set()
+
+
+def controls_of(text: str) -> set[str]:
+    """Return the characters of a text that could control a terminal or hide text."""
+    return {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Zl", "Zp") and one != "\n"}
 
 
 def test_visible_text_shows_every_character_and_keeps_what_can_be_read() -> None:

@@ -16,7 +16,12 @@ NUM_RECORDS = 6 if IS_WHOLE else 3
 @pytest.mark.parametrize("name", ["qwen3", *(["llama3_1", "mistral_nemo", "gemma3"] if IS_WHOLE else [])])
 @pytest.mark.parametrize("path", chat_files(), ids=lambda path: path.name)
 def test_ids_and_weights_of_real_chats_are_those_that_prepare_stores(path: Path, name: str, tmp_path: Path) -> None:
-    settings = [f"tokenizer.path={tokenizer_folder(name)}", "encode.render=auto", "encode.max_len=700", "on_error=skip"]
+    settings = [
+        f"tokenizer.path={tokenizer_folder(name)}",
+        "encode.render=auto",
+        "encode.max_len=700",
+        "max_errors=100",
+    ]
     previews = [preview_json(path, *settings, "--row", number) for number in range(1, NUM_RECORDS + 1)]
     given = [f"input={path}", *settings, f"limit={NUM_RECORDS}", "packing.pack_size=65536"]
     if not shown_sequences(previews):  # a template that takes no tools

@@ -100,7 +100,7 @@ def test_reasons_and_details_of_drops_are_those_of_the_rejects_file(keys: list[s
         chat("Question. " * 30, "Yes."),
     ]
     path = write_records(tmp_path / "chats.jsonl", records)
-    settings = [*keys, "packing.pack_size=64", "on_error=skip", "encode.max_len=100"]
+    settings = [*keys, "packing.pack_size=64", "max_errors=100", "encode.max_len=100"]
     rejects = tmp_path / "rejects.jsonl"
     done = prepare(f"input={path}", f"output={tmp_path}/data", f"rejects={rejects}", "max_drop_share=1", *settings)
     assert done.code == 0, done.err
@@ -118,7 +118,7 @@ def test_a_row_that_stops_prepare_says_so_and_is_no_error(keys: list[str], tmp_p
     done = packed_sft("preview", path, *keys)
     assert done.code == 0
     assert "dropped, bad_row: the record is not valid JSON" in done.out
-    assert "prepare stops here; set on_error=skip to drop and count such records" in done.out
+    assert "prepare stops here; set max_errors=100 to drop and count up to 100 such records" in done.out
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet"])

@@ -32,7 +32,7 @@ _UNLABELLED = """
         .filter((one) => !one.labels?.length && !one.textContent.trim()).map((one) => one.id)
 """
 _CONTRAST = Path(__file__).with_name("contrast.js").read_text()
-WIDTHS = pytest.mark.parametrize(("name", "viewport"), [("desktop", DESKTOP), ("phone", PHONE)])
+VIEWPORTS = {"desktop": DESKTOP, "phone": PHONE}
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,13 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_report(home / "ids_only", home / "report.html").path)
 
 
-@THEMES
-@WIDTHS
 @pytest.mark.parametrize("which", ["page", "run_page", "plain_page"])
+@pytest.mark.parametrize(("scheme", "name"), [("light", "desktop"), ("dark", "phone")])
 def test_a_page_opens_from_disk_in_both_themes_and_on_a_phone(
-    browser: Any, which: str, scheme: str, name: str, viewport: dict[str, int], request: pytest.FixtureRequest
+    browser: Any, which: str, scheme: str, name: str, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(which)
-    with open_page(browser, path, scheme=scheme, viewport=viewport) as tab:
+    with open_page(browser, path, scheme=scheme, viewport=VIEWPORTS[name]) as tab:
         tab.page.wait_for_selector(".chart canvas")
         for chart in tab.page.query_selector_all(".chart"):
             chart.scroll_into_view_if_needed()

@@ -20,8 +20,6 @@ from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.dataset_page import dataset_page
 from megatron_packed_sft.inspect.report.run_page import run_page
 from megatron_packed_sft.inspect.report.write import assemble, embedded_json, write_report
-from megatron_packed_sft.prepare.app import main as application
-from megatron_packed_sft.storage.validate import validate
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, step_record
 from megatron_packed_sft.train.samples import Sample, as_text
 from tests.inspect.conftest import HOSTILE, LONG_TEXT, Prepared
@@ -88,12 +86,15 @@ def test_a_title_of_markup_is_text(tmp_path: Path) -> None:
 def test_sources_drops_and_their_records_are_shown(prepared: Prepared) -> None:
     page = dataset_page(open_data(prepared.path))
     good, odd = page["sources"]
-    assert (good["name"], good["num_records"], good["num_sequences"], good["num_dropped"]) == ("good", 120, 120, 0)
-    assert (odd["name"], odd["num_records"], odd["num_dropped"]) == ("odd", 11, 3)
+    assert (good["name"], good["num_records"], good["num_sequences"], good["dropped"]) == ("good", 120, 120, {})
+    assert (odd["name"], odd["num_records"], sum(odd["dropped"].values())) == ("odd", 11, 3)
     assert odd["num_sequences"] == 8, "those in bins"
     totals = page["splits"]["train"]["totals"]
     assert good["num_tokens"] + odd["num_tokens"] == totals["num_tokens"]
-    assert good["num_trained"] + odd["num_trained"] == totals["num_trained"]
+    assert good["num_trained_tokens"] + odd["num_trained_tokens"] == totals["num_trained"]
+    table = page["source_table"]
+    assert [one["title"] for one in table["columns"]][:4] == ["source", "share of tokens", "records", "dropped"]
+    assert [row[0] for row in table["rows"]] == ["good", "odd"]
     drops = {one["reason"]: one for one in page["drops"]}
     assert {reason: one["num_records"] for reason, one in drops.items()} == {
         "bad_row": 1,
@@ -200,7 +201,8 @@ def test_the_verb_says_what_it_wrote(
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(prepared.path)]) == 0
     assert re.fullmatch(
-        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 worth a look\n", capsys.readouterr().out
+        rf"{tmp_path}/my_dataset\.report\.html: [\d.]+ kB, \d+ of \d+ bins, 4 suspicious sequences\n",
+        capsys.readouterr().out,
     )
     assert (
         main(["report", str(prepared.path), "-o", "page.html", "--json", "--ranks", "2", "--global-batch-size", "4"])
@@ -216,29 +218,6 @@ def test_the_verb_says_what_it_wrote(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert "bin 123456 is not in split 'train'" in errors[0]
-
-
-def test_prepare_writes_the_page_beside_the_dataset(prepared: Prepared, tmp_path: Path) -> None:
-    settings = [
-        *("prepare", f"input={prepared.good}", f"output={tmp_path / 'out'}", f"tokenizer.path={prepared.tokenizer}"),
-        *("template=chatml", "packing.pack_size=512", "executor.num_workers=1", "quiet=true", "report=true"),
-    ]
-    assert application(settings[1:]) == 2, "the application alone cannot make pages, and says so"
-    page = tmp_path / "out.report.html"
-    page.write_text("somebody's notes")
-    assert main(settings) == 2, "before the work begins"
-    assert not (tmp_path / "out").exists()
-    page.unlink()
-    assert main(settings) == 0
-    numbers = numbers_of(page.read_bytes())
-    assert numbers["bins"]["has_text"] is True
-    assert numbers["bins"]["files"] == [str(prepared.good)]
-    assert validate(tmp_path / "out").ok, "the page is no part of the dataset"
-    first = page.read_bytes()
-    assert main(settings) == 0
-    assert page.read_bytes() == first
-    assert main([*settings[:-1], "report=true", "dry_run=true", f"output={tmp_path / 'dry'}"]) == 0
-    assert not (tmp_path / "dry.report.html").exists()
 
 
 def write_run(path: Path, num_steps: int = 20) -> Path:

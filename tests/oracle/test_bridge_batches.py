@@ -29,7 +29,7 @@ from megatron_packed_sft.data.batch.located_bins import (
 )
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy.storage import LegacyShard
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from tests.oracle.bridge import CONTRACT_OF, VERSIONS, load, open_dataset
 from tests.packed_bins import write_shard

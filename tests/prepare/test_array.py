@@ -143,7 +143,6 @@ def test_input_that_changed_after_a_call_read_it_is_refused(settings: list[str],
         ([*call(0, 4)], "executor.count is 4, but earlier calls in"),
         ([*call(None, 4)], "executor.count is 4, but earlier calls in"),
         ([*call(0, 3), "limit=5"], "use executor=local for such a trial"),
-        ([*call(0, 3), "--force"], "remove the work directory before the first call"),
     ],
 )
 def test_calls_that_do_not_belong_together_are_one_sentence(

@@ -37,10 +37,10 @@ def test_a_bad_row_is_an_error_with_file_and_line_or_counted(
     failed = prepare(*given)
     assert failed.code == 2
     assert sentence in failed.err
-    assert "on_error=skip" in failed.err
+    assert "max_errors=100" in failed.err
     assert failed.err.count("\n") == 1
     assert not (tmp_path / "data").exists()
-    skipped = prepare(*given, "on_error=skip")
+    skipped = prepare(*given, "max_errors=100")
     assert skipped.code == 0, skipped.err
     assert sentence in skipped.out
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"bad_row": 1}
@@ -48,7 +48,7 @@ def test_a_bad_row_is_an_error_with_file_and_line_or_counted(
 
 def test_skipping_has_a_limit(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_records(tmp_path / "rows.jsonl", ["{", GOOD, "{", "{"])
-    given = [f"input={rows}", *arguments(tmp_path, tokenizer_path), "on_error=skip"]
+    given = [f"input={rows}", *arguments(tmp_path, tokenizer_path)]
     failed = prepare(*given, "max_errors=2")
     assert failed.code == 2
     assert "3 records could not be used, more than max_errors=2 allows; the first: " in failed.err
@@ -92,7 +92,7 @@ def test_an_answer_that_is_cut_away_is_counted(tmp_path: Path, tokenizer_path: s
         ("tokenizer.name=x", "tokenizer.name is not a key; use tokenizer.path"),
         ("template.files=x.jinja", "template.files is not a key; template has the keys name, date"),
         ("date=2026-01-31", "date is not a key; did you mean template.date?"),
-        ("on_error=ignore", "on_error is 'ignore'; choose raise or skip"),
+        ("max_errors=-1", "max_errors is -1; it must be 0 or more"),
         ("limit=0", "limit is 0"),
         ("shard_megabytes=0", "shard_megabytes is 0"),
         ("packed_storage=zarr", "storage 'zarr' is unknown; use one of memmap_v1, legacy, parquet"),
@@ -160,7 +160,7 @@ def test_what_prepare_did_not_make_is_never_replaced(tmp_path: Path, tokenizer_p
     rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").write_text("years of work")
-    failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "--force")
+    failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "--overwrite")
     assert failed.code == 1
     assert "holds other files (" in failed.err
     assert "remove" not in failed.err

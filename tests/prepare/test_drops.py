@@ -34,7 +34,9 @@ def table_of(shown: str, first: str) -> dict[str, list[str]]:
 def test_too_much_loss_is_an_error_before_anything_is_published(given: list[str], tmp_path: Path) -> None:
     failed = prepare(*given)
     assert failed.code == 2
-    remedy = "longer_than_pack 5 records (raise packing.pack_size, or set packing.overflow=split or truncate)"
+    remedy = (
+        "5 records: longer than packing.pack_size (raise packing.pack_size, or set packing.overflow=split or truncate)"
+    )
     for wanted in ("25.0 % of the records and ", remedy, "more than max_drop_share=0.2 allows", "rejects=PATH"):
         assert wanted in failed.err
     assert failed.err.count("\n") == 1
@@ -76,14 +78,16 @@ def test_long_records_are_cut_when_asked(given: list[str], tmp_path: Path, overf
     sources, split = table_of(done.out, "source"), table_of(done.out, "split")["train"]
     assert [sources["apple"][1], split[0]] == ["0", "20"]
     assert open_dataset(tmp_path / "data").figures["train"]["num_tokens"] == int(split[1].replace(",", ""))
-    assert ("tokens (raise packing.pack_size, or set packing.overflow=split)" in done.err) == (overflow == "truncate")
+    assert ("cut off by packing.overflow=truncate (raise packing.pack_size, or set packing" in done.err) == (
+        overflow == "truncate"
+    )
 
 
 def test_rejects_name_the_line_of_every_lost_record(given: list[str], tmp_path: Path) -> None:
     silent = {"messages": [{"role": "user", "content": "Hello?"}]}
     write_records(tmp_path / "zebra.jsonl", [SHORT, "{", silent, SHORT])
     rejects = tmp_path / "lost.jsonl"
-    more = (f"rejects={rejects}", "on_error=skip", "deduplicate=false")
+    more = (f"rejects={rejects}", "max_errors=100", "deduplicate=false")
     failed = prepare(*given, *more)
     assert failed.code == 2  # the file helps to find out why
     lost = [json.loads(line) for line in rejects.read_text().splitlines()]
@@ -116,7 +120,7 @@ def test_another_dataset_is_replaced_only_when_asked(given: list[str], tmp_path:
     assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 1024
     assert prepare(*given, "packing.pack_size=512", "--overwrite").code == 0
     assert open_dataset(tmp_path / "data").figures["train"]["pack_size"] == 512
-    assert "left as it is" in prepare(*given, "packing.pack_size=512").out
+    assert "is up to date" in prepare(*given, "packing.pack_size=512").out
 
 
 def test_other_peoples_folders_are_never_touched(given: list[str], tmp_path: Path) -> None:

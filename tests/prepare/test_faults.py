@@ -154,7 +154,7 @@ def test_two_preparations_of_one_output_do_not_mix(
         )
         for work_dir in work_dirs
     ]
-    refused = "another preparation is working in" if len(set(work_dirs)) == 1 else "was published by somebody else"
+    refused = "another preparation is working in" if len(set(work_dirs)) == 1 else "has published"
     codes = []
     for run in runs:
         _, err = run.communicate(timeout=120)

@@ -43,7 +43,7 @@ def test_a_deeply_nested_record_is_an_error_with_its_line_or_counted(
     assert failed.code == 2
     assert "rows.jsonl, line 2: the record is nested more than 100 levels deep" in failed.err
     assert failed.err.count("\n") == 1
-    skipped = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "on_error=skip")
+    skipped = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "max_errors=100")
     assert skipped.code == 0, skipped.err
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"bad_row": 1}
 
@@ -61,7 +61,7 @@ def test_a_large_record_is_dropped_or_an_error_and_the_limit_can_be_raised(tmp_p
     failed = prepare(*given)
     assert failed.code == 2
     assert "rows.jsonl, line 2: the record has more than max_record_bytes=1,000 bytes" in failed.err
-    skipped = prepare(*given, "on_error=skip")
+    skipped = prepare(*given, "max_errors=100")
     assert skipped.code == 0, skipped.err
     again = prepare(*given[:-1], "packing.pack_size=4096", "--overwrite")
     assert again.code == 0, again.err  # what was dropped under another limit is read again
@@ -71,7 +71,7 @@ def test_a_large_record_is_dropped_or_an_error_and_the_limit_can_be_raised(tmp_p
 
 def test_errors_stop_a_slice_as_soon_as_there_are_too_many(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_records(tmp_path / "rows.jsonl", [GOOD, *["1"] * 200_000])
-    failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "on_error=skip")
+    failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), "max_errors=100")
     assert "101 records could not be used, more than max_errors=100 allows" in failed.err
 
 
@@ -173,9 +173,9 @@ def test_yaml_that_is_not_plain_is_one_sentence(tmp_path: Path, tokenizer_path: 
 def test_a_template_without_end_is_an_error_before_anything_is_encoded(tmp_path: Path, tokenizer_path: str) -> None:
     rows = write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "evil.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{{ 'a'.center(3000000000) }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for n in range(99999) %}{{ 'a'.center(999) }}{% endfor %}{% endfor %}"
     )
     failed = prepare(f"input={rows}", *arguments(tmp_path, tokenizer_path), f"template.name={tmp_path}/evil.jinja")
     assert failed.code == 2
-    assert "evil.jinja makes a text of more than 64,000,000 characters" in failed.err
+    assert "evil.jinja writes more than 64,000,000 characters" in failed.err
     assert failed.err.count("\n") == 1

@@ -32,7 +32,7 @@ def dataset(tmp_path: Path, tokenizer_path: str) -> DatasetDirectory:
         "split.validation_fraction=0.2",
         "executor.num_workers=1",
         "max_drop_share=1",
-        "on_error=skip",
+        "max_errors=100",
     )
     assert done.code == 0, done.err
     return open_dataset(tmp_path / "out")

@@ -48,18 +48,18 @@ def test_a_first_record_that_cannot_be_used_stops_the_run_before_its_long_stages
     failed = prepare(sources.replace(f"{good}.2,", f"{good}.2.jsonl,"), *arguments(tmp_path, tokenizer_path), *how)
     assert failed.code == 2
     assert "bad.jsonl, line 2: messages[0].content" in failed.err
-    assert "on_error=skip" in failed.err
+    assert "max_errors=100" in failed.err
     assert failed.err.count("\n") == 1
     assert not (tmp_path / "data").exists()
 
 
 def test_skipped_records_are_only_a_warning_if_all_that_were_tried_are(tmp_path: Path, tokenizer_path: str) -> None:
     some = write_records(tmp_path / "some.jsonl", [BAD, GOOD] * 3)
-    done = prepare(f"input={some}", *arguments(tmp_path, tokenizer_path), "on_error=skip")
+    done = prepare(f"input={some}", *arguments(tmp_path, tokenizer_path), "max_errors=100")
     assert done.code == 0, done.err
     assert "would all be dropped" not in done.err
     late = write_records(tmp_path / "late.jsonl", [BAD] * 3 + [SILENT] + [GOOD] * 9)
-    done = prepare(f"input={late}", *arguments(tmp_path, tokenizer_path), "on_error=skip", "max_drop_share=1",
+    done = prepare(f"input={late}", *arguments(tmp_path, tokenizer_path), "max_errors=100", "max_drop_share=1",
                    "--overwrite")  # fmt: skip
     assert done.code == 0, done.err
     assert (

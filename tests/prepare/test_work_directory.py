@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,15 +41,6 @@ def test_a_second_preparation_is_refused_while_the_first_works(tmp_path: Path) -
         assert "another preparation is working in" in other.stderr
     with WorkDirectory(tmp_path / "work"):
         pass
-
-
-def test_forgetting_removes_what_runs_left_and_nothing_else(tmp_path: Path) -> None:
-    with WorkDirectory(tmp_path / "work") as work:
-        work.write_receipt("tokens/receipts/unit_000000", "one", {})
-        work.write_receipt("encode", "one", {})
-        (tmp_path / "work" / "thesis.txt").write_text("years of work")
-        work.forget()
-        assert sorted(os.listdir(tmp_path / "work")) == ["lock", "thesis.txt"]
 
 
 def test_fingerprints_depend_on_every_value_and_not_on_the_order() -> None:

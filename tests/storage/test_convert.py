@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from megatron_packed_sft import PackedBin, convert, open_dataset, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError, TargetExistsError
-from tests.packed_bins import assert_same_bins, bins, files_of, make_bins, write_seed_shard, write_shard
+from tests.packed_bins import assert_same_bins, bins, files_of, make_bins, write_shard
 
 ROWS = make_bins(9, 32, seed=9)
 
@@ -135,17 +135,6 @@ def test_nothing_is_published_when_one_of_many_files_is_broken(tmp_path: Path) -
     with pytest.raises(LegacyFormatError, match=r"b\.npy"):
         convert([tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "dataset")
     assert sorted(os.listdir(tmp_path)) == ["a.npy", "b.npy"]
-
-
-def test_a_shard_of_an_older_version_is_converted_to_its_own_storage(tmp_path: Path) -> None:
-    rows = make_bins(3, 8)
-    write_seed_shard(tmp_path / "old", rows, 8)
-    assert any("without checksums" in note for note in validate(tmp_path / "old").notes)
-    convert(tmp_path / "old", tmp_path / "new", to="memmap_v1")
-    assert_same_bins(list(open_shard(tmp_path / "new")), rows)
-    assert validate(tmp_path / "new").notes == []
-    with pytest.raises(InvalidInputError, match="is memmap_v1 already"):
-        convert(tmp_path / "new", tmp_path / "newer", to="memmap_v1")
 
 
 def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:

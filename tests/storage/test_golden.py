@@ -21,20 +21,17 @@ ROWS = [PackedBin(*(np.array(field) for field in row)) for row in BINS]
 WEIGHTED = [row._replace(loss_mask=np.array(weights, np.float32)) for row, weights in zip(ROWS, WEIGHTS, strict=True)]
 
 
-CHECKSUMMED = ("memmap_1_1_checksums", "memmap_1_1_weighted_checksums")
-OLDER = ("memmap_1_0_seed_only", "memmap_1_0_u2", "memmap_1_0_i4", "memmap_1_1_weighted")
+SHARDS = ("memmap_1_1_checksums", "memmap_1_1_weighted_checksums")
 
 
-@pytest.mark.parametrize("name", [*OLDER, *CHECKSUMMED])
+@pytest.mark.parametrize("name", SHARDS)
 def test_golden_shards_are_read_the_same(name: str) -> None:
     shard = open_shard(GOLDEN / name)
     assert shard.pack_size == PACK_SIZE
     assert_same_bins(shard, WEIGHTED if "weighted" in name else ROWS)
     report = validate(GOLDEN / name)
     assert report.ok, report.findings
-    assert bool(report.notes) == (name in OLDER)
-    if name in OLDER and "seed_only" not in name:
-        assert "without checksums of bins, so bins are not verified as they are read" in report.notes[0]
+    assert not report.notes
 
 
 @pytest.mark.parametrize(

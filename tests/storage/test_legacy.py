@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_packed_sft.errors import InvalidInputError, LegacyFormatError, StorageIOError
 from megatron_packed_sft.storage.bins import PackedBin
-from megatron_packed_sft.storage.legacy import reader as legacy_reader
-from megatron_packed_sft.storage.legacy.reader import LegacyShard
+from megatron_packed_sft.storage.legacy import storage as legacy_storage
+from megatron_packed_sft.storage.legacy.storage import LegacyShard
 from tests.packed_bins import assert_same_bins, bins, block_of, make_bins
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -254,6 +254,7 @@ def test_masks_at_sequence_ends_are_kept_and_counted(tmp_path: Path) -> None:
     assert shard.block(0, 2).loss_mask.tolist() == [[0, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
 
 
+OTHER = "holds something other than integers of up to 64 bits"
 GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id": [0, 2]}
 
 
@@ -262,14 +263,11 @@ GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id
     [
         ({"loss_mask": [1, 0, 1]}, "bin 1: loss_mask has 3 entries, but input_ids has 4"),
         ({"loss_mask": [1, 0, 1, 0, 0]}, "bin 1: loss_mask has 5 entries, but input_ids has 4"),
-        ({"loss_mask": [1, 0, 2, 0]}, "bin 1: loss_mask is 2 at position 2, not 0 or 1"),
-        ({"loss_mask": [1, 0, -1, 0]}, "bin 1: loss_mask is -1 at position 2, not 0 or 1"),
-        (
-            {"loss_mask": [1.0, 0.0, 1.0, 0.0]},
-            "refused: the pickle uses opcode BINFLOAT at byte .* nothing was executed",
-        ),
-        ({"loss_mask": [0] * 3000 + [0.5]}, "refused: the pickle uses opcode BINFLOAT at byte "),
-        ({"loss_mask": np.ones(4)}, r"refused: the pickle holds an array that is not of integers \(f8, byte "),
+        ({"loss_mask": [1, 0, 2, 0]}, r"bin 1: loss_mask is 2 at position 2, not in 0\.\.1"),
+        ({"loss_mask": [1, 0, -1, 0]}, "bin 1: loss_mask is -1 at position 2"),
+        ({"loss_mask": [1.0, 0.0, 1.0, 0.0]}, f"bin 1: loss_mask {OTHER}"),
+        ({"loss_mask": [0] * 3000 + [0.5]}, f"bin 1: loss_mask {OTHER}"),
+        ({"loss_mask": np.ones(4)}, r"refused: the pickle holds an array that is not of integers \('f8'\)"),
         ({"loss_mask": None}, "bin 1: loss_mask is not a list or an array of integers"),
         ({"loss_mask": []}, "bin 1: loss_mask is empty"),
         ({"input_ids": []}, "bin 1: input_ids is empty"),
@@ -277,27 +275,30 @@ GOOD: Row = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0], "seq_start_id
         ({"input_ids": np.array([], np.int32)}, "bin 1: input_ids is empty"),
         ({"input_ids": [5, 6, -7, 8]}, r"bin 1: input_ids is -7 at position 2, not in 0\.\.2147483647"),
         ({"input_ids": [5, 6, 2**31, 8]}, "bin 1: input_ids is 2147483648 at position 2"),
-        ({"input_ids": [5, 6, 7, 10**400]}, "bin 1: input_ids is too large at position 3"),
-        ({"input_ids": [5, 6, 7, -(2**90)]}, "bin 1: input_ids is -4611686018427387904 at position 3"),
-        ({"input_ids": np.array([5, 6, 7, 2**63], np.uint64)}, "bin 1: input_ids is too large at position 3"),
+        ({"input_ids": [5, 6, 7, 10**400]}, f"bin 1: input_ids {OTHER}"),
+        ({"input_ids": [5, 6, 7, -(2**90)]}, f"bin 1: input_ids {OTHER}"),
+        ({"input_ids": np.array([5, 6, 7, 2**63], np.uint64)}, "bin 1: input_ids is 9223372036854775808 at position 3"),
         ({"input_ids": np.array([5, 6, -7, 8], np.int16)}, "bin 1: input_ids is -7 at position 2"),
         ({"input_ids": "abcd"}, "bin 1: input_ids is not a list or an array of integers"),
-        ({"input_ids": [5, "6", 7, 8]}, "refused: "),
-        ({"input_ids": [[5], [6], [7], [8]]}, r"refused: a list of the pickle holds something"),
+        ({"input_ids": [5, "6", 7, 8]}, f"bin 1: input_ids {OTHER}"),
+        ({"input_ids": [[5], [6], [7], [8]]}, f"bin 1: input_ids {OTHER}"),
         ({"input_ids": np.array([[5, 6], [7, 8]])}, "refused: .* not one-dimensional"),
         ({"input_ids": np.array(5)}, "refused: .* not one-dimensional"),
-        ({"input_ids": np.array([5, 6, 7, 8], ">i4")}, "refused: the pickle holds a big-endian array"),
-        ({"input_ids": np.array([5, 6, 7, 8], object)}, "refused: the pickle holds an array that is not of integers"),
-        ({"input_ids": np.array(["5"])}, r"refused: the pickle holds an array that is not of integers \(U1"),
+        ({"input_ids": np.array([5, 6, 7, 8], ">i4")}, "refused: the pickle holds an array that is not little-endian"),
+        ({"input_ids": np.array([5, 6, 7, 8], object)}, "bin 1: input_ids is not a list or an array of integers"),
+        ({"input_ids": np.array(["5"])}, r"refused: the pickle holds an array that is not of integers \('U1'"),
         ({"input_ids": [np.int64(5)] * 4}, r"refused: the pickle calls numpy\._core\.multiarray\.scalar, which is not"),
         ({"seq_start_id": []}, "bin 1: seq_start_id is empty"),
-        ({"seq_start_id": [1, 2]}, "bin 1: seq_start_id begins with 1, not 0"),
-        ({"seq_start_id": [0, 2, 2]}, "bin 1: seq_start_id does not increase at entry 2"),
-        ({"seq_start_id": [0, -1]}, "bin 1: seq_start_id does not increase at entry 1"),
-        ({"seq_start_id": [0, 4]}, "bin 1: seq_start_id has an entry 1 that is not below the bin's length"),
-        ({"seq_start_id": [0, 1, 2, 3, 4]}, "bin 1: seq_start_id has an entry 4 that is not below the bin's length"),
-        ({"extra": [1]}, "bin 1: has the key 'extra'; a packed bin has exactly input_ids, loss_mask and seq_start_id"),
-        ({5: [1]}, "bin 1: has a key that is not a string"),
+        ({"seq_start_id": [1, 2]}, "bin 1: seq_start_id does not rise from 0"),
+        ({"seq_start_id": [0, 2, 2]}, "bin 1: seq_start_id does not rise from 0"),
+        ({"seq_start_id": [0, -1]}, "bin 1: seq_start_id is -1 at position 1"),
+        ({"seq_start_id": [0, 4]}, "bin 1: seq_start_id ends beyond its input_ids"),
+        ({"seq_start_id": [0, 1, 2, 3, 4]}, "bin 1: seq_start_id ends beyond its input_ids"),
+        (
+            {"extra": [1]},
+            "bin 1: has 'input_ids', .* 'extra'; a packed bin has exactly input_ids, loss_mask",
+        ),
+        ({5: [1]}, "bin 1: has .* int; a packed bin has exactly"),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -310,7 +311,7 @@ def test_a_wrong_bin_is_refused_by_name(tmp_path: Path, change: Row, sentence: s
 @pytest.mark.parametrize("key", list(GOOD))
 def test_a_missing_key_is_refused_by_name(tmp_path: Path, key: str) -> None:
     short = {name: value for name, value in GOOD.items() if name != key}
-    with pytest.raises(LegacyFormatError, match=f"packed.npy: bin 2: {key} is missing"):
+    with pytest.raises(LegacyFormatError, match=r"packed\.npy: bin 2: has .*; a packed bin has exactly"):
         LegacyShard(save(tmp_path / "packed.npy", [GOOD, GOOD, short], 4))
 
 
@@ -322,8 +323,8 @@ def test_a_missing_key_is_refused_by_name(tmp_path: Path, key: str) -> None:
         (object_array([]), "holds no bins"),
         (np.array(GOOD, object), r"has shape \(\); packed bins are a one-dimensional array"),
         (object_array([GOOD, GOOD]).reshape(1, 2), r"has shape \(1, 2\)"),
-        (object_array([5, 6]), "refused: "),
-        (object_array([[1], [2]]), "refused: "),
+        (object_array([5, 6]), "bin 0: has int; a packed bin has exactly"),
+        (object_array([[1], [2]]), "bin 0: has list; a packed bin has exactly"),
         (np.zeros(2, [("input_ids", "i4"), ("loss_mask", "i4")]), "holds values of type"),
     ],
 )
@@ -347,13 +348,13 @@ def test_what_is_not_a_file_is_refused_and_never_waited_for(tmp_path: Path) -> N
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "packed.npy", [GOOD], 4)
-    parse = legacy_reader._parse
+    read = legacy_storage._unpickled
 
-    def parse_and_touch(*arguments: Any) -> Any:
-        rows = parse(*arguments)
+    def read_and_touch(*arguments: Any) -> Any:
+        rows = read(*arguments)
         os.utime(path, ns=(0, 12345))
         return rows
 
-    monkeypatch.setattr(legacy_reader, "_parse", parse_and_touch)
+    monkeypatch.setattr(legacy_storage, "_unpickled", read_and_touch)
     with pytest.raises(LegacyFormatError, match=r"packed\.npy was changed while it was read"):
         LegacyShard(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import megatron_packed_sft
 from megatron_packed_sft import (
     PackedBin,
     PackedLoader,
@@ -22,16 +25,18 @@ from megatron_packed_sft import (
 )
 from megatron_packed_sft.data.options import OpenOptions
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardError
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.flat_files import OrderedShardWriter
+from megatron_packed_sft.storage.interface import PackedShard, WriterOptions
 from megatron_packed_sft.storage.registry import STORAGES, storage_names
-from megatron_packed_sft.storage.testing import CHECKS, check_figures, check_names
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
+from tests.storage.storage_checks import CHECKS, check_figures, check_names
 
 EOS = 2
 
 
-class JsonShard:
+class JsonShard(PackedShard):
     """The least that a shard must offer: a length, a pack size, and bins by number."""
 
     def __init__(self, path: Path) -> None:
@@ -39,8 +44,13 @@ class JsonShard:
             content = json.loads(path.read_text())
         except ValueError as error:
             raise ShardError(f"{path} is not JSON ({error}); restore the file") from None
-        self.pack_size: int = content["pack_size"]
+        self.path = path
+        self._pack_size: int = content["pack_size"]
         self._bins: list[dict[str, list[int]]] = content["bins"]
+
+    @property
+    def pack_size(self) -> int:
+        return self._pack_size
 
     def __len__(self) -> int:
         return len(self._bins)
@@ -57,12 +67,12 @@ class JsonShard:
 
 
 class JsonShardWriter(OrderedShardWriter):
-    """The base class checks and orders the bins; what is left is to write them."""
+    """The base class checks the bins; what is left is to write them."""
 
     _OUTPUT = "shard.json"
 
-    def __init__(self, path: Any, **options: Any) -> None:
-        super().__init__(path, **options)
+    def __init__(self, path: Any, options: WriterOptions) -> None:
+        super().__init__(path, options)
         self._bins: list[dict[str, list[int]]] = []
 
     def _append(self, first_bin: int, block: Any) -> None:
@@ -70,7 +80,7 @@ class JsonShardWriter(OrderedShardWriter):
             self._bins.append({name: values.tolist() for name, values in block[index]._asdict().items()})
 
     def _complete(self, num_bins: int) -> int:
-        text = json.dumps({"pack_size": self._pack_size, "bins": self._bins})
+        text = json.dumps({"pack_size": self.options.pack_size, "bins": self._bins})
         return (self._staging.path / self._OUTPUT).write_text(text)
 
 
@@ -90,8 +100,8 @@ class JsonStorage(Storage):
     def open(self, path: Path) -> Any:
         return JsonShard(path)
 
-    def create_writer(self, path: Any, **options: Any) -> JsonShardWriter:
-        return JsonShardWriter(path, **options)
+    def create_writer(self, path: Any, options: WriterOptions) -> JsonShardWriter:
+        return JsonShardWriter(path, options)
 
 
 class ReadOnlyStorage(Storage):
@@ -123,6 +133,11 @@ def test_every_storage_keeps_its_promises(storage: str, check: Callable[[str, Pa
 
 
 def test_a_storage_that_breaks_a_promise_is_told_which(tmp_path: Path) -> None:
+    class CarelessShard(JsonShard):
+        @property
+        def figures(self) -> BinFigures:
+            return BinFigures(num_bins=len(self), pack_size=self.pack_size)
+
     class Careless(JsonStorage):
         name = "test_careless"
         aliases = ()
@@ -130,8 +145,8 @@ def test_a_storage_that_breaks_a_promise_is_told_which(tmp_path: Path) -> None:
         def shard_name(self, number: int) -> str:
             return f"shard_{number}.bins.json"
 
-        def figures(self, shard: Any) -> Any:
-            return type(super().figures(shard))(num_bins=len(shard), pack_size=shard.pack_size)
+        def open(self, path: Path) -> Any:
+            return CarelessShard(path)
 
     register_storage(Careless())
     with pytest.raises(AssertionError, match="shard names do not sort by number"):
@@ -182,3 +197,28 @@ def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
     clash.name, clash.aliases = "another", ("legacy_npy_pickle",)
     with pytest.raises(PackedSFTError, match="'legacy_npy_pickle' is registered already"):
         register_storage(clash)
+
+
+def test_nothing_asks_which_storage_it_has_before_it() -> None:
+    """A storage is one class: others use the interface, and never isinstance of a concrete storage or shard."""
+    package = Path(megatron_packed_sft.__file__).parent
+    homes = [package / "storage" / name for name in ("memmap_v1", "legacy", "token_stream", "megatron_indexed")]
+    concrete = {
+        node.name
+        for path in [package / "storage" / "parquet.py", *(file for home in homes for file in home.rglob("*.py"))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and re.search(r"Storage$|Shard$|Stream$|Documents$", node.name)
+    }
+    assert {"MemmapShard", "MemmapStorage", "LegacyShard", "ParquetShard", "TokenStream"} <= concrete
+    concrete.add("FlatShard")
+    asked = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        if not any(home in path.parents for home in homes)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass")
+        if concrete & {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
+    ]
+    assert asked == []

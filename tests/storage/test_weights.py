@@ -11,15 +11,14 @@ import pytest
 
 from megatron_packed_sft import DatasetWriter, convert, open_dataset, open_shard, validate
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, UnsupportedFormatError
-from megatron_packed_sft.storage.blocks import block_of
-from megatron_packed_sft.storage.memmap_v1 import manifest as shard_manifest
+from megatron_packed_sft.storage.bins import block_of
 from megatron_packed_sft.storage.memmap_v1 import writer as writer_module
-from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES, FIRST_VERSION
+from megatron_packed_sft.storage.memmap_v1.manifest import ARRAY_FILES
 from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
-from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.support import json_document
 from tests.packed_bins import assert_same_bins, files_of, make_bins, write_shard
+from tests.storage.storage_checks import with_weights
 
 PLAIN = make_bins(30, 16, seed=2)
 MIXED = [with_weights(one) if index in (7, 8, 20) else one for index, one in enumerate(PLAIN)]
@@ -69,7 +68,7 @@ def test_the_manifest_says_what_a_reader_must_know(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "shard" / "manifest.json").read_text())
     assert (document["version"], document["loss_weights_dtype"]) == ("1.1", "<f4")
     assert document["sum_loss_weights"] == sum(float(one.loss_mask.sum(dtype=np.float64)) for one in MIXED)
-    assert sorted(document["files"]) == sorted([*ARRAY_FILES, "loss_weights.npy", "bin_checksums.npy"])
+    assert sorted(document["files"]) == sorted([*ARRAY_FILES, "loss_weights.npy"])
     assert manifest.num_loss_tokens == sum(int((one.loss_mask > 0).sum()) for one in MIXED)
     assert manifest.figures.has_weights
 
@@ -82,15 +81,10 @@ def edit_manifest(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "problem"),
     [
-        (
-            {"version": "1.2"},
-            UnsupportedFormatError,
-            "version is '1.2'; this release reads '1.0' and '1.1', so",
-        ),
-        ({"version": "1.0"}, UnsupportedFormatError, "version is '1.0', but loss_weights_dtype, which came with"),
+        ({"version": "1.2"}, UnsupportedFormatError, "version is '1.2', and this release reads '1.1'"),
         ({"loss_weights_dtype": "<f8"}, UnsupportedFormatError, "loss_weights_dtype is '<f8', not '<f4'"),
         ({"bin_checksum_algorithm": "crc32"}, UnsupportedFormatError, "algorithm is 'crc32', not 'xxh3_64'"),
-        ({"bin_checksum_algorithm": None}, PackedSFTError, "files must list exactly.*'bin_checksums.npy' is wrong"),
+        ({"bin_checksum_algorithm": None}, PackedSFTError, "bin_checksum_algorithm is missing"),
         ({"loss_weights_dtype": None}, PackedSFTError, "files must list exactly.*'loss_weights.npy' is wrong"),
         ({"sum_loss_weights": -1.0}, PackedSFTError, "sum_loss_weights is -1.0, not a decimal number"),
         ({"sum_loss_weights": "many"}, PackedSFTError, "sum_loss_weights is 'many'"),
@@ -106,21 +100,12 @@ def test_a_manifest_that_does_not_fit_is_refused(
     assert not validate(tmp_path / "shard").ok
 
 
-def test_a_reader_of_version_1_0_refuses_the_shard_instead_of_training_it_unweighted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_shard(tmp_path / "shard", MIXED, 16)
-    monkeypatch.setattr(shard_manifest, "VERSION", FIRST_VERSION)  # all that such a reader knows
-    with pytest.raises(UnsupportedFormatError, match=r"version is '1.1'.*update megatron_packed_sft"):
-        open_shard(tmp_path / "shard")
-
-
 def test_missing_or_foreign_weights_are_found(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", MIXED, 16)
     write_shard(tmp_path / "plain", PLAIN, 16)
     (tmp_path / "plain" / "loss_weights.npy").write_bytes((tmp_path / "shard" / "loss_weights.npy").read_bytes())
     assert [finding.message for finding in validate(tmp_path / "plain").findings] == [
-        "is not part of the shard, says its manifest; move it somewhere else"
+        "is not part of the dataset; move it somewhere else"
     ]
     (tmp_path / "shard" / "loss_weights.npy").unlink()
     with pytest.raises(PackedSFTError, match=r"loss_weights.npy"):
@@ -181,6 +166,6 @@ def test_a_dataset_says_the_sum_of_its_weights_if_any_shard_has_some(tmp_path: P
 @pytest.mark.parametrize("to", ["legacy", "parquet"])
 def test_converting_to_a_storage_without_weights_is_refused_in_one_sentence(tmp_path: Path, to: str) -> None:
     write_shard(tmp_path / "shard", MIXED, 16)
-    with pytest.raises(InvalidInputError, match=f"shard has weights .* {to} keeps only 0 and 1; use memmap_v1"):
+    with pytest.raises(InvalidInputError, match=f"shard has loss weights .* {to} keeps only 0 and 1; use memmap_v1"):
         convert(tmp_path / "shard", tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()

@@ -281,7 +281,7 @@ def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsy
     message = failing(capsys, run, target, "--max-shard-size", "big", code=2)
     assert "--max-shard-size is 'big'; give a size such as" in message
     message = failing(capsys, run, target, "--like", str(runs.other), code=2)
-    assert "describes another model than" in message
+    assert "is not the model of" in message
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     assert "has no checkpoint yet" in failing(capsys, tmp_path / "empty", target, code=2)
     assert command_line(["export", str(run), str(run)]) == 1

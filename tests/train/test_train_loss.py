@@ -11,10 +11,10 @@ import pytest
 
 from megatron_packed_sft import PackedBin
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.storage.testing import with_weights
 from megatron_packed_sft.train.config import StepConfig, TrainConfig
 from megatron_packed_sft.train.config_checks import check_config
 from tests.packed_bins import make_bins, write_shard
+from tests.storage.storage_checks import with_weights
 from tests.train.launch import run_in_turn
 
 BINS = [one for one in make_bins(30, 48, 100, seed=5) if len(one.input_ids) > 16][:16]

@@ -67,7 +67,7 @@ def collate(bins: Sequence[LocatedBins], batch_size: int, options: CollateOption
     batch = contract.adapt(filled, options)
     if options.return_doc_ids:
         batch["doc_ids"] = torch.from_numpy(filled.doc_ids)
-    if options.pad_each_bin:  # the bins lie end to end, all of one length
+    if options.pad_each_bin:  # the bins are concatenated, all of one length
         for key in _PER_POSITION & batch.keys():
             batch[key] = batch[key].view(batch_size, -1)
         if options.return_doc_ids:  # counted from 0 in each bin, as in other padded batches

@@ -3,7 +3,7 @@
 The inner loops run over one sequence and one output at a time. A sequence fits the first-level cache, so the bin is
 read from memory once, and each of these loops becomes vector instructions; one loop that fills all four outputs takes
 1.4 times as long. A wrong index would read foreign memory: `collate` checks the table of bins first, in integers that
-cannot overflow. The starts of the sequences are checked here, in a copy: somebody may write to the file meanwhile.
+cannot overflow. The starts of the sequences are checked here, in a copy, because another process may write to the file.
 
 Imported lazily (numba costs 0.2 s).
 """
@@ -59,7 +59,7 @@ def locate_bins(addresses: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) 
     """Fill the table of a `LocatedBins` from the indices of memmap shards.
 
     Args:
-        addresses: [shards, NUM_ADDRESSES]: where their arrays lie.
+        addresses: [shards, NUM_ADDRESSES]: where their arrays are.
         table: has the bins' numbers, owners, batch indices and flags, and as IDS their places in the large arrays.
     """
     for column in range(table.shape[1]):
@@ -140,7 +140,7 @@ def fill(
     """Fill the bins' places in a batch.
 
     In a padded batch (R = B) each bin has a row of its own: tokens and labels are shifted by one, and padding fills up
-    the row. In a flattened batch (R = 1) all bins lie end to end, as Hugging Face models take them: whole sequences,
+    the row. In a flattened batch (R = 1) all bins are concatenated, as Hugging Face models take them: whole sequences,
     labels that are the ids themselves where they are trained and -100 elsewhere, and padding behind the last bin.
 
     Args:

@@ -12,7 +12,7 @@ What keeps the sequences apart is part of each batch; docs/datasets.md says what
 The released package is the oracle for the first: tests/oracle compares every key with `torch.equal`.
 
 Weights and `loss="per_conversation"` make the loss mask float32 and add `loss_denominator`; only `mcore` and `hf` take
-them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights in silence.
+them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights without a warning.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class CollateOptions(BatchOptions):
 class CollatedBins(NamedTuple):
     """A batch as the kernel fills it: R rows of L positions and K boundaries each.
 
-    R is B, one bin per row, or 1 for a flattened batch, whose bins lie end to end.
+    R is B, one bin per row, or 1 for a flattened batch, whose bins are concatenated.
     """
 
     ids: npt.NDArray[Any]  # [3, R, L]: tokens, labels, position ids

@@ -4,13 +4,12 @@
                       bin 9 of shard B         ─▶ batch index 1             fills the batch's arrays
 
 `LocatedBins` names bins by the addresses of their tokens: in the maps of any number of shards, in the arrays of a
-legacy file, or in samples laid end to end. So one call of a kernel fills a batch, wherever its bins lie. Compiled code
-follows these addresses unchecked: everything is compared with the sizes of the arrays here, before there is an address.
+legacy file, or in concatenated samples. So one call of a kernel fills a batch, wherever its bins are. Compiled code
+follows these addresses without checks, so sizes and offsets are checked here, before an address is made.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
-from megatron_packed_sft.storage.bins import IntArray, as_int_array, cast_checked
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS, mask_and_weights
-from megatron_packed_sft.storage.memmap_v1.manifest import PACKED_LEN, SEQ_OFFSETS
-from megatron_packed_sft.storage.memmap_v1.reader import CHECKSUMS_ADDRESS, NUM_ADDRESSES, MemmapShard, ShardArrays
-from megatron_packed_sft.storage.token_stream.reader import TokenStream
+from megatron_packed_sft.storage.bins import (
+    NO_WEIGHTS,
+    GatheredBins,
+    IntArray,
+    as_int_array,
+    cast_checked,
+    mask_and_weights,
+)
+from megatron_packed_sft.storage.interface import PackedShard
+from megatron_packed_sft.storage.memmap_v1.reader import CHECKSUMS_ADDRESS
 from megatron_packed_sft.support.checksum import hash_function
 
 # The fields of `LocatedBins.table`: one small array instead of many, because creating arrays dominates a small batch.
@@ -62,7 +66,7 @@ class LocatedBins(NamedTuple):
     """Bins by their addresses, and their indices in the batch. Only the functions of this module make them."""
 
     table: npt.NDArray[np.int64]  # [NUM_FIELDS, number of bins]
-    origins: Sequence[MemmapShard | str]  # for messages
+    origins: Sequence[PackedShard | str]  # for messages
     keep: object  # owns the memory
 
     @property
@@ -93,23 +97,23 @@ class BinsInArrays(NamedTuple):
 
 
 def locate_in_shard(
-    shard: MemmapShard, bins: Numbers, batch_indices: Numbers | None = None, is_padding: Flags | None = None
+    shard: PackedShard, bins: Numbers, batch_indices: Numbers | None = None, is_padding: Flags | None = None
 ) -> LocatedBins:
-    """Locate bins of one memmap shard; see `locate_in_shards`."""
+    """Locate bins of one memory-mapped shard; see `locate_in_shards`."""
     return locate_in_shards([shard], np.zeros(len(bins), np.int64), bins, batch_indices, is_padding)
 
 
 def locate_in_shards(
-    shards: Sequence[MemmapShard],
+    shards: Sequence[PackedShard],
     owners: Numbers,
     bins: Numbers,
     batch_indices: Numbers | None = None,
     is_padding: Flags | None = None,
 ) -> LocatedBins:
-    """Locate bins of any number of memmap shards, without copying them; those that are new are verified by `collate`.
+    """Locate bins of any number of memory-mapped shards without copying them; `collate` verifies those that are new.
 
     Args:
-        shards: open shards.
+        shards: open shards, whose `mapped_bins` is not None.
         owners: for each bin, which of the shards holds it.
         bins: bin numbers, 0 <= number < len(shard).
         batch_indices: their indices in the batch; 0, 1, 2, ... if not given.
@@ -121,49 +125,22 @@ def locate_in_shards(
     table = np.empty((NUM_FIELDS, numbers.size), np.int64)
     table[IDS] = table[BIN] = numbers
     table[BATCH_INDEX], table[IS_PADDING], table[ORIGIN] = indices, padding, owners
-    keep: list[object] = []
-    found = []
-    now = time.monotonic()
-    for owner, shard in enumerate(shards):
-        arrays = shard.arrays
-        keep.append(arrays)
-        sizes = arrays.sizes
-        if sizes is not None:
-            if now > sizes.due:
-                sizes.look(now)
-            found.append(arrays.addresses)
-        else:
-            found.append(_read(shard, arrays, np.flatnonzero(table[ORIGIN] == owner), table, keep))
-    addresses = np.concatenate(found).reshape(len(found), NUM_ADDRESSES)
+    mapped = [shard.mapped_bins() for shard in shards]
+    addresses = np.array([arrays.addresses for arrays in mapped if arrays is not None])
     if not hash_function():  # an xxhash that does not export its functions: bin by bin
         addresses[:, CHECKSUMS_ADDRESS] = 0
         for owner, number in zip(table[ORIGIN].tolist(), numbers.tolist(), strict=True):
-            shards[owner].bin(number)
+            _ = shards[owner][number]
     code, column = collate_kernel.locate_bins(addresses, table)
     if code != OK:
         raise _refused(shards[int(table[ORIGIN, column])], int(numbers[column]), code)
-    return LocatedBins(table, shards, keep)
+    return LocatedBins(table, shards, mapped)
 
 
-def _read(
-    shard: MemmapShard, arrays: ShardArrays, chosen: IntArray, table: npt.NDArray[np.int64], keep: list[object]
-) -> npt.NDArray[np.int64]:
-    """Read the chosen bins of a shard that is not mapped; return the addresses of its arrays with these in place."""
-    numbers = table[BIN, chosen].tolist()
-    for number in numbers:
-        if not 0 <= number < len(shard):
-            raise _refused(shard, number, BAD_BIN_NUMBER)
-    assert arrays.files is not None
-    large = arrays.files.bins(numbers)
-    keep.append(large)
-    table[IDS, chosen] = np.arange(len(numbers))
-    return arrays.addresses_of(large)
-
-
-def _refused(shard: MemmapShard, number: int, code: int) -> Exception:
+def _refused(shard: PackedShard, number: int, code: int) -> Exception:
     if code == BAD_BIN_NUMBER:
         return IndexError(f"{shard.path}: bin {number} of {len(shard)}")
-    return shard.damaged(PACKED_LEN if code == BAD_LENGTH else SEQ_OFFSETS, number)
+    return shard.damaged_bin(number, "length" if code == BAD_LENGTH else "sequences")
 
 
 def locate_in_arrays(
@@ -238,29 +215,23 @@ def locate(
     return located
 
 
-def locate_in_stream(
-    stream: TokenStream, bins: Numbers, batch_indices: Numbers | None = None, is_padding: Flags | None = None
+def locate_gathered(
+    gathered: GatheredBins, bins: Numbers, batch_indices: Numbers, is_padding: Flags, origin: str
 ) -> LocatedBins:
-    """Copy windows of a token stream out of their files, which may be many; a window is a bin.
+    """Locate bins that a shard laid out in flat arrays; see `PackedShard.gather`.
 
     Args:
-        stream: an open stream.
-        bins: window numbers, 0 <= number < len(stream).
+        gathered: the bins.
+        bins: their numbers, for messages.
         batch_indices, is_padding: as for `locate_in_shards`.
+        origin: what to call the shard in messages.
     """
     numbers, indices, padding = _columns(bins, batch_indices, is_padding)
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(stream):
-        raise IndexError(f"{stream.path}: windows {numbers.tolist()} of {len(stream)}")
-    gathered = stream.gather(numbers.tolist())
-    width = stream.pack_size
-    offsets = gathered.seq_offsets
-    starts = np.arange(numbers.size) * width
-    found = BinsInArrays(
-        starts, gathered.lengths, offsets[:-1], offsets[1:], indices, numbers, padding | gathered.is_empty
-    )
-    # The last token of a document has no place in a batch, so the mask may be 1 there, too.
-    mask = np.ones(numbers.size * width, np.uint8)
-    return locate(found, gathered.ids.reshape(-1), mask, gathered.seq_starts, str(stream.path))
+    if gathered.is_empty is not None:
+        padding = padding | gathered.is_empty
+    places = (gathered.starts, gathered.lengths, gathered.first_sequence, gathered.sequences_end)
+    found = BinsInArrays(*places, indices, numbers, padding)
+    return locate(found, gathered.input_ids, gathered.loss_mask, gathered.seq_starts, origin, gathered.loss_weights)
 
 
 def locate_in_samples(
@@ -332,8 +303,8 @@ def damaged_bin(located: LocatedBins, column: int, code: int) -> PackedSFTError:
     """Return the error for a bin that a kernel refused."""
     if code == BAD_CHECKSUM:
         shard = located.origins[int(located.table[ORIGIN, column])]
-        assert isinstance(shard, MemmapShard)
-        return shard.unverified(int(located.table[BIN, column]))
+        if not isinstance(shard, str):
+            return shard.damaged_bin(int(located.table[BIN, column]), "checksum")
     name = f"{located.origin(column)}: bin {located.table[BIN, column]}"
     if code == BAD_BATCH_INDEX:
         return InvalidInputError(
@@ -343,6 +314,7 @@ def damaged_bin(located: LocatedBins, column: int, code: int) -> PackedSFTError:
     what = {
         BAD_LENGTH: "its length is not that of its tokens",
         BAD_OFFSETS: "some of its sequences are missing",
+        BAD_CHECKSUM: "it does not match its checksum",
         BAD_STARTS: f"its sequence starts do not rise from 0 inside its {located.table[LENGTH, column]} tokens",
     }[code]
     return ShardFileError(f"{name} is damaged: {what}; run `packed-sft validate` on the shard")

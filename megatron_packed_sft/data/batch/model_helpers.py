@@ -1,10 +1,15 @@
-"""Masks for trainers without varlen attention: which positions of a bin may see which.
+"""What a model needs beside a batch: masks of its sequences, a check that it keeps them apart, its weighted loss.
 
     cu_seqlens  0 3 5 8      doc_ids  0 0 0 1 1 2 2 2      a position sees itself and the earlier ones of its own
                                                            sequence; padding is a sequence of its own
 
 `doc_ids` come with the batch (`CollateOptions(return_doc_ids=True)`) or from its boundaries. They take 4 bytes a
 position; the dense mask takes a byte for each pair, so use flex attention with `document_mask_mod` for long bins.
+
+Models of transformers find the sequences of an `hf` batch in the position ids, which start over with each sequence,
+unless they have a cache. Most architectures do; some ignore positions (OPT, BLOOM, Falcon), make their mask without
+them (gpt-oss in transformers 5.22), or carry a state through the whole batch (Mamba and its hybrids). None of these
+raises an error, so `require_separate_sequences` compares logits of the same sequences, packed and one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ def doc_ids_from_boundaries(cu_seqlens: torch.Tensor, length: int) -> torch.Tens
     if bool((ends[..., -1] != length).any()):
         raise InvalidInputError(
             f"the boundaries end at {int(ends[..., -1].min())}, not at the bin's {length} positions, so they do not "
-            "say where its sequences lie; pass cu_seqlens_q_padded if the batch has it, and the length of its tokens"
+            "cover its sequences; pass cu_seqlens_q_padded if the batch has it, and the length of its tokens"
         )
     positions = torch.arange(length, dtype=ends.dtype, device=ends.device)
     positions = positions.expand(*ends.shape[:-1], length).contiguous()

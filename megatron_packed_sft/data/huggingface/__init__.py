@@ -2,5 +2,5 @@
 
     texts ─ block_tokenize_fn (datasets.map) ─▶ blocks with document_starts ─ DataCollatorForCausalLM ─▶ a batch
 
-The packers and the collate kernel are those of everything else here; docs/huggingface.md shows both in a Trainer.
+Packers and collate kernel are shared with the rest of the package; docs/huggingface.md shows both in a Trainer.
 """

@@ -236,7 +236,7 @@ def framing_ids(tokenizer: Any, *, add_bos: bool, add_eos: bool) -> tuple[int | 
     found = special_ids(tokenizer)
     for name, wanted, value in (("bos", add_bos, found.bos), ("eos", add_eos, found.eos)):
         if wanted and value is None:
-            remedy = _WRAP if _is_bare(tokenizer) else "give it one"
+            remedy = _WRAP if _is_bare(tokenizer) else "set one on the tokenizer"
             raise InvalidInputError(
                 f"the tokenizer ({type(tokenizer).__name__}) has no {name.upper()} token to add; set add_{name}=False, "
                 f"or {remedy}"
@@ -285,5 +285,5 @@ def _check_bare(tokenizer: Any) -> None:
     for name in ("truncation", "padding"):
         if getattr(tokenizer, name, None) is not None:
             raise InvalidInputError(
-                f"the tokenizer's own {name} would change documents in silence; call tokenizer.no_{name}() first"
+                f"the tokenizer's own {name} would change documents without a warning; call tokenizer.no_{name}() first"
             )

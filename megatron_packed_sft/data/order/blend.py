@@ -37,6 +37,7 @@ from megatron_packed_sft.data.order.state import BlendState
 from megatron_packed_sft.errors import InvalidInputError
 
 _MAX_POINTS = 256
+_LARGEST_GAP = 4096  # between positions that are still read in one go
 
 
 class BlendPoint(NamedTuple):
@@ -255,11 +256,8 @@ class Blend:
         return f"weights {list(self.weights)}{f' moving {self.annealing}' if self.annealing else ''}"
 
 
-_LARGEST_GAP = 4096  # between positions that are still read in one go
-
-
 class BlendOrder:
-    """The order of a blend, as indices into its sources laid end to end: an `Order` for the samplers.
+    """The order of a blend, as indices into its concatenated sources: an `Order` for the samplers.
 
     Args:
         blend: which source comes when.
@@ -313,7 +311,7 @@ class BlendOrder:
         return dict(zip(self.names, self.blend.progress(position), strict=True))
 
     def at(self, positions: npt.ArrayLike) -> Int64Array:
-        """Return the index of the sample at each position of the stream, in the sources laid end to end.
+        """Return the index of the sample at each position of the stream, in the concatenated sources.
 
         Example:
             >>> order = BlendOrder(Blend([1, 1], [5, 5]), [SampleOrder(5, shuffle=False)] * 2)

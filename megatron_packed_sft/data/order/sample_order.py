@@ -135,7 +135,13 @@ def _round_keys(
 
 @dataclass(frozen=True, slots=True)
 class ShardOrder:
-    """An order of samples by shards: shards are shuffled, and the samples of `window` shards at a time.
+    """An order that visits few shards at a time, for data that is larger than the cache it is read through.
+
+        shards, in a new order every epoch    3 0 | 4 1 | 2        windows of two
+        samples, shuffled inside a window     3 0 3 3 0 0 | ...
+
+    Samples that are stored more than a window apart never meet in a batch, and inside an epoch a sample stays within
+    its window. With one window over all shards it is a full shuffle.
 
     Args:
         shard_sizes: the samples of each shard, in stored order.

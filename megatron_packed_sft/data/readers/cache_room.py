@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
 from megatron_packed_sft.errors import PackedSFTError
 from megatron_packed_sft.support.wording import byte_count, plural

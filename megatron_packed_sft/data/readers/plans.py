@@ -16,9 +16,9 @@ from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with
 from megatron_packed_sft.packing.items import sizes_of
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.packing.strategies.packing_problem import Int32
-from megatron_packed_sft.storage.bins import BinFigures, PackedBin
-from megatron_packed_sft.storage.loss_weights import NO_WEIGHTS
-from megatron_packed_sft.storage.read_options import MMAP, ReadOptions
+from megatron_packed_sft.storage.bins import NO_WEIGHTS, PackedBin
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import ReadOptions
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.tokens.materialize import plan_block, stored_width
 from megatron_packed_sft.tokens.store import TokenStore
@@ -90,10 +90,8 @@ class PlanBinReader:
         """Nothing is announced: sequences lie all over the store."""
 
     def read_with(self, options: ReadOptions) -> None:
-        """Choose when sequences are compared with their checksums; a token store is mapped, whatever `access` says."""
+        """Choose when sequences are compared with their checksums."""
         self._store.read_with(options)
-        if options.access != MMAP:
-            logger.info("%s: access concerns shards; a token store is mapped", self._store.path)
 
 
 def figures_of_plan(plan: PackPlan, bins: Numbers, **recorded: Any) -> BinFigures:

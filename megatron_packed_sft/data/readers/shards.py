@@ -14,27 +14,20 @@ import numpy as np
 
 from megatron_packed_sft.data.batch.located_bins import (
     LocatedBins,
-    locate_in_arrays,
-    locate_in_samples,
+    locate_gathered,
     locate_in_shards,
-    locate_in_stream,
 )
 from megatron_packed_sft.data.made_with import MadeWith, refuse_mixed
 from megatron_packed_sft.data.options import Tolerance
-from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of, sample_of
+from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of
 from megatron_packed_sft.errors import ShardError
-from megatron_packed_sft.storage.bins import BinFigures, PackedBin
+from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
-from megatron_packed_sft.storage.flat_files import FlatShard
-from megatron_packed_sft.storage.interface import PackedShard, Storage
-from megatron_packed_sft.storage.megatron_indexed.storage import IndexedDocuments
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
-from megatron_packed_sft.storage.read_options import NEVER, ReadOptions
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShard, ReadOptions, Storage
 from megatron_packed_sft.storage.remote_shard import RemoteShard
-from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.file_maps import LazyMaps
-from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +50,6 @@ class ShardBinReader:
     remote: Sequence[RemoteShard] | None = None  # the shards' places in an object store
     _open: dict[int, PackedShard] = field(default_factory=dict, repr=False)
     _reading: ReadOptions = field(default_factory=ReadOptions, repr=False)
-    _is_said: bool = field(default=False, repr=False)  # that bins cannot be verified
 
     def __post_init__(self) -> None:
         self.shard_offsets = np.cumsum([0, *(entry.num_bins for entry in self.entries)])
@@ -76,7 +68,7 @@ class ShardBinReader:
         _announce(storage, paths)
         shards = [storage.open(path) for path in paths]
         _pass_on(shards)
-        figures = [storage.figures(shard) for shard in shards]
+        figures = [shard.figures for shard in shards]
         parts = [
             made_with_of(str(path), one, functools.partial(getattr, one, "vocab_size"), shard.__getitem__)
             for path, one, shard in zip(paths, figures, shards, strict=True)
@@ -91,11 +83,11 @@ class ShardBinReader:
             storage,
             paths,
             [
-                ShardEntry(path.name, len(shard), _identity(storage, path, shard))
+                ShardEntry(path.name, len(shard), shard.fingerprint or storage.checksum(path))
                 for path, shard in zip(paths, shards, strict=True)
             ],
             together,
-            _described(storage, paths, shards),
+            storage.describe(paths, shards),
             of_directory,
             _open=dict(enumerate(shards)),
         )
@@ -106,7 +98,7 @@ class ShardBinReader:
         entries = dataset.entries(split)
         paths = [dataset.shard_path(split, entry) for entry in entries]
         _announce(dataset.storage, paths)
-        description = f"split {split!r} of {dataset.location}, {_count(dataset.storage, len(entries))}"
+        description = f"split {split!r} of {dataset.location}, {dataset.storage.count(len(entries))}"
         found = [dataset.remote_shard(split, entry) for entry in entries]
         return cls(
             dataset.storage,
@@ -132,14 +124,14 @@ class ShardBinReader:
         if self.figures.vocab_size is not None:
             return self.figures.vocab_size
         num_needed = 1 if self.figures.tokenizer else len(self.entries)
-        return BinFigures.over([self.storage.figures(self.shard(number)) for number in range(num_needed)]).vocab_size
+        return BinFigures.over([self.shard(number).figures for number in range(num_needed)]).vocab_size
 
     @functools.cached_property
     def pad_id(self) -> int | None:
         """What the first shard was padded with; memmap_v1 shards that do not say so were padded with 0."""
         if self.figures.pad_id is not None or not self.storage.has_manifest:
             return self.figures.pad_id
-        return self.storage.figures(self.shard(0)).pad_id or 0
+        return self.shard(0).figures.pad_id or 0
 
     def made_with(self) -> list[MadeWith]:
         """Return what the shards were made with: they agree, as far as they say."""
@@ -159,7 +151,7 @@ class ShardBinReader:
             remote = None if self.remote is None else self.remote[number]
             listed = self.is_listed
             shard = open_listed_shard(self.storage, path, entry, remote) if listed else self._reopened(path, entry)
-            self._prepare(shard)
+            shard.read_with(self._reading)
             self._open[number] = shard
         return shard
 
@@ -167,20 +159,11 @@ class ShardBinReader:
         """Choose how the shards' files are read from now on; see `ReadOptions`."""
         self._reading = options
         for shard in list(self._open.values()):
-            self._prepare(shard)
-
-    def _prepare(self, shard: PackedShard) -> None:
-        if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
             shard.read_with(self._reading)
-        if isinstance(shard, MemmapShard) and self._reading.verify != NEVER and not self._is_said:
-            note = shard.manifest.verification_note
-            self._is_said = note is not None
-            if note is not None:
-                logger.info("%s: %s", shard.path, note)
 
     def _reopened(self, path: Path, entry: ShardEntry) -> PackedShard:
         shard = self.storage.open(path)
-        if _identity(self.storage, path, shard) != entry.checksum:
+        if (shard.fingerprint or self.storage.checksum(path)) != entry.checksum:
             raise ShardError(f"{path} was changed after its dataset was opened; open the dataset again")
         return shard
 
@@ -200,7 +183,7 @@ class ShardBinReader:
         return self.shard(number), index - self._offsets_list[number]
 
     def locate(self, bins: Numbers, positions: Numbers, is_padding: Flags) -> list[LocatedBins]:
-        """Return the bins of each shard that holds some of them; those of memmap shards all at once."""
+        """Return the bins of each shard that holds some of them; of mapped shards, those of all shards at once."""
         owners: dict[int, int] = {}
         owner_of, inside = [], []
         for index in bins.tolist():
@@ -208,17 +191,18 @@ class ShardBinReader:
             owner_of.append(owners.setdefault(number, len(owners)))
             inside.append(index - self._offsets_list[number])
         shards = [self.shard(number) for number in owners]
-        memmaps = [shard for shard in shards if isinstance(shard, MemmapShard)]
-        if memmaps and len(memmaps) == len(shards):
-            return [locate_in_shards(memmaps, owner_of, inside, positions, is_padding)]
-        return [
-            _locate_in(self.shard(number), str(self.paths[number]), inside, positions[chosen], is_padding[chosen])
-            for number, chosen, inside in self._by_shard(bins)
-        ]
+        if shards and shards[0].mapped_bins() is not None:
+            return [locate_in_shards(shards, owner_of, inside, positions, is_padding)]
+        located = []
+        for number, chosen, numbers in self._by_shard(bins):
+            gathered = self.shard(number).gather(numbers.tolist())
+            origin = str(self.paths[number])
+            located.append(locate_gathered(gathered, numbers, positions[chosen], is_padding[chosen], origin))
+        return located
 
     def longest_input(self) -> int:
         """Return how many positions the bin that needs most takes in a batch."""
-        return max(_longest_input(self.shard(number)) for number in range(len(self.entries)))
+        return max(self.shard(number).longest_input() for number in range(len(self.entries)))
 
     def advise(self, bins: Numbers) -> None:
         """Have the kernel read the bins ahead, where the storage is memory-mapped; fetch shards that are not here."""
@@ -228,9 +212,7 @@ class ShardBinReader:
         if self.storage.in_memory:
             return
         for number, _, inside in by_shard:
-            shard = self.shard(number)
-            if isinstance(shard, MemmapShard | TokenStream | IndexedDocuments):
-                shard.advise(inside.tolist())
+            self.shard(number).advise(inside.tolist())
 
     def _is_here_or_wanted(self, remote: Sequence[RemoteShard], number: int) -> bool:
         """Return whether a shard of a store is on this node; one that is not is fetched from now on."""
@@ -258,34 +240,6 @@ class ShardBinReader:
         return [(number, chosen, bins[chosen] - self._offsets_list[number]) for number, chosen in places.items()]
 
 
-def _identity(storage: Storage, path: Path, shard: Any) -> str:
-    """Return what identifies the content of a shard that no dataset.json lists."""
-    return getattr(shard, "fingerprint", None) or storage.checksum(path)
-
-
-def _locate_in(shard: Any, source: str, bins: Numbers, positions: Numbers, is_padding: Flags) -> LocatedBins:
-    """Find bins in a shard the fastest way that it offers: its maps, its flat arrays, or bin by bin."""
-    if isinstance(shard, FlatShard):
-        return locate_in_arrays(*shard.flat, bins, positions, is_padding, source)
-    if isinstance(shard, TokenStream):
-        return locate_in_stream(shard, bins, positions, is_padding)
-    samples = [
-        sample_of(shard[index], padding) for index, padding in zip(bins.tolist(), is_padding.tolist(), strict=True)
-    ]
-    return locate_in_samples(samples, positions, source)
-
-
-def _longest_input(shard: Any) -> int:
-    if isinstance(shard, MemmapShard):
-        arrays = shard.arrays
-        return int((arrays.packed_len.astype(np.int64) - np.diff(arrays.seq_offsets.astype(np.int64))).max())
-    if isinstance(shard, FlatShard):
-        return int((shard.packed_len.astype(np.int64) - np.diff(shard.flat.seq_offsets)).max())
-    if isinstance(shard, TokenStream | IndexedDocuments):
-        return shard.pack_size - 1
-    return max(int(len(one.input_ids) - one.num_sequences) for one in shard)
-
-
 def _announce(storage: Storage, paths: Sequence[Path]) -> None:
     if storage.in_memory:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -293,21 +247,9 @@ def _announce(storage: Storage, paths: Sequence[Path]) -> None:
 
 
 def _pass_on(shards: Sequence[PackedShard]) -> None:
-    """Log what token streams have to say, where they are first opened and not again in every worker."""
-    for stream in (shard for shard in shards if isinstance(shard, TokenStream)):
-        for warning in stream.warnings:
+    """Log remarks about the content, where shards are first opened and not again in every worker."""
+    for shard in shards:
+        for warning in shard.warnings:
             logger.warning("%s", warning)
-        for note in stream.notes:
+        for note in shard.notes:
             logger.info("%s", note)
-
-
-def _described(storage: Storage, paths: Sequence[Path], shards: Sequence[PackedShard]) -> str:
-    more = " ..." if len(shards) > 1 else ""
-    num_files = sum(len(shard.files) for shard in shards if isinstance(shard, TokenStream))
-    if num_files:
-        return f"token stream {paths[0]}{more}, {plural(num_files, 'file')}"
-    return f"{_count(storage, len(shards))}, {paths[0]}{more}"
-
-
-def _count(storage: Storage, count: int) -> str:
-    return f"{count:,} {storage.name} shard{'' if count == 1 else 's'}"

@@ -184,7 +184,8 @@ def vocabulary_texts(document: dict[str, Any], *, marks_spaces: bool) -> list[st
 
 # Tokenizers that passed the comparison on this machine are remembered, one small file each: the comparison needs the
 # tokenizer in `tokenizers`, which takes longer to load than gigatoken takes for many megabytes of chats. The file is
-# named by the tokenizer's fingerprint; with other versions of either library, the comparison runs again.
+# named by the tokenizer's fingerprint; with other versions of either library, the comparison runs again. What
+# transformers says of a folder (see huggingface_folder) is remembered in the same way.
 
 _CHECKS = 1  # increase it when the checks change, so that every tokenizer is checked again
 
@@ -199,15 +200,15 @@ def checked_by() -> str | None:
 
 
 def recall(fingerprint: str) -> str | None:
-    """Return the `checked_by` with which a tokenizer passed, or None."""
+    """Return what was remembered of a tokenizer, such as the `checked_by` with which it passed, or None."""
     directory = _directory()
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return None if directory is None else (directory / fingerprint).read_text()
     return None
 
 
-def remember(fingerprint: str, passed_with: str) -> None:
-    """Record that a tokenizer passed; if nothing can be written, the next process checks again."""
+def remember(fingerprint: str, answer: str) -> None:
+    """Remember something of a tokenizer; if nothing can be written, the next process checks again."""
     directory = _directory()
     if directory is None:
         return
@@ -215,7 +216,7 @@ def remember(fingerprint: str, passed_with: str) -> None:
     temporary = target.with_name(f".{fingerprint}.{os.getpid()}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(passed_with)
+        temporary.write_text(answer)
         temporary.replace(target)
 
 

@@ -28,6 +28,7 @@ from megatron_packed_sft.encode.tokenizers.huggingface_folder import (
     INSTALL,
     TOKENIZER_FILE,
     TokenizerFolder,
+    document_of_folder,
     read_tokenizer_folder,
 )
 from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, MarkedText, is_control_text
@@ -74,7 +75,7 @@ class HuggingFaceTokenizer:
         self.chat_template, self.tool_template = files.chat_template, files.tool_template
         self.stop_tokens: Sequence[str] = files.stop_tokens
         # Pickled with the tokenizer, since asking transformers again takes seconds.
-        self._asked = files if files.reason else None
+        self._asked = None if files.reason is None else files._replace(document={}) if files.keeps_file else files
         self.fingerprint = _fingerprint(self._document)
         passed_with = (recall(self.fingerprint) if fast else None) if expected is None else expected[1]
         has_passed = passed_with is not None and passed_with == checked_by()
@@ -305,7 +306,10 @@ def _load_again(
 ) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
     folder = local_tokenizer(path)
-    tokenizer._load(folder, fast, asked or read_tokenizer_folder(folder), expected)
+    files = asked or read_tokenizer_folder(folder)
+    if files.reason and files.keeps_file:
+        files = files._replace(document=document_of_folder(folder))
+    tokenizer._load(folder, fast, files, expected)
     return tokenizer
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+import xxhash
 
+from megatron_packed_sft.encode.tokenizers.gigatoken_path import recall, remember
+from megatron_packed_sft.encode.tokenizers.load import belongs_to_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError
 from megatron_packed_sft.support.paths import refuse_special_file
 
@@ -38,6 +42,7 @@ class TokenizerFolder(NamedTuple):
         tool_template: a separate one for chats with tools, if there is one.
         stop_tokens: texts at which generation stops.
         reason: why transformers was asked, if it was.
+        keeps_file: whether the document is that of tokenizer.json.
     """
 
     document: dict[str, Any]
@@ -46,6 +51,7 @@ class TokenizerFolder(NamedTuple):
     tool_template: str | None
     stop_tokens: tuple[str, ...]
     reason: str | None = None
+    keeps_file: bool = True
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
@@ -78,10 +84,10 @@ def _read(folder: Path) -> TokenizerFolder:
             f"{folder / CONFIG_FILE} sets split_special_tokens, which turns control tokens into ordinary text; set it "
             "to false"
         )
-    if reason := _why_transformers_decides(folder, config, model_config):
-        return _ask_transformers(folder, reason)
-    special_tokens = _special_tokens(config)
     _merge_added_tokens(document, config)
+    if reason := _why_transformers_decides(folder, config, model_config):
+        return _recall_or_ask(folder, document, reason)
+    special_tokens = _special_tokens(config)
     if reason := _left_open(document, config, special_tokens):
         return _ask_transformers(folder, reason)
     templates = _chat_templates(folder, config)
@@ -92,6 +98,66 @@ def _read(folder: Path) -> TokenizerFolder:
         templates.get("tool_use"),
         _stop_tokens(folder, document, special_tokens),
     )
+
+
+def document_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the document of a folder of which tokenizer.json is known to be right."""
+    document = _read_json(folder / TOKENIZER_FILE)
+    document.setdefault("added_tokens", [])
+    _merge_added_tokens(document, _read_json_if_any(folder / CONFIG_FILE))
+    return document
+
+
+def _recall_or_ask(folder: Path, document: dict[str, Any], reason: str) -> TokenizerFolder:
+    """Return what transformers makes of a folder; if it builds what tokenizer.json says, remember the rest."""
+    digest = xxhash.xxh3_128()
+    for path in sorted((*folder.glob("*"), *(folder / TEMPLATES_FOLDER).glob("*"))):
+        if belongs_to_tokenizer(path.name) and path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    key = f"transformers-{digest.hexdigest()}"
+    try:
+        installed = version("transformers")
+        known = orjson.loads(recall(key) or "{}")
+    except (PackageNotFoundError, orjson.JSONDecodeError):
+        installed, known = "", {}
+    if installed and known.pop("version", None) == installed:
+        return TokenizerFolder(document, **{**known, "stop_tokens": tuple(known["stop_tokens"])}, reason=reason)
+    found = _ask_transformers(folder, reason)
+    if what_decides_ids(found.document) != what_decides_ids(document):
+        return found
+    names = ("special_tokens", "chat_template", "tool_template", "stop_tokens")
+    answer = {"version": installed, **{name: getattr(found, name) for name in names}}
+    remember(key, orjson.dumps(answer).decode())
+    return found._replace(document=document, keeps_file=True)
+
+
+def what_decides_ids(document: dict[str, Any]) -> Any:
+    """Return the parts of a document that decide ids, without settings that are absent or have no effect.
+
+    Example:
+        >>> level = {"type": "ByteLevel", "use_regex": True, "trim_offsets": False}
+        >>> what_decides_ids({"model": {"dropout": None}, "pre_tokenizer": level, "added_tokens": []})
+        [{}, None, {'type': 'ByteLevel'}, []]
+    """
+    model = {name: value for name, value in document["model"].items() if value}
+    if "merges" in model:
+        model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    added = sorted(document["added_tokens"], key=lambda token: int(token["id"]))
+    return [model, document.get("normalizer"), _without_defaults(document.get("pre_tokenizer")), added]
+
+
+def _without_defaults(part: Any) -> Any:
+    """Return a pre-tokenizer without offsets, which decide no ids, and without what old files leave out."""
+    if isinstance(part, list):
+        return [_without_defaults(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    defaults = {"use_regex": True} if part.get("type") == "ByteLevel" else {}
+    return {
+        name: _without_defaults(value)
+        for name, value in part.items()
+        if name != "trim_offsets" and (name not in defaults or value != defaults[name])
+    }
 
 
 def _why_transformers_decides(folder: Path, config: dict[str, Any], model_config: dict[str, Any]) -> str | None:
@@ -256,4 +322,5 @@ def _ask_transformers(folder: Path, reason: str) -> TokenizerFolder:
         templates.get("tool_use"),
         _stop_tokens(folder, document, special_tokens),
         reason,
+        keeps_file=False,
     )

@@ -64,8 +64,9 @@ def local_tokenizer(path: str | os.PathLike[str]) -> Path:
     """Return the local path of a tokenizer, fetching it if it is a URL."""
     if not is_url(path):
         return Path(path)
-    return copy_of(os.fspath(path), wanted=_belongs_to_tokenizer, most_bytes=_MOST_BYTES, kind="a tokenizer")
+    return copy_of(os.fspath(path), wanted=belongs_to_tokenizer, most_bytes=_MOST_BYTES, kind="a tokenizer")
 
 
-def _belongs_to_tokenizer(name: str) -> bool:
+def belongs_to_tokenizer(name: str) -> bool:
+    """Return whether a file of a folder is one of its tokenizer's."""
     return "/" not in name and name.endswith(_SUFFIXES) and not name.endswith(".index.json")

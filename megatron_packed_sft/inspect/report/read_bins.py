@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.joined import JoinedBinReader
+from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
 from megatron_packed_sft.data.readers.shards import ShardBinReader
-from megatron_packed_sft.errors import ShardError
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
 from megatron_packed_sft.prepare.audit import TrainedTokens
-from megatron_packed_sft.storage.flat_files import FlatShard
-from megatron_packed_sft.storage.memmap_v1.reader import MemmapShard
 
 Int64 = npt.NDArray[np.int64]
 
@@ -151,29 +146,7 @@ def _lengths_of(reader: BinReader) -> list[tuple[Int64, Int64]]:
     if isinstance(reader, JoinedBinReader):
         return [one for source in reader.sources for one in _lengths_of(source)]
     if isinstance(reader, ShardBinReader):
-        return [_lengths_in_shard(reader.shard(number), str(path)) for number, path in enumerate(reader.paths)]
-    return [_lengths_one_by_one([reader.bin(number) for number in range(len(reader))])]
-
-
-def _lengths_in_shard(shard: Any, where: str) -> tuple[Int64, Int64]:
-    if isinstance(shard, MemmapShard):
-        arrays = shard.arrays
-        packed, offsets, starts = arrays.packed_len, arrays.seq_offsets.astype(np.int64), arrays.seq_starts
-    elif isinstance(shard, FlatShard):
-        packed, offsets, starts = shard.packed_len, shard.flat.seq_offsets, shard.flat.seq_starts
-    else:
-        return _lengths_one_by_one(shard)
-    counts = np.diff(offsets)
-    if (counts < 1).any() or offsets[0] != 0 or offsets[-1] != len(starts):
-        raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")
-    ends = np.append(np.asarray(starts[1:], np.int64), 0)
-    ends[offsets[1:] - 1] = packed  # a bin's last sequence ends with the bin
-    lengths = ends - np.asarray(starts, np.int64)
-    if (lengths < 1).any():
-        raise ShardError(f"the indices of {where} are damaged; run `packed-sft validate` on it")
-    return lengths, counts
-
-
-def _lengths_one_by_one(bins: Any) -> tuple[Int64, Int64]:
-    found = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in bins]
-    return np.concatenate(found).astype(np.int64), np.array([len(one) for one in found], np.int64)
+        return [reader.shard(number).sequence_lengths() for number in range(len(reader.paths))]
+    found = [reader.bin(number) for number in range(len(reader))]
+    lengths = [np.diff([*one.seq_start_id.tolist(), len(one.input_ids)]) for one in found]
+    return [(np.concatenate(lengths).astype(np.int64), np.array([len(one) for one in lengths], np.int64))]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_packed_sft.errors import PackedSFTError
+from megatron_packed_sft.inspect.info_of_data import source_facts
 from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report.charts import SEED, StepShape, balance, other_shapes
 from megatron_packed_sft.inspect.report.read_bins import BinLengths, Int64
@@ -21,7 +22,7 @@ from megatron_packed_sft.inspect.tokens_of_bin import escape_invisible
 from megatron_packed_sft.packing.items import REASONS
 from megatron_packed_sft.packing.packer import balanced, pack
 from megatron_packed_sft.packing.strategies.registry import known_strategies
-from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 Facts = dict[str, Any]
@@ -46,10 +47,10 @@ SOURCES = (
     Column("source", "text", lambda one: one["name"]),
     Column("share of tokens", "bar", lambda one: one["share"]),
     Column("records", "count", lambda one: one["num_records"]),
-    Column("dropped", "count", lambda one: one["num_dropped"]),
+    Column("dropped", "count", lambda one: sum(one["dropped"].values())),
     Column("sequences", "count", lambda one: one["num_sequences"]),
     Column("tokens", "count", lambda one: one["num_tokens"]),
-    Column("trained", "percent", lambda one: one["num_trained"] / one["num_tokens"] if one["num_tokens"] else None),
+    Column("trained", "percent", lambda one: one["trained_share"]),
     Column("weight", "text", lambda one: None if one["weight"] is None else f"{one['weight']:g}"),
     Column("schema", "text", lambda one: one["schema"]),
 )
@@ -163,37 +164,19 @@ def strategies(lengths: Int64, pack_size: int, max_seqs_per_bin: int | None = No
 
 
 def sources(data: OpenedData) -> list[Facts]:
-    """Return what was read of each source, and what of it is in the bins of all splits."""
-    found = []
-    for name, source in data.provenance.get("sources", {}).items():
-        in_bins = source.get("in_bins", {})
-        dropped = [*source.get("dropped", {}).values(), *source.get("dropped_by_plan", {}).values()]
-        found.append(
-            {
-                "name": name,
-                "schema": source.get("schema"),
-                "weight": source.get("weight"),
-                "num_records": source.get("num_rows"),
-                "num_dropped": sum(dropped),
-                "num_sequences": in_bins.get("num_sequences", 0),
-                "num_tokens": in_bins.get("num_tokens", 0),
-                "num_trained": in_bins.get("num_trained_tokens", 0),
-                "files": [{"name": file["name"], "size": file["size"]} for file in source.get("files", [])],
-            }
-        )
-    num_tokens = sum(one["num_tokens"] for one in found) or 1
-    return [{**one, "share": one["num_tokens"] / num_tokens} for one in found]
+    """Return the facts about each source, and its share of all tokens."""
+    facts = source_facts(data.provenance)
+    num_tokens = sum(one["num_tokens"] for one in facts.values()) or 1
+    return [{"name": name, **one, "share": one["num_tokens"] / num_tokens} for name, one in facts.items()]
 
 
 def drops(data: OpenedData) -> list[Facts]:
     """Return each reason for drops, with its records and tokens, by source, and examples where they are known."""
     examples = {} if data.prepared_from is None else data.prepared_from.drop_examples()
     records: dict[str, dict[str, int]] = {}
-    for name, source in data.provenance.get("sources", {}).items():
-        for key in ("dropped", "dropped_by_plan"):
-            for reason, count in source.get(key, {}).items():
-                by_source = records.setdefault(reason, {})
-                by_source[name] = by_source.get(name, 0) + count
+    for name, source in source_facts(data.provenance).items():
+        for reason, count in source["dropped"].items():
+            records.setdefault(reason, {})[name] = count
     tokens: dict[str, int] = {}
     for split in data.provenance.get("splits", {}).values():
         for reason, count in split.get("accounting", {}).get("dropped_tokens", {}).items():

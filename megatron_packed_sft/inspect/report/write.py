@@ -136,16 +136,6 @@ def _write(page: dict[str, Any], html: bytes, target: Path | str) -> WrittenRepo
     )
 
 
-def page_beside(path: Path | str) -> Path | str:
-    """Return where `prepare report=true` writes the page of a dataset, given the dataset's path or URL.
-
-    Example:
-        >>> page_beside("s3://bucket/my_dataset")
-        's3://bucket/my_dataset.report.html'
-    """
-    return f"{path}{SUFFIX}" if isinstance(path, str) else path.with_name(f"{path.name}{SUFFIX}")
-
-
 def refuse_other_file(path: Path | str) -> None:
     """Raise an error if something other than an earlier page is at the target."""
     mark = f'content="{GENERATOR}"'.encode()

@@ -17,11 +17,12 @@ import math
 import os
 import pickle
 import re
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -304,9 +305,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     if not file.is_file():
         raise ShardFileError(f"{file} is missing; give the folder of a torch_dist checkpoint")
     with _errors_in_one_sentence(str(file)):
-        metadata = _Unpickler(file.read_bytes(), _METADATA_NAMES).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        metadata: Metadata = _unpickle(file.read_bytes(), _METADATA_NAMES, Metadata)
         files = sorted({place.relative_path for place in metadata.storage_data.values()})
     for name in files:
         if name != os.path.basename(name) or name in ("", ".", ".."):
@@ -332,25 +331,54 @@ def refuse_harmful_state(state: Any, where: str) -> None:
     """
     if isinstance(state, torch.Tensor) and state.numel():
         with _errors_in_one_sentence(where), plain_data_only():
-            _Unpickler(state.cpu().numpy().tobytes(), _FP8_NAMES).load()
+            _unpickle(state.cpu().numpy().tobytes(), _FP8_NAMES)
 
 
-class _Unpickler(pickle._Unpickler):
-    """An unpickler that imports the names on a list and torch's dtypes, and nothing else.
+def _unpickle(data: bytes, names: Mapping[str, set[str]], kind: type = object) -> Any:
+    """Return what a pickle describes, which may import the names on a list and torch's dtypes, and nothing else.
 
-    It is Python's own implementation, because the one in C reserves memory for any number in a damaged file.
+    Python's own implementation goes first: unlike the one in C it reserves no memory for numbers in a damaged file, and
+    it can refuse to change classes. The one in C follows, because Megatron-Core will use that, too: if a file is made
+    to mean something else to it, it is refused here.
     """
+    found = _CarefulUnpickler(data, names).load()
+    if not isinstance(found, kind):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return _FastUnpickler(data, names).load()
 
+
+def _find_allowed(names: Mapping[str, set[str]], module: str, name: str) -> tuple[str, str]:
+    """Return the module and the name to import, or refuse them."""
+    is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+    if not is_dtype and name not in names.get(module, ()):
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+    return _STAND_INS.get(name, (module, name))
+
+
+class _FastUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, names: Mapping[str, set[str]]) -> None:
         super().__init__(io.BytesIO(data))
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if name not in self._names.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(*_STAND_INS.get(name, (module, name)))
+        return super().find_class(*_find_allowed(self._names, module, name))
+
+
+class _CarefulUnpickler(pickle._Unpickler):
+    def __init__(self, data: bytes, names: Mapping[str, set[str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*_find_allowed(self._names, module, name))
+
+    def _set_state(self) -> None:
+        stack: list[Any] = vars(self)["stack"]
+        if isinstance(stack[-2], type | types.FunctionType):
+            raise pickle.UnpicklingError("it changes a class or a function")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](cast(Any, self))
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _set_state}
 
 
 @contextmanager

@@ -8,9 +8,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.storage.legacy import pickle_tables as tables
-from megatron_packed_sft.storage.legacy.pickle_tables import ByteArray, LongArray
 from megatron_packed_sft.support.compiled import inner_kernel, kernel
+
+ByteArray = npt.NDArray[np.uint8]
+LongArray = npt.NDArray[np.int64]
+
+# Opcodes of pickles.
+MARK = ord("(")
+BININT, BININT1, BININT2 = ord("J"), ord("K"), ord("M")
+EMPTY_LIST, APPENDS = ord("]"), ord("e")
+EMPTY_DICT, SETITEMS = ord("}"), ord("u")
 
 
 @inner_kernel
@@ -24,25 +31,21 @@ def put_bytes(out: ByteArray, place: int, source: ByteArray) -> int:
 @inner_kernel
 def put_list(out: ByteArray, place: int, values: npt.NDArray[np.integer]) -> int:
     """Write a list of integers in 0..2**31-1; return the place behind it. Four bytes behind it are overwritten."""
-    out[place] = tables.EMPTY_LIST
-    out[place + 1] = tables.MARK
+    out[place] = EMPTY_LIST
+    out[place + 1] = MARK
     place += 2
     for k in range(values.size):
         value = np.int64(values[k])
         above_one = np.int64(value > 0xFF)
         above_two = np.int64(value > 0xFFFF)
         # K, M or J without a branch: tokens fall on both sides of 65,536 at random.
-        out[place] = (
-            tables.BININT1
-            + above_one * (tables.BININT2 - tables.BININT1)
-            + above_two * (tables.BININT - tables.BININT2)
-        )
+        out[place] = BININT1 + above_one * (BININT2 - BININT1) + above_two * (BININT - BININT2)
         out[place + 1] = value & 0xFF
         out[place + 2] = value >> 8 & 0xFF
         out[place + 3] = value >> 16 & 0xFF
         out[place + 4] = value >> 24 & 0xFF
         place += 2 + above_one + 2 * above_two
-    out[place] = tables.APPENDS
+    out[place] = APPENDS
     return place + 1
 
 
@@ -70,19 +73,19 @@ def encode_bins(
         first = np.int64(seq_offsets[index]) - np.int64(seq_offsets[0])
         last = np.int64(seq_offsets[index + 1]) - np.int64(seq_offsets[0])
         if (first_bin + index) % batch == 0:
-            out[place] = tables.MARK
+            out[place] = MARK
             place += 1
-        out[place] = tables.EMPTY_DICT
-        out[place + 1] = tables.MARK
+        out[place] = EMPTY_DICT
+        out[place + 1] = MARK
         place = put_bytes(out, place + 2, keys[: key_ends[0]])
         place = put_list(out, place, input_ids[index, :length])
         place = put_bytes(out, place, keys[key_ends[0] : key_ends[1]])
         place = put_list(out, place, loss_mask[index, :length])
         place = put_bytes(out, place, keys[key_ends[1] : key_ends[2]])
         place = put_list(out, place, seq_starts[first:last])
-        out[place] = tables.SETITEMS
+        out[place] = SETITEMS
         place += 1
         if (first_bin + index) % batch == batch - 1:
-            out[place] = tables.APPENDS
+            out[place] = APPENDS
             place += 1
     return place

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.storage.bins import BinBlock
-from megatron_packed_sft.storage.flat_files import OrderedShardWriter
-from megatron_packed_sft.storage.legacy.pickle_tables import FIELDS
+from megatron_packed_sft.storage.flat_files import DEFAULT_OPTIONS, FIELDS, OrderedShardWriter
+from megatron_packed_sft.storage.interface import WriterOptions
 from megatron_packed_sft.support.atomic import os_errors, write_at
 
 _BATCH = 1000  # as Python's own pickler does: readers keep one batch on their stack
@@ -40,7 +40,7 @@ _FRAGMENT_OVERHEAD = len(_KEYS) + 32
 
 
 class LegacyPickleWriter(OrderedShardWriter):
-    """Write bins in any order, each once, and publish the whole file at `finalize`.
+    """Write bins in their order, and publish the whole file at `finalize`.
 
     As a context manager it leaves nothing behind unless finalized. The arguments are those of `OrderedShardWriter`.
 
@@ -55,8 +55,8 @@ class LegacyPickleWriter(OrderedShardWriter):
 
     _OUTPUT = "output.npy"
 
-    def __init__(self, output_path: str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(output_path, **options)
+    def __init__(self, output_path: str | os.PathLike[str], options: WriterOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(output_path, options)
         self._size = len(_beginning(1))
         with self._aborting_on_error():
             self._fd = self._create(self._OUTPUT)

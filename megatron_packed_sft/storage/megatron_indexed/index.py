@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError, truncated_file
 from megatron_packed_sft.storage.token_stream.files import FlatFile
 from megatron_packed_sft.support.atomic import os_errors
 
@@ -121,7 +121,7 @@ def _read(file: BinaryIO, path: Path) -> tuple[str, _Arrays]:
     if not header.startswith(MAGIC):
         raise ShardFileError(f"{path} is not the index of an indexed dataset of Megatron; check the path")
     if len(header) < _HEADER.size:
-        raise ShardFileError(f"{path} has {size} bytes, less than its header takes; it was cut: copy it again")
+        raise truncated_file(path, size, _HEADER.size, "that its header alone takes")
     _, version, code, num_sequences, num_edges = _HEADER.unpack(header)
     dtype = _DTYPES.get(code)
     if version != _VERSION or dtype is None:
@@ -138,13 +138,11 @@ def _read(file: BinaryIO, path: Path) -> tuple[str, _Arrays]:
             "here: write it again without modes"
         )
     if size != expected:
-        raise ShardFileError(
-            f"{path} has {size:,} bytes, its header says {expected:,}; it was cut or appended to: copy it again"
-        )
+        raise truncated_file(path, size, expected, "in its header")
     kinds = ((_LENGTH, num_sequences), (_PLACE, num_sequences), (_EDGE, num_edges))
     arrays: list[Any] = [np.fromfile(file, kind, count) for kind, count in kinds]
     if any(len(array) != count for array, (_, count) in zip(arrays, kinds, strict=True)):
-        raise ShardFileError(f"{path} was cut while it was read; copy it again")
+        raise truncated_file(path, os.fstat(file.fileno()).st_size, size, "when it was opened")
     return dtype, _Arrays(*arrays)
 
 
@@ -172,6 +170,4 @@ def _check_size(tokens: Path, expected: int, index: Path) -> None:
     except FileNotFoundError:
         raise ShardFileError(f"{tokens} is missing, and {index.name} is only its index; copy both") from None
     if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
-        raise ShardFileError(
-            f"{tokens} has {status.st_size:,} bytes, {index.name} says {expected:,}; copy both files again"
-        )
+        raise truncated_file(tokens, status.st_size, expected, f"in {index.name}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
-from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
-from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.storage.bins import IntArray, PackedBin
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import Lengths, PackedShard, PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.megatron_indexed.index import INDEX, MAGIC, DocumentIndex, pair_of, read_index
-from megatron_packed_sft.storage.read_options import ReadOptions
 from megatron_packed_sft.storage.token_stream.options import StreamMetadata, StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
 from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
@@ -40,7 +40,7 @@ def open_indexed_dataset(path: str | os.PathLike[str]) -> IndexedDocuments:
     return IndexedDocuments(read_index(local_path(path)))
 
 
-class IndexedDocuments:
+class IndexedDocuments(PackedShard):
     """The documents that are not empty, in their order.
 
     Args:
@@ -53,6 +53,7 @@ class IndexedDocuments:
 
     def __init__(self, index: DocumentIndex) -> None:
         self.index = index
+        self.path = index.path
         self.lengths = np.diff(index.document_offsets)
 
     def __len__(self) -> int:
@@ -76,9 +77,6 @@ class IndexedDocuments:
         loss_mask[-1] = 0
         return PackedBin(ids, loss_mask, np.zeros(1, np.uint32))
 
-    def __iter__(self) -> Iterator[PackedBin]:
-        return (self[index] for index in range(len(self)))
-
     def document(self, index: int) -> IntArray:
         """Return the ids of a document; one that cannot be an id is an error."""
         start, stop = self.index.document_offsets[index : index + 2].tolist()
@@ -94,9 +92,13 @@ class IndexedDocuments:
             )
         return ids.astype(ID_DTYPE, copy=False)
 
-    def read_with(self, options: ReadOptions) -> None:
-        """Choose how the tokens are read from now on. There are no checksums to verify documents with."""
-        self.index.tokens.access = options.access
+    def longest_input(self) -> int:
+        """Return the predictions of the longest document."""
+        return self.pack_size - 1
+
+    def sequence_lengths(self) -> tuple[Lengths, Lengths]:
+        """Return the lengths of the documents; each is one sequence."""
+        return self.lengths, np.ones(len(self), np.int64)
 
     def advise(self, documents: Iterable[int]) -> None:
         """Have the kernel read these documents ahead: they are needed soon."""
@@ -153,9 +155,18 @@ class MegatronIndexedStorage(Storage):
     summary = "Megatron's indexed datasets, PREFIX.bin and PREFIX.idx: documents without loss masks"
     one_shard_per_split = True
     keeps_masks = False
+    stream_options = frozenset(("pack_sequences", "documents"))
 
     def __init__(self, options: StreamOptions | None = None) -> None:
         self.options = options
+
+    def configured(self, options: StreamOptions) -> MegatronIndexedStorage:
+        """Return this storage, reading windows or documents as `options` say."""
+        return MegatronIndexedStorage(options)
+
+    def recorded(self, path: Path) -> dict[str, Any]:
+        """Return the figures that the index gives."""
+        return vars(self.open(path).figures).copy()
 
     def recognises(self, path: Path) -> bool:
         """Return whether the path is an .idx file of Megatron, sound or not."""
@@ -182,30 +193,10 @@ class MegatronIndexedStorage(Storage):
 
         return TokenStream(path, [index.tokens], self.options, StreamMetadata(index.path, index.tokens.dtype))
 
-    def create_writer(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        num_bins: int,
-        pack_size: int,
-        vocab_size: int | None = None,
-        pad_id: int = 0,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
-        drop_masks: bool = False,
-    ) -> PackedShardWriter:
+    def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> PackedShardWriter:
         """Create an `IndexedDatasetWriter`; `drop_masks` accepts tokens that were not trained, and trains them."""
         module, name = _WRITER
-        writer: PackedShardWriter = getattr(importlib.import_module(module), name)(
-            path,
-            num_bins=num_bins,
-            pack_size=pack_size,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            overwrite=overwrite,
-            provenance=provenance,
-            drop_masks=drop_masks,
-        )
+        writer: PackedShardWriter = getattr(importlib.import_module(module), name)(path, options)
         return writer
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:

@@ -34,7 +34,8 @@ import xxhash
 
 from megatron_packed_sft._version import __version__
 from megatron_packed_sft.errors import UnsupportedFormatError
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.support import json_document
 from megatron_packed_sft.support.array_files import (
     CHECKSUM_DTYPE,
@@ -51,8 +52,7 @@ from megatron_packed_sft.support.checksum import span_checksums
 from megatron_packed_sft.support.json_document import MANIFEST, FileRecord, parse_file_records
 
 FORMAT = "memmap_padded_v1"
-VERSION = "1.1"  # with checksums of bins and perhaps weights: a reader that does not know these must refuse it
-FIRST_VERSION = "1.0"
+VERSION = "1.1"
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"
 PACKED_LEN = "packed_len.npy"
@@ -60,53 +60,55 @@ SEQ_OFFSETS = "seq_offsets.npy"
 SEQ_STARTS = "seq_starts.npy"
 LOSS_WEIGHTS = "loss_weights.npy"
 BIN_CHECKSUMS = "bin_checksums.npy"
-ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)  # of every shard
-OPTIONAL_FILES = (LOSS_WEIGHTS, BIN_CHECKSUMS)
+ARRAY_FILES = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS, BIN_CHECKSUMS)  # of every shard
 BIN_CHECKSUM_ALGORITHM = "xxh3_64"
-
-
-def is_shard(path: Path) -> bool:
-    """Return whether a directory has a manifest, or an array of a shard that is not complete."""
-    return any(os.path.lexists(path / name) for name in (MANIFEST, *ARRAY_FILES, *OPTIONAL_FILES))
-
-
-def shard_arrays(
-    num_bins: int, pack_size: int, num_sequences: int, id_dtype: str
-) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec, ArraySpec]:
-    """Return the five array files of a shard, in the order of `ARRAY_FILES`.
-
-    Example:
-        >>> shard_arrays(2, 8, 3, "<u2")[0]
-        ArraySpec(name='input_ids.npy', dtype='<u2', shape=(2, 8), header_size=4096)
-    """
-    return (
-        ArraySpec(INPUT_IDS, id_dtype, (num_bins, pack_size), PAGE),
-        ArraySpec(LOSS_MASK, MASK_DTYPE, (num_bins, pack_size), PAGE),
-        ArraySpec(PACKED_LEN, INDEX_DTYPE, (num_bins,), SMALL_HEADER),
-        ArraySpec(SEQ_OFFSETS, INDEX_DTYPE, (num_bins + 1,), SMALL_HEADER),
-        ArraySpec(SEQ_STARTS, INDEX_DTYPE, (num_sequences,), SMALL_HEADER),
-    )
-
-
-def weights_array(num_bins: int, pack_size: int) -> ArraySpec:
-    """Return the array file that a shard with weights has besides."""
-    return ArraySpec(LOSS_WEIGHTS, WEIGHT_DTYPE, (num_bins, pack_size), PAGE)
-
-
-def checksums_array(num_bins: int, *, has_weights: bool) -> ArraySpec:
-    """Return the array file of the checksums of bins; see bin_checksums.py for its columns."""
-    return ArraySpec(BIN_CHECKSUMS, CHECKSUM_DTYPE, (num_bins, 4 if has_weights else 3), SMALL_HEADER)
-
-
 CREATED_BY = f"megatron_packed_sft {__version__}"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_PACK_SIZE = 1 << 28
 MAX_NUM_BINS = INDEX_LIMIT - 2
 
+# The columns of bin_checksums.npy.
+IDS_COLUMN = 0
+MASK_COLUMN = 1
+INDEX_COLUMN = 2
+WEIGHTS_COLUMN = 3
+# The file that a column covers. The index is in three files.
+FILES = {IDS_COLUMN: INPUT_IDS, MASK_COLUMN: LOSS_MASK, WEIGHTS_COLUMN: LOSS_WEIGHTS}
+_NUM_INDEX_NUMBERS = 3  # before a bin's starts
+
+Checksums = npt.NDArray[np.uint64]
+
+
+def is_shard(path: Path) -> bool:
+    """Return whether a directory has a manifest, or an array file of an incomplete shard."""
+    return any(os.path.lexists(path / name) for name in (MANIFEST, *ARRAY_FILES, LOSS_WEIGHTS))
+
+
+def shard_arrays(
+    num_bins: int, pack_size: int, num_sequences: int, id_dtype: str, *, has_weights: bool
+) -> dict[str, ArraySpec]:
+    """Return the array files of a shard by name.
+
+    Example:
+        >>> shard_arrays(2, 8, 3, "<u2", has_weights=False)["input_ids.npy"]
+        ArraySpec(name='input_ids.npy', dtype='<u2', shape=(2, 8), header_size=4096)
+    """
+    specs = [
+        ArraySpec(INPUT_IDS, id_dtype, (num_bins, pack_size), PAGE),
+        ArraySpec(LOSS_MASK, MASK_DTYPE, (num_bins, pack_size), PAGE),
+        ArraySpec(PACKED_LEN, INDEX_DTYPE, (num_bins,), SMALL_HEADER),
+        ArraySpec(SEQ_OFFSETS, INDEX_DTYPE, (num_bins + 1,), SMALL_HEADER),
+        ArraySpec(SEQ_STARTS, INDEX_DTYPE, (num_sequences,), SMALL_HEADER),
+        ArraySpec(BIN_CHECKSUMS, CHECKSUM_DTYPE, (num_bins, 4 if has_weights else 3), SMALL_HEADER),
+    ]
+    if has_weights:
+        specs.append(ArraySpec(LOSS_WEIGHTS, WEIGHT_DTYPE, (num_bins, pack_size), PAGE))
+    return {spec.name: spec for spec in specs}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardManifest:
-    """What a shard says of itself. Fields that are None were not recorded (shards of the first, seed-only kind).
+    """What a shard says of itself; None where its writer was not told.
 
     Fields can also be read by their names in manifest.json: `manifest["num_bins"]`.
     """
@@ -114,22 +116,22 @@ class ShardManifest:
     num_bins: int
     pack_size: int
     dtype: str
-    version: str = FIRST_VERSION
+    files: Mapping[str, FileRecord]
+    checksum_algorithm: str
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+    max_seqs_per_bin: int
+    max_seq_len: int
+    min_packed_len: int
+    pad_id: int
+    version: str = VERSION
     format: str = FORMAT
     loss_mask_dtype: str = MASK_DTYPE
     index_dtype: str = INDEX_DTYPE
-    files: Mapping[str, FileRecord] | None = None
-    checksum_algorithm: str | None = None
-    num_sequences: int | None = None
-    num_tokens: int | None = None
-    num_loss_tokens: int | None = None
-    max_seqs_per_bin: int | None = None
-    max_seq_len: int | None = None
-    min_packed_len: int | None = None
+    bin_checksum_algorithm: str = BIN_CHECKSUM_ALGORITHM
     loss_weights_dtype: str | None = None  # None: no weights
-    bin_checksum_algorithm: str | None = None  # None: bins cannot be verified one by one
-    sum_loss_weights: float | None = None
-    pad_id: int | None = None
+    sum_loss_weights: float | None = None  # with weights
     vocab_size: int | None = None
     tokenizer: Mapping[str, Any] | None = None
     chat_template_fingerprint: str | None = None
@@ -147,21 +149,6 @@ class ShardManifest:
         return self.loss_weights_dtype is not None
 
     @property
-    def has_bin_checksums(self) -> bool:
-        """Whether there is an array of checksums, so that bins are verified as they are read."""
-        return self.bin_checksum_algorithm is not None
-
-    @property
-    def verification_note(self) -> str | None:
-        """What to say of a shard whose bins cannot be verified as they are read; None for the others."""
-        if self.has_bin_checksums:
-            return None
-        return (
-            f"format {self.version} without checksums of bins, so bins are not verified as they are read; `packed-sft "
-            "convert` writes a shard that has them"
-        )
-
-    @property
     def figures(self) -> BinFigures:
         """What is recorded of all bins."""
         return BinFigures(**{f.name: getattr(self, f.name) for f in fields(BinFigures) if hasattr(self, f.name)})
@@ -171,25 +158,21 @@ class ShardManifest:
         """Every id is below it: the vocabulary's size, or what the dtype can hold when that was not recorded."""
         return self.vocab_size if self.vocab_size is not None else ID_LIMITS[self.dtype]
 
-    @property
-    def is_self_checked(self) -> bool:
-        """Whether the manifest carries its own checksum."""
-        return json_document.SELF_CHECKSUM in self.extra
+    def arrays(self) -> list[ArraySpec]:
+        """Return the array files of the shard."""
+        found = shard_arrays(
+            self.num_bins, self.pack_size, self.num_sequences, self.dtype, has_weights=self.has_weights
+        )
+        return list(found.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this manifest; what is None is left out.
-
-        Example:
-            >>> ShardManifest(num_bins=2, pack_size=8, dtype="<i4").to_json()["bins_written"]
-            2
-        """
+        """Return the JSON object of this manifest; what is None is left out."""
         document: dict[str, Any] = dict(self.extra)
         for name in _FIELD_NAMES:
             value = getattr(self, name)
             if value is not None:
                 document[name] = value
-        if self.files is not None:
-            document["files"] = {name: record._asdict() for name, record in self.files.items()}
+        document["files"] = {name: record._asdict() for name, record in self.files.items()}
         document["bins_written"] = self.num_bins
         return document
 
@@ -203,58 +186,42 @@ _KNOWN_KEYS = {*_FIELD_NAMES, "bins_written"}
 
 
 def parse_manifest(data: bytes, file: str) -> ShardManifest:
-    """Parse and check the bytes of a manifest.json; keys this release does not know are kept in `extra`.
-
-    Example:
-        >>> parse_manifest(ShardManifest(num_bins=2, pack_size=8, dtype="<i4").to_bytes(), "manifest.json").num_bins
-        2
-    """
+    """Parse and check the bytes of a manifest.json; keys that this release does not know are kept in `extra`."""
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
     _check_format(values, file)
     dtype = values.text("dtype")
     if dtype not in ID_LIMITS:
         raise UnsupportedFormatError(
-            f"{file}: dtype is {dtype!r}; this release reads {' and '.join(sorted(ID_LIMITS))}, so convert the "
-            "shard or update megatron_packed_sft"
+            f"{file}: dtype is {dtype!r}; this release reads {' and '.join(sorted(ID_LIMITS))}, so update "
+            "megatron_packed_sft or write the shard again"
         )
-    mask_dtype = values.text("loss_mask_dtype")
-    if mask_dtype not in (MASK_DTYPE, "<u1"):  # the seed wrote "<u1"; a byte has no byte order
-        raise UnsupportedFormatError(f"{file}: loss_mask_dtype is {mask_dtype!r}, not '|u1'; convert the shard")
-    index_dtype = values.text("index_dtype")
-    if index_dtype != INDEX_DTYPE:
-        raise UnsupportedFormatError(f"{file}: index_dtype is {index_dtype!r}, not '<u4'; convert the shard")
+    weights_dtype = values.optional_text("loss_weights_dtype")
+    _check_constant(file, "loss_weights_dtype", weights_dtype, None, WEIGHT_DTYPE)
     num_bins = values.integer("num_bins", 1, MAX_NUM_BINS)
     pack_size = values.integer("pack_size", 1, MAX_PACK_SIZE)
     if values.integer("bins_written", 0, MAX_NUM_BINS) != num_bins:
         raise values.error("bins_written", f"is {document['bins_written']}, but num_bins is {num_bins}")
-    weights_dtype, bin_algorithm = _optional_arrays(values, document["version"], file)
-    if bin_algorithm is not None and json_document.SELF_CHECKSUM not in document:
-        # A bit of its name may have flipped: all rows would be sound, in an order that is shuffled in another way.
+    if json_document.SELF_CHECKSUM not in document:
+        # A bit of that key may have flipped, and the fingerprint, which decides the order of samples, depends on it.
         raise values.error(json_document.SELF_CHECKSUM, "is missing")
-    names = [*ARRAY_FILES]
-    names += [] if weights_dtype is None else [LOSS_WEIGHTS]
-    names += [] if bin_algorithm is None else [BIN_CHECKSUMS]
-    algorithm, files = parse_file_records(values, names)
-    vocab_size = values.optional_integer("vocab_size", 1, ID_LIMITS[dtype])
+    algorithm, files = parse_file_records(values, [*ARRAY_FILES, *([LOSS_WEIGHTS] if weights_dtype else [])])
     return ShardManifest(
         num_bins=num_bins,
         pack_size=pack_size,
         dtype=dtype,
-        version=document["version"],
         files=files,
         checksum_algorithm=algorithm,
-        num_sequences=values.optional_integer("num_sequences", num_bins, INDEX_LIMIT - 1),
-        num_tokens=values.optional_integer("num_tokens", num_bins, num_bins * pack_size),
-        num_loss_tokens=values.optional_integer("num_loss_tokens", 0, num_bins * pack_size),
-        max_seqs_per_bin=values.optional_integer("max_seqs_per_bin", 1, pack_size),
-        max_seq_len=values.optional_integer("max_seq_len", 1, pack_size),
-        min_packed_len=values.optional_integer("min_packed_len", 1, pack_size),
+        num_sequences=values.integer("num_sequences", num_bins, INDEX_LIMIT - 1),
+        num_tokens=values.integer("num_tokens", num_bins, num_bins * pack_size),
+        num_loss_tokens=values.integer("num_loss_tokens", 0, num_bins * pack_size),
+        max_seqs_per_bin=values.integer("max_seqs_per_bin", 1, pack_size),
+        max_seq_len=values.integer("max_seq_len", 1, pack_size),
+        min_packed_len=values.integer("min_packed_len", 1, pack_size),
+        pad_id=values.integer("pad_id", 0, ID_LIMITS[dtype] - 1),
         loss_weights_dtype=weights_dtype,
-        bin_checksum_algorithm=bin_algorithm,
         sum_loss_weights=values.optional_number("sum_loss_weights"),
-        pad_id=values.optional_integer("pad_id", 0, ID_LIMITS[dtype] - 1),
-        vocab_size=vocab_size,
+        vocab_size=values.optional_integer("vocab_size", 1, ID_LIMITS[dtype]),
         tokenizer=values.optional_object("tokenizer"),
         chat_template_fingerprint=values.optional_text("chat_template_fingerprint"),
         plan_fingerprint=values.optional_text("plan_fingerprint"),
@@ -269,48 +236,24 @@ def _check_format(values: json_document.Fields, file: str) -> None:
     if name != FORMAT:
         raise UnsupportedFormatError(f"{file}: format is {name!r}, not {FORMAT!r}; this is not a memmap_v1 shard")
     version = values.text("version")
-    if version not in (FIRST_VERSION, VERSION):
+    if version != VERSION:
         raise UnsupportedFormatError(
-            f"{file}: version is {version!r}; this release reads {FIRST_VERSION!r} and {VERSION!r}, "
-            "so update megatron_packed_sft"
+            f"{file}: version is {version!r}, and this release reads {VERSION!r}; update megatron_packed_sft, or write "
+            "the shard again"
         )
-
-
-def _optional_arrays(values: json_document.Fields, version: str, file: str) -> tuple[str | None, str | None]:
-    """Return the dtype of the weights and the algorithm of the checksums of bins, each None if the shard has none."""
-    found = []
     for key, known in (
-        ("loss_weights_dtype", WEIGHT_DTYPE),
+        ("loss_mask_dtype", MASK_DTYPE),
+        ("index_dtype", INDEX_DTYPE),
         ("bin_checksum_algorithm", BIN_CHECKSUM_ALGORITHM),
     ):
-        value = values.optional_text(key)
-        if value is not None and version == FIRST_VERSION:
-            raise UnsupportedFormatError(
-                f"{file}: version is {version!r}, but {key}, which came with version {VERSION!r}, is {value!r}; "
-                "restore the manifest"
-            )
-        if value not in (None, known):
-            raise UnsupportedFormatError(
-                f"{file}: {key} is {value!r}, not {known!r}; update megatron_packed_sft, or restore the manifest"
-            )
-        found.append(value)
-    if version != FIRST_VERSION and found == [None, None]:
+        _check_constant(file, key, values.text(key), known)
+
+
+def _check_constant(file: str, key: str, value: str | None, *known: str | None) -> None:
+    if value not in known:
         raise UnsupportedFormatError(
-            f"{file}: version is {version!r}, but neither loss_weights_dtype nor bin_checksum_algorithm is there; "
-            "restore the manifest"
+            f"{file}: {key} is {value!r}, not {known[-1]!r}; update megatron_packed_sft, or restore the manifest"
         )
-    return found[0], found[1]
-
-
-Checksums = npt.NDArray[np.uint64]
-IDS_COLUMN = 0
-MASK_COLUMN = 1
-INDEX_COLUMN = 2
-WEIGHTS_COLUMN = 3
-_NUM_INDEX_NUMBERS = 3  # before a bin's starts
-
-# Which file a column vouches for. The index is kept in three.
-FILES = {IDS_COLUMN: INPUT_IDS, MASK_COLUMN: LOSS_MASK, WEIGHTS_COLUMN: LOSS_WEIGHTS}
 
 
 def checksums_of_array(padded: npt.NDArray[Any], packed_len: npt.NDArray[np.uint32]) -> Checksums:
@@ -362,7 +305,7 @@ def checksums_of_bin(
     first: int,
     starts: npt.NDArray[np.uint32],
 ) -> list[int]:
-    """Return all columns of one bin, without compiled code: for the first bin that somebody looks at.
+    """Return all columns of one bin, without compiled code, which takes too long to load for a single bin.
 
     Args:
         ids, mask, weights: of the bin, without padding.

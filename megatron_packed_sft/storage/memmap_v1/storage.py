@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_packed_sft.errors import ShardError
-from megatron_packed_sft.storage.bins import BinFigures
-from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage
+from megatron_packed_sft.errors import InvalidInputError, ShardError
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, is_shard, parse_manifest
 from megatron_packed_sft.support.array_files import MASK_DTYPE, id_dtype_for
 from megatron_packed_sft.support.checked_files import CheckedDirectory
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 
 class MemmapStorage(Storage):
-    """Padded arrays that are memory-mapped: opening costs nothing, any bin is one read away."""
+    """Padded arrays that are memory-mapped: opening costs nothing, and any bin is one read away."""
 
     name = "memmap_v1"
     summary = "memory-mapped shards"
     has_manifest = True
     keeps_weights = True
+    takes_any_order = True
 
     def recognises(self, path: Path) -> bool:
-        """Return whether there is a manifest, or an array of a shard that lost its manifest."""
+        """Return whether there is a manifest, or an array of a shard without one."""
         return is_shard(path)
 
     def shard_name(self, number: int) -> str:
@@ -48,37 +49,25 @@ class MemmapStorage(Storage):
 
         return open_memmap_shard(path)
 
-    def create_writer(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        num_bins: int,
-        pack_size: int,
-        vocab_size: int | None = None,
-        pad_id: int = 0,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> PackedShardWriter:
+    def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> PackedShardWriter:
         """Create a `MemmapShardWriter`; the provenance goes into the manifest."""
         from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter
 
+        if options.num_bins is None or options.pack_size is None:
+            raise InvalidInputError("a memmap_v1 shard has a fixed size; give num_bins and pack_size")
         return MemmapShardWriter(
             path,
-            num_bins,
-            pack_size,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            overwrite=overwrite,
-            **(provenance or {}),
+            options.num_bins,
+            options.pack_size,
+            vocab_size=options.vocab_size,
+            pad_id=options.pad_id,
+            overwrite=options.overwrite,
+            **options.provenance,
         )
 
     def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
         """Return the bytes of the two large arrays, padding included."""
         return num_bins * width * (np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize)
-
-    def is_outdated(self, shard: PackedShard) -> bool:
-        """Return whether a shard has no checksums of its bins."""
-        return not cast("MemmapShard", shard).manifest.has_bin_checksums
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what the manifest says; no other file is opened."""
@@ -90,7 +79,6 @@ class MemmapStorage(Storage):
             "plan_fingerprint": manifest.plan_fingerprint,
             "created_by": manifest.created_by,
             "bin_checksum_algorithm": manifest.bin_checksum_algorithm,
-            "notes": [] if manifest.verification_note is None else [manifest.verification_note],
         }
 
     def checksum(self, path: Path) -> str:
@@ -102,15 +90,12 @@ class MemmapStorage(Storage):
         """Return the files that the manifest lists."""
         from megatron_packed_sft.remote.downloads import Contents
         from megatron_packed_sft.remote.filesystem import child
-        from megatron_packed_sft.storage.memmap_v1.manifest import parse_manifest
 
         data = read(MANIFEST, MAX_MANIFEST_BYTES)
         file = redacted(child(url, MANIFEST))
         if checksum_of(data) != checksum:
-            raise ShardError(f"{file} is not the one that its dataset.json lists; publish the dataset again")
+            raise ShardError(f"{file} is not the manifest that dataset.json lists; publish the dataset again")
         manifest = parse_manifest(data, file)
-        if manifest.files is None or manifest.checksum_algorithm is None:
-            raise ShardError(f"{file} records no sizes and checksums, so a download cannot be checked; copy the shard")
         files = {**manifest.files, MANIFEST: FileRecord(len(data), "")}
         return Contents(files, manifest.checksum_algorithm, {MANIFEST: data})
 

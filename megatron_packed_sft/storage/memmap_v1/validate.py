@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import PackedSFTError
-from megatron_packed_sft.storage.bins import BinBlock, BinFigures, BlockTotals, find_violations
-from megatron_packed_sft.storage.loss_weights import find_weight_violations
+from megatron_packed_sft.storage.bins import BinBlock, BlockTotals, find_violations, find_weight_violations
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.memmap_v1.manifest import (
     ARRAY_FILES,
     BIN_CHECKSUMS,
@@ -22,17 +22,14 @@ from megatron_packed_sft.storage.memmap_v1.manifest import (
     INPUT_IDS,
     LOSS_MASK,
     LOSS_WEIGHTS,
-    OPTIONAL_FILES,
     PACKED_LEN,
     SEQ_OFFSETS,
     SEQ_STARTS,
-    ShardManifest,
     checksums_of_block,
 )
 from megatron_packed_sft.storage.memmap_v1.reader import CheckedShard, checked_shard
 from megatron_packed_sft.storage.validate import Finding, ValidationReport
 from megatron_packed_sft.support.checked_files import CheckedFile, HashingReader
-from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM
 from megatron_packed_sft.support.json_document import MANIFEST
 from megatron_packed_sft.support.progress import Progress
 
@@ -43,37 +40,20 @@ _INDEX_FILES = (PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
 
 def validate_shard(path: Path, report: ValidationReport, bar: Progress) -> BinFigures | None:
     """Check one shard; return its figures unless it cannot be opened."""
-    report.add_strangers(path, {MANIFEST, *ARRAY_FILES, *OPTIONAL_FILES})
     try:
         with checked_shard(path) as shard:
-            for name in OPTIONAL_FILES:
-                if name not in shard.files and (path / name).exists():
-                    message = "is not part of the shard, says its manifest; move it somewhere else"
-                    report.add(Finding(str(path / name), message))
-            _note_what_cannot_be_checked(path, shard.manifest, report)
+            report.add_strangers(path, {MANIFEST, *shard.files})
+            if shard.manifest.vocab_size is None:
+                report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")
             report.num_bins += shard.manifest.num_bins
             report.num_bytes += sum(file.size for file in shard.files.values())
             if report.level == "full":
                 _ContentCheck(path, shard, report, bar).run()
             return shard.manifest.figures
     except PackedSFTError as error:
+        report.add_strangers(path, {MANIFEST, *ARRAY_FILES, LOSS_WEIGHTS})
         report.add(Finding(str(path), str(error)))
         return None
-
-
-def _note_what_cannot_be_checked(path: Path, manifest: ShardManifest, report: ValidationReport) -> None:
-    if manifest.files is None:
-        report.notes.append(f"{path}: an old manifest without checksums; damage inside valid values cannot be seen")
-    elif not manifest.is_self_checked:
-        report.add(
-            Finding(str(path / MANIFEST), "self_checksum is missing; write the shard again", field="self_checksum")
-        )
-    elif manifest.verification_note is not None:
-        report.notes.append(f"{path}: {manifest.verification_note}")
-    if manifest.vocab_size is None:
-        report.notes.append(f"{path}: vocab_size was not recorded; ids are checked against the dtype only")
-    if manifest.pad_id is None:
-        report.notes.append(f"{path}: pad_id was not recorded; the padding of input_ids is not checked")
 
 
 class _ContentCheck:
@@ -134,12 +114,9 @@ class _ContentCheck:
         return totals
 
     def _read_checksums(self) -> npt.NDArray[np.uint64] | None:
-        """Return the checksums of bins; None if there are none, or none that can be believed."""
-        file = self._shard.files.get(BIN_CHECKSUMS)
-        if file is None:
-            return None
+        """Return the checksums of bins; None if that file is damaged itself."""
         num_findings = self._report.num_findings
-        checksums = self._read_index(file)
+        checksums = self._read_index(self._shard.files[BIN_CHECKSUMS])
         return checksums if self._report.num_findings == num_findings else None
 
     def _compare_bins(self, start: int, block: BinBlock, listed: set[int]) -> None:
@@ -185,14 +162,14 @@ class _ContentCheck:
                 self._add(MANIFEST, f"{name} is {recorded}, the arrays say {value}", field=name)
 
     def _read_index(self, file: CheckedFile) -> npt.NDArray[Any]:
-        reader = HashingReader(file, self._algorithm(), self._bar)
+        reader = HashingReader(file, self._shard.manifest.checksum_algorithm, self._bar)
         data: npt.NDArray[Any] = np.empty(file.header.shape, file.header.dtype)
         reader.read_into(data)
         self._compare_checksum(file, reader)
         return data
 
     def _hash_only(self, file: CheckedFile) -> None:
-        reader = HashingReader(file, self._algorithm(), self._bar)
+        reader = HashingReader(file, self._shard.manifest.checksum_algorithm, self._bar)
         buffer = np.empty(_BLOCK_BYTES, np.uint8)
         while reader.remaining:
             reader.read_into(buffer[: min(reader.remaining, _BLOCK_BYTES)])
@@ -201,7 +178,7 @@ class _ContentCheck:
     def _bins(self, files: list[CheckedFile]) -> Iterator[tuple[Any, ...]]:
         """Yield the first bin of a block, and the block's part of each file."""
         num_bins, pack_size = files[0].header.shape
-        readers = [HashingReader(file, self._algorithm(), self._bar) for file in files]
+        readers = [HashingReader(file, self._shard.manifest.checksum_algorithm, self._bar) for file in files]
         bins_at_once = max(1, _BLOCK_BYTES // (pack_size * np.dtype(files[0].header.dtype).itemsize))
         arrays = [np.empty((min(bins_at_once, num_bins), pack_size), file.header.dtype) for file in files]
         for start in range(0, num_bins, bins_at_once):
@@ -212,12 +189,8 @@ class _ContentCheck:
         for file, reader in zip(files, readers, strict=True):
             self._compare_checksum(file, reader)
 
-    def _algorithm(self) -> str:
-        return self._shard.manifest.checksum_algorithm or DEFAULT_ALGORITHM
-
     def _compare_checksum(self, file: CheckedFile, reader: HashingReader) -> None:
-        records = self._shard.manifest.files
-        if records is not None and records[file.name].checksum != reader.hexdigest():
+        if self._shard.manifest.files[file.name].checksum != reader.hexdigest():
             self._damaged.add(file.name)
             self._add(file.name, "its content does not match its checksum; restore it from the original shard")
 

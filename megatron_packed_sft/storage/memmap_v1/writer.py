@@ -18,25 +18,29 @@ from megatron_packed_sft.storage.bins import (
     as_int_array,
     cast_checked,
     find_violations,
+    find_weight_violations,
+    mask_and_weights,
 )
 from megatron_packed_sft.storage.interface import PackedShardWriter
-from megatron_packed_sft.storage.loss_weights import find_weight_violations, mask_and_weights
 from megatron_packed_sft.storage.memmap_v1.manifest import (
-    BIN_CHECKSUM_ALGORITHM,
+    BIN_CHECKSUMS,
     CREATED_BY,
     IDS_COLUMN,
     INDEX_COLUMN,
+    INPUT_IDS,
+    LOSS_MASK,
+    LOSS_WEIGHTS,
     MASK_COLUMN,
     MAX_NUM_BINS,
     MAX_PACK_SIZE,
-    VERSION,
+    PACKED_LEN,
+    SEQ_OFFSETS,
+    SEQ_STARTS,
     WEIGHTS_COLUMN,
     ShardManifest,
-    checksums_array,
     checksums_of_array,
     checksums_of_index,
     shard_arrays,
-    weights_array,
 )
 from megatron_packed_sft.storage.memmap_v1.write_buffers import PendingBins, StartsSpool
 from megatron_packed_sft.support.array_files import (
@@ -136,9 +140,10 @@ class MemmapShardWriter(PackedShardWriter):
         self._weight_sums = np.empty(0)  # with weights, one per bin; NaN: the bin's weights are not in the file
         super().__init__(output_dir, overwrite=overwrite)
         with self._aborting_on_error():
-            ids, mask, _, _, _ = shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype)
-            self._ids_file = self._new_file(ids)
-            self._mask_file = self._new_file(mask)
+            specs = shard_arrays(self.num_bins, self.pack_size, self.num_bins, self.dtype, has_weights=True)
+            self._weights_spec = specs[LOSS_WEIGHTS]
+            self._ids_file = self._new_file(specs[INPUT_IDS])
+            self._mask_file = self._new_file(specs[LOSS_MASK])
             self._starts = StartsSpool(self._staging.path, self.num_bins)
             self._cleanup.callback(self._starts.close)
 
@@ -239,7 +244,7 @@ class MemmapShardWriter(PackedShardWriter):
 
     def _store_weights(self, first_bin: int, weights: npt.NDArray[np.float32]) -> None:
         if self._weights_file is None:
-            self._weights_file = self._new_file(weights_array(self.num_bins, self.pack_size))
+            self._weights_file = self._new_file(self._weights_spec)
         self._weights_file.write(first_bin, weights)
         last_bin = first_bin + len(weights)
         self._checksums[first_bin:last_bin, WEIGHTS_COLUMN] = checksums_of_array(
@@ -279,14 +284,11 @@ class MemmapShardWriter(PackedShardWriter):
             )
         if num_sequences >= INDEX_LIMIT:
             raise InvalidInputError(f"{num_sequences} sequences do not fit one shard; split it into smaller shards")
-        _, _, lengths_spec, offsets_spec, starts_spec = shard_arrays(
-            self.num_bins, self.pack_size, num_sequences, self.dtype
-        )
-        lengths_file = self._new_file(lengths_spec)
-        lengths_file.write(0, self._packed_len)
-        offsets_file = self._new_file(offsets_spec)
-        offsets_file.write(0, offsets.astype(INDEX_DTYPE))
-        starts_file = self._new_file(starts_spec)
+        has_weights = self._weights_file is not None
+        specs = shard_arrays(self.num_bins, self.pack_size, num_sequences, self.dtype, has_weights=has_weights)
+        self._new_file(specs[PACKED_LEN]).write(0, self._packed_len)
+        self._new_file(specs[SEQ_OFFSETS]).write(0, offsets.astype(INDEX_DTYPE))
+        starts_file = self._new_file(specs[SEQ_STARTS])
         for position, starts in self._starts.in_bin_order():
             starts_file.write(position, starts)
             first, last = np.searchsorted(offsets, (position, position + len(starts)))
@@ -294,11 +296,9 @@ class MemmapShardWriter(PackedShardWriter):
                 self._packed_len[first:last], offsets[first : last + 1], starts
             )
         self._starts.remove()
-        checksums_spec = checksums_array(self.num_bins, has_weights=self._weights_file is not None)
-        checksums_file = self._new_file(checksums_spec)
-        checksums_file.write(0, np.ascontiguousarray(self._checksums[:, : checksums_spec.shape[1]]))
+        checksums = specs[BIN_CHECKSUMS]
+        self._new_file(checksums).write(0, np.ascontiguousarray(self._checksums[:, : checksums.shape[1]]))
         manifest = ShardManifest(
-            version=VERSION,
             num_bins=self.num_bins,
             pack_size=self.pack_size,
             dtype=self.dtype,
@@ -307,7 +307,6 @@ class MemmapShardWriter(PackedShardWriter):
             num_sequences=num_sequences,
             **self._totals._asdict(),
             **self._weight_fields(),
-            bin_checksum_algorithm=BIN_CHECKSUM_ALGORITHM,
             pad_id=self.pad_id,
             created_by=CREATED_BY,
             **self._provenance,

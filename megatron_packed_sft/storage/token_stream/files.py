@@ -10,7 +10,6 @@ import fnmatch
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ import numpy.typing as npt
 from megatron_packed_sft.errors import (
     InvalidInputError,
     PackedSFTError,
+    ShardChangedError,
     ShardFileError,
     UnsupportedFormatError,
+    truncated_file,
 )
-from megatron_packed_sft.storage.read_options import MMAP, PREAD
 from megatron_packed_sft.storage.token_stream.options import (
     StreamMetadata,
     StreamOptions,
@@ -33,7 +33,6 @@ from megatron_packed_sft.storage.token_stream.options import (
 from megatron_packed_sft.support.array_files import MAX_HEADER, NpyHeader, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors, translated
 from megatron_packed_sft.support.file_maps import LazyMaps, map_file, will_need
-from megatron_packed_sft.support.file_sizes import MappedSizes, changed_size
 
 _BLOCK_TOKENS = 1 << 20  # of a file that is read from front to back
 
@@ -55,24 +54,10 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         self.num_tokens = num_tokens
         self.data_offset = data_offset
         self.size = size
-        self.access = MMAP
-        self._sizes: MappedSizes | None = None
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return tokens start..stop-1 as a read-only view; a file that was cut since it was opened is an error.
-
-        Of a map that is noticed within a second; with `access` pread, at once.
-        """
-        if self.access == PREAD:
-            itemsize = np.dtype(self.dtype).itemsize
-            data = self.read(self.data_offset + start * itemsize, (stop - start) * itemsize)
-            if len(data) != (stop - start) * itemsize:
-                raise changed_size(self.path, os.stat(self.path).st_size, self.size)
-            return np.frombuffer(data, self.dtype)
-        array = self.arrays
-        if self._sizes is not None:
-            self._sizes.look(time.monotonic())
-        return array[start:stop]
+        """Return tokens start..stop-1 as a read-only view."""
+        return self.arrays[start:stop]
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield (place of its first, tokens) of consecutive blocks from start to stop, each read ahead in one go."""
@@ -83,8 +68,7 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
 
     def advise(self, start: int, stop: int) -> None:
         """Have the kernel read these tokens ahead: they are needed soon."""
-        if self.access == MMAP:
-            will_need(self.arrays[start:stop])
+        will_need(self.arrays[start:stop])
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return bytes of the file without mapping it, for a look at a few of them."""
@@ -104,8 +88,6 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         try:
             if not self.num_tokens:
                 return np.empty(0, self.dtype)
-            self._sizes = MappedSizes()
-            self._sizes.add(self.path, fd)
             data = map_file(fd, self.size, random_access=True)
         except OSError as error:
             raise translated(error, "map", self.path, self.size) from error
@@ -126,7 +108,7 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != self.size:
             os.close(fd)
-            raise changed_size(self.path, status.st_size, self.size)
+            raise truncated_file(self.path, status.st_size, self.size, "when it was opened", ShardChangedError)
         return fd
 
 
@@ -232,9 +214,7 @@ def _npy_file(path: Path) -> FlatFile:
         raise _not_flat(path, f"{dtype.name} of shape {header.shape}")
     expected = header.data_offset + header.shape[0] * dtype.itemsize
     if size != expected:
-        raise ShardFileError(
-            f"{path} has {size:,} bytes, its header says {expected:,}; it was cut or appended to: copy it again"
-        )
+        raise truncated_file(path, size, expected, "in its header")
     return FlatFile(path, header.dtype, header.shape[0], header.data_offset, size)
 
 
@@ -296,8 +276,8 @@ def _bin_file(path: Path, size: int, dtype: str) -> FlatFile:
     itemsize = np.dtype(dtype).itemsize
     if size % itemsize:
         raise ShardFileError(
-            f"{path} has {size:,} bytes, which is no whole number of {_name(dtype)} tokens of {itemsize} bytes; copy "
-            "it again if it was cut, or pass the right dtype"
+            f"{path} has {size:,} bytes, which is not a multiple of the {itemsize} bytes of a {_name(dtype)} token; "
+            "pass the right dtype, or copy it again if it was truncated"
         )
     return FlatFile(path, dtype, size // itemsize, 0, size)
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft.errors import InvalidInputError, ShardError, ShardFileError
-from megatron_packed_sft.storage.bins import BinFigures, IntArray, PackedBin
-from megatron_packed_sft.storage.read_options import ReadOptions
+from megatron_packed_sft.storage.bins import GatheredBins, PackedBin
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShard
 from megatron_packed_sft.storage.token_stream.files import GUESSED_ID_LIMIT, FlatFile, find_files
 from megatron_packed_sft.storage.token_stream.options import (
     StreamMetadata,
@@ -33,16 +34,6 @@ from megatron_packed_sft.support.wording import plural
 _NUM_SAMPLES = 64  # places all over the stream whose tokens are part of its fingerprint
 _SAMPLE_BYTES = 4096
 _NUM_TOKENS_SEARCHED = 1 << 24  # for the first EOS, where the samples have none
-
-
-class GatheredWindows(NamedTuple):
-    """Windows copied out of their files, and where their documents begin."""
-
-    ids: IntArray  # [N, W]
-    lengths: npt.NDArray[np.int64]  # [N]: W, or one less where the last token would be a document of its own
-    seq_offsets: npt.NDArray[np.int64]  # [N + 1]
-    seq_starts: npt.NDArray[np.uint32]
-    is_empty: npt.NDArray[np.bool_]  # [N]: nothing but EOS, so that nothing is predicted
 
 
 def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | None = None) -> TokenStream:
@@ -72,7 +63,7 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
     return TokenStream(location, find_files(location, options, metadata), options, metadata)
 
 
-class TokenStream:
+class TokenStream(PackedShard):
     """The windows of flat files, numbered from the first of the first file on.
 
     Args:
@@ -82,8 +73,6 @@ class TokenStream:
         metadata: what is recorded beside them.
 
     Attributes:
-        fingerprint: identifies names, sizes, dtype, options and 64 samples of the content. Not all of the content: a
-            change between the samples that keeps all sizes is not noticed.
         warnings: files that are too short, if there are some.
         notes: how many tokens no window holds.
     """
@@ -111,15 +100,15 @@ class TokenStream:
         self._refuse_no_window()
         if options.pack_sequences and self.eos_id is None:
             raise InvalidInputError(
-                f"{options.spelled('pack_sequences')} tells the documents of {path} apart by their EOS, and nobody "
-                f"says which id that is; pass a tokenizer or {options.spelled('eos_id')}"
+                f"{options.spelled('pack_sequences')} tells the documents of {path} apart by their EOS, and no "
+                f"EOS id is known; pass a tokenizer or {options.spelled('eos_id')}"
             )
         samples = self._samples()
         self._refuse_wrong_guess(samples)
         if options.pack_sequences:
             self._refuse_no_eos(samples)
-        self.fingerprint = self._fingerprint(samples)
-        self.warnings, self.notes = self._words(counts)
+        self._fingerprint = self._hashed(samples)
+        self.warnings, self.notes = self._remarks(counts)
 
     def __len__(self) -> int:
         return self._offsets_list[-1]
@@ -128,6 +117,19 @@ class TokenStream:
     def pack_size(self) -> int:
         """Tokens of a window."""
         return self.options.window_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies names, sizes, dtype, options and 64 samples of the content.
+
+        A change between the samples that keeps all sizes is not noticed.
+        """
+        return self._fingerprint
+
+    @property
+    def num_files(self) -> int:
+        """How many files the stream has."""
+        return len(self.files)
 
     @property
     def dtype(self) -> str:
@@ -163,14 +165,12 @@ class TokenStream:
             raise IndexError(f"window {index} of {self.path}, which has {len(self)}")
         gathered = self.gather([index])
         length = int(gathered.lengths[0])
-        starts = gathered.seq_starts[: int(gathered.seq_offsets[1])]
-        loss_mask = np.full(length, not gathered.is_empty[0], np.uint8)
+        starts = gathered.seq_starts
+        is_empty = gathered.is_empty is not None and bool(gathered.is_empty[0])
+        loss_mask = np.full(length, not is_empty, np.uint8)
         loss_mask[starts[1:] - 1] = 0
         loss_mask[-1] = 0
-        return PackedBin(gathered.ids[0, :length], loss_mask, starts)
-
-    def __iter__(self) -> Iterator[PackedBin]:
-        return (self[index] for index in range(len(self)))
+        return PackedBin(gathered.input_ids[:length], loss_mask, starts)
 
     def place(self, index: int) -> tuple[FlatFile, int]:
         """Return the file that holds a window, and the window's first token there."""
@@ -186,11 +186,13 @@ class TokenStream:
             raise self._outside(index, int(np.argmax((ids >= self._id_limit) | (ids < 0))))
         return ids.astype(np.int64)
 
-    def gather(self, windows: Sequence[int]) -> GatheredWindows:
+    def gather(self, windows: Sequence[int]) -> GatheredBins:
         """Copy windows out of their files, check every id and find the documents."""
         from megatron_packed_sft.storage.token_stream import window_kernel
 
         num_windows, width = len(windows), self.pack_size
+        if num_windows and not 0 <= min(windows) <= max(windows) < len(self):
+            raise IndexError(f"windows {list(windows)} of {self.path}, which has {len(self)}")
         ids = np.empty((num_windows, width), self._id_dtype)
         for column, index in enumerate(windows):
             file, start = self.place(index)
@@ -208,12 +210,20 @@ class TokenStream:
         )
         if window >= 0:
             raise self._outside(windows[window], position)
-        return GatheredWindows(ids, lengths, seq_offsets, seq_starts[: seq_offsets[-1]], is_empty)
+        return GatheredBins(
+            ids.reshape(-1),
+            np.ones(ids.size, np.uint8),  # also at the last token of a document, which has no place in a batch
+            seq_starts[: seq_offsets[-1]],
+            np.arange(num_windows) * width,
+            lengths,
+            seq_offsets[:-1],
+            seq_offsets[1:],
+            is_empty=is_empty,
+        )
 
-    def read_with(self, options: ReadOptions) -> None:
-        """Choose how files are read from now on. There are no checksums to verify windows with."""
-        for file in self.files:
-            file.access = options.access
+    def longest_input(self) -> int:
+        """Return the predictions of a window."""
+        return self.pack_size - 1
 
     def advise(self, windows: Iterable[int]) -> None:
         """Have the kernel read these windows ahead: they are needed soon."""
@@ -287,7 +297,7 @@ class TokenStream:
             f"{self.options.spelled('eos_id')}, or leave pack_sequences out"
         )
 
-    def _fingerprint(self, samples: Sequence[npt.NDArray[Any]]) -> str:
+    def _hashed(self, samples: Sequence[npt.NDArray[Any]]) -> str:
         options = self.options
         hasher = new_hasher(DEFAULT_ALGORITHM)
         identity = (options.seq_length, options.stride, self.eos_id if options.pack_sequences else None)
@@ -298,7 +308,7 @@ class TokenStream:
             hasher.update(sample.tobytes())
         return hasher.hexdigest()
 
-    def _words(self, counts: Sequence[int]) -> tuple[list[str], list[str]]:
+    def _remarks(self, counts: Sequence[int]) -> tuple[list[str], list[str]]:
         """Return what to warn of, and what else to say."""
         warnings, notes = [], []
         short = [one for one, count in zip(self.files, counts, strict=True) if not count]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.errors import ManifestError, PackedSFTError
-from megatron_packed_sft.storage.bins import BinFigures
+from megatron_packed_sft.errors import ManifestError, PackedSFTError, wrong_size
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.token_stream.files import NPY, FlatFile, find_files
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions, read_metadata
 from megatron_packed_sft.storage.token_stream.reader import TokenStream
@@ -46,8 +46,9 @@ class RecordedFiles:
         for name in names:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ManifestError(f"{path}: files names {name!r}, which lies outside; restore the original")
-        self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
-        self.files = {path.parent / name: record for name, record in (records or {}).items()}
+        if names:
+            self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
+            self.files = {path.parent / name: record for name, record in records.items()}
 
     def inside(self, folder: Path) -> dict[Path, FileRecord]:
         """Return the files that lie directly in a folder."""
@@ -59,7 +60,7 @@ class RecordedFiles:
             if not path.is_file():
                 yield Finding(str(path), "is missing, but its meta.json lists it")
             elif (size := path.stat().st_size) != record.bytes:
-                yield Finding(str(path), f"has {size:,} bytes, but its meta.json says {record.bytes:,}")
+                yield Finding(str(path), wrong_size(size, record.bytes, "in its meta.json"))
             elif report.level == "full" and self.algorithm is not None:
                 found = file_checksum(path, self.algorithm)
                 if found != record.checksum:

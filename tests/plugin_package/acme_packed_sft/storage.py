@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft import PackedBin, Storage
-from megatron_packed_sft.storage.interface import PackedShardWriter
+from megatron_packed_sft import PackedBin, PackedSFTError, Storage
+from megatron_packed_sft.storage.bins import BinBlock
+from megatron_packed_sft.storage.flat_files import OrderedShardWriter
+from megatron_packed_sft.storage.interface import PackedShard, WriterOptions
 
 
-class JsonShard:
-    """An open shard."""
+class JsonShard(PackedShard):
+    """An open shard: a length, a pack size and bins by number are enough."""
 
     def __init__(self, path: Path) -> None:
-        content = json.loads(path.read_text())
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise PackedSFTError(f"{path} is not JSON ({error}); restore the file") from None
         self.path = path
-        self.pack_size: int = content["pack_size"]
+        self._pack_size: int = content["pack_size"]
         self._bins: list[list[list[int]]] = content["bins"]
+
+    @property
+    def pack_size(self) -> int:
+        """No bin is longer."""
+        return self._pack_size
 
     def __len__(self) -> int:
         return len(self._bins)
@@ -32,28 +40,23 @@ class JsonShard:
         ids, mask, starts = self._bins[index]
         return PackedBin(np.array(ids, np.int32), np.array(mask, np.uint8), np.array(starts, np.uint32))
 
-    def __iter__(self) -> Iterator[PackedBin]:
-        return (self[index] for index in range(len(self)))
 
+class JsonShardWriter(OrderedShardWriter):
+    """Collects bins in memory and writes them at the end; the base class checks them."""
 
-class JsonShardWriter(PackedShardWriter):
-    """Collect bins in memory and write them at the end."""
+    _OUTPUT = "shard.json"
 
-    def __init__(self, path: str | os.PathLike[str], *, pack_size: int, overwrite: bool = False, **_: Any) -> None:
-        super().__init__(path, overwrite=overwrite)
-        self._pack_size = pack_size
-        self._bins: dict[int, list[list[int]]] = {}
+    def __init__(self, path: str | os.PathLike[str], options: WriterOptions) -> None:
+        super().__init__(path, options)
+        self._bins: list[list[list[int]]] = []
 
-    def write_bin(self, bin_id: int, input_ids: Any, loss_mask: Any, seq_start_id: Any) -> None:
-        """Keep one bin."""
-        self._bins[int(bin_id)] = [np.asarray(one).tolist() for one in (input_ids, loss_mask, seq_start_id)]
+    def _append(self, first_bin: int, block: BinBlock) -> None:
+        self._bins += [[values.tolist() for values in block[index]] for index in range(len(block))]
 
-    def finalize(self) -> None:
-        """Write the file and publish it."""
-        bins = [self._bins[index] for index in range(len(self._bins))]
-        with self._closing():
-            (self._staging.path / "shard").write_text(json.dumps({"pack_size": self._pack_size, "bins": bins}))
-            self._staging.publish_file("shard")
+    def _complete(self, num_bins: int) -> int:
+        pack_size = self.options.pack_size or max(len(ids) for ids, _, _ in self._bins)
+        text = json.dumps({"pack_size": pack_size, "bins": self._bins})
+        return (self._staging.path / self._OUTPUT).write_text(text)
 
 
 class JsonStorage(Storage):
@@ -75,9 +78,9 @@ class JsonStorage(Storage):
         """Read a file."""
         return JsonShard(path)
 
-    def create_writer(self, path: str | os.PathLike[str], **options: Any) -> JsonShardWriter:
+    def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> JsonShardWriter:
         """Return a writer of one file."""
-        return JsonShardWriter(path, **options)
+        return JsonShardWriter(path, options)
 
 
 STORAGE = JsonStorage()

@@ -1,8 +1,8 @@
-"""Checks that any storage must pass, for the tests of packages that bring their own.
+"""Checks that any storage must pass. To test a storage of your own, copy this file beside your tests:
 
     import pytest
     from megatron_packed_sft import register_storage
-    from megatron_packed_sft.storage.testing import CHECKS
+    from storage_checks import CHECKS
 
     register_storage(MyStorage())  # or an entry point
 
@@ -10,8 +10,9 @@
     def test_my_storage(check, tmp_path):
         check("mine", tmp_path)
 
-A check raises AssertionError and says which promise of `storage.interface` is broken. It needs an empty directory of
-its own. A writer that derives from `OrderedShardWriter` keeps the promises about writing without code of its own.
+A check raises AssertionError and says which promise of `megatron_packed_sft.storage.interface` is broken. It needs an
+empty directory of its own. A writer derived from `OrderedShardWriter` keeps the promises about writing without further
+code.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, TargetExistsError, WriterStateError
-from megatron_packed_sft.storage.bins import BinFigures, PackedBin
-from megatron_packed_sft.storage.blocks import block_of
+from megatron_packed_sft.storage.bins import PackedBin, block_of
 from megatron_packed_sft.storage.convert import convert
 from megatron_packed_sft.storage.dataset_directory import DatasetWriter, open_dataset
-from megatron_packed_sft.storage.interface import PackedShardWriter, Storage
+from megatron_packed_sft.storage.figures import BinFigures
+from megatron_packed_sft.storage.interface import PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.registry import DEFAULT_STORAGE, open_shard, shards_inside, storage_named, storage_of
 from megatron_packed_sft.storage.validate import validate
 
@@ -97,12 +98,16 @@ def check_names(name: str, directory: Path) -> None:
 
 
 def check_round_trip(name: str, directory: Path) -> None:
-    """Bins come back in order and unchanged, whether written one by one in any order, or in blocks."""
+    """Bins come back in order and unchanged, whether written one by one or in blocks; other orders are refused."""
     storage, bins = storage_named(name), _bins(20)
     one_by_one, blocks = directory / storage.shard_name(0), directory / storage.shard_name(1)
     _write(storage, one_by_one, bins)
     with _writer(storage, blocks, len(bins)) as writer:
-        for first in reversed(range(0, len(bins), _BINS_PER_BLOCK)):
+        block_starts = range(0, len(bins), _BINS_PER_BLOCK)
+        if not storage.takes_any_order:
+            late = partial(writer.write_bin, 1, *bins[1])
+            _expect(WriterStateError, late, "the writer takes bins out of their order, and takes_any_order is False")
+        for first in reversed(block_starts) if storage.takes_any_order else block_starts:
             writer.write_block(first, block_of(bins[first : first + _BINS_PER_BLOCK], _PACK_SIZE, 1))
         writer.finalize()
     for path in (one_by_one, blocks):
@@ -134,7 +139,7 @@ def check_figures(name: str, directory: Path) -> None:
         "max_seqs_per_bin": max(one.num_sequences for one in bins),
         "min_packed_len": min(lengths),
     }
-    for figures in (storage.figures(storage.open(directory / storage.shard_name(0))), writer.figures):
+    for figures in (storage.open(directory / storage.shard_name(0)).figures, writer.figures):
         if figures is not None:
             assert isinstance(figures, BinFigures)
             assert {key: figures[key] for key in expected} == expected, "the figures differ from those of the bins"
@@ -145,7 +150,7 @@ def check_publishing(name: str, directory: Path) -> None:
     storage, bins = storage_named(name), _bins(3)
     path = directory / storage.shard_name(0)
     with _writer(storage, path, len(bins)) as writer:
-        writer.write_bin(1, *bins[1])
+        writer.write_bin(0, *bins[0])
         assert not os.path.lexists(path), "the shard is visible before finalize"
         _expect(WriterStateError, writer.finalize, "finalize accepts a shard with missing bins")
     assert os.listdir(directory) == [], "a writer that was not finalized left files behind"
@@ -210,8 +215,7 @@ def check_dataset_directory(name: str, directory: Path) -> None:
     storage, bins = storage_named(name), _bins(12)
     with DatasetWriter(directory / "dataset", storage=name) as dataset:
         for split, number, part in (("train", 0, bins[:5]), ("train", 1, bins[5:9]), ("validation", 0, bins[9:])):
-            options = {"num_bins": len(part), "pack_size": _PACK_SIZE, "vocab_size": _VOCAB_SIZE, "pad_id": 1}
-            with dataset.shard_writer(split, number, **options) as writer:
+            with dataset.shard_writer(split, number, _options(len(part))) as writer:
                 for index, one in enumerate(part):
                     writer.write_bin(index, *one)
                 writer.finalize()
@@ -247,7 +251,7 @@ def check_weights(name: str, directory: Path) -> None:
     path = directory / storage.shard_name(0)
     if not storage.keeps_weights:
         for write in (
-            lambda writer: writer.write_bin(2, *bins[2]),
+            lambda writer: writer.write_bin(0, *bins[2]),
             lambda writer: writer.write_block(0, block_of(bins, _PACK_SIZE, 1)),
         ):
             with _writer(storage, path, len(bins)) as writer:
@@ -257,13 +261,13 @@ def check_weights(name: str, directory: Path) -> None:
     shard = storage.open(path)
     assert_same_bins(shard, bins)
     total = sum(float(one.loss_mask.sum(dtype=np.float64)) for one in bins)
-    for figures in (storage.figures(shard), writer.figures):
+    for figures in (shard.figures, writer.figures):
         if figures is not None:
             assert figures.has_weights, "the figures do not say that there are weights"
             assert figures.sum_loss_weights == total, "sum_loss_weights differs from that of the bins"
     _write(storage, directory / storage.shard_name(1), [one._replace(loss_mask=one.loss_mask * 1.0) for one in plain])
     unweighted = storage.open(directory / storage.shard_name(1))
-    assert not storage.figures(unweighted).has_weights, "weights of 0 and 1 are kept as weights"
+    assert not unweighted.figures.has_weights, "weights of 0 and 1 are kept as weights"
     assert validate(path).ok, f"validate finds {validate(path).findings[0]}"
 
 
@@ -285,15 +289,18 @@ def _bins(count: int) -> list[PackedBin]:
     return make_bins(count, _PACK_SIZE, _VOCAB_SIZE, seed=count)
 
 
+def _options(num_bins: int, *, overwrite: bool = False) -> WriterOptions:
+    return WriterOptions(num_bins=num_bins, pack_size=_PACK_SIZE, vocab_size=_VOCAB_SIZE, pad_id=1, overwrite=overwrite)
+
+
 def _writer(storage: Storage, path: str | Path, num_bins: int, *, overwrite: bool = False) -> PackedShardWriter:
-    return storage.create_writer(
-        path, num_bins=num_bins, pack_size=_PACK_SIZE, vocab_size=_VOCAB_SIZE, pad_id=1, overwrite=overwrite
-    )
+    return storage.create_writer(path, _options(num_bins, overwrite=overwrite))
 
 
 def _write(storage: Storage, path: Path, bins: Sequence[PackedBin], *, overwrite: bool = False) -> PackedShardWriter:
+    odd_first = [*range(1, len(bins), 2), *range(0, len(bins), 2)]
     with _writer(storage, path, len(bins), overwrite=overwrite) as writer:
-        for index in [*range(1, len(bins), 2), *range(0, len(bins), 2)]:
+        for index in odd_first if storage.takes_any_order else range(len(bins)):
             writer.write_bin(index, *bins[index])
         writer.finalize()
     return writer
