@@ -144,3 +144,16 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 def test_without_plugins_there_are_none() -> None:
     assert installed_plugins("nothing") == {}
+
+
+def test_the_storage_of_the_plugin_passes_the_checks_of_ours(python: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from tests.storage.storage_checks import CHECKS
+for check in CHECKS:
+    home = Path(sys.argv[1], check.__name__)
+    home.mkdir()
+    check("acme_json", home)
+"""
+    subprocess.run([python, "-c", program, tmp_path], cwd=ROOT, check=True, capture_output=True, text=True)

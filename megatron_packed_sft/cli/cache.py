@@ -109,7 +109,7 @@ def prefetch(
     if as_json:
         show_json({"num_shards": num_shards, "num_bytes": num_bytes, "cache_dir": str(cache.directory)})
     elif not quiet:
-        print(f"{cache.directory}: {plural(num_shards, 'shard')} of {byte_count(num_bytes)} are there")
+        print(f"{cache.directory}: {plural(num_shards, 'shard')} ({byte_count(num_bytes)}) are in the cache")
     return 0
 
 

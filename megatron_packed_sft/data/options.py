@@ -37,16 +37,17 @@ class Tolerance:
 
     tokenizer: bool = False
     template: bool = False
-    spelling: str = "{}=True"
+    spelling: str = "{argument}=True"
 
     def switch(self, name: str) -> str:
         """Return what to write to accept such a difference.
 
         Example:
-            >>> Tolerance(spelling="data.{}=true").switch("tokenizer")
+            >>> Tolerance(spelling="data.{argument}=true").switch("tokenizer")
             'data.allow_tokenizer_mismatch=true'
         """
-        return self.spelling.format(f"allow_{name}_mismatch")
+        field = "chat_template" if name == "template" else name  # of a loader's state
+        return self.spelling.format(argument=f"allow_{name}_mismatch", field=field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ class OpenOptions:
     @property
     def tolerance(self) -> Tolerance:
         """Which parts may be opened together."""
-        spelling = "data.{}=true" if self.spelling == "key" else "{}=True"
+        spelling = "data.allow_mismatch=[{field}]" if self.spelling == "key" else "{argument}=True"
         return Tolerance(
             tokenizer=self.allow_tokenizer_mismatch, template=self.allow_template_mismatch, spelling=spelling
         )

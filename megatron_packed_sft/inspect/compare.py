@@ -35,6 +35,14 @@ Facts = dict[str, Any]
 
 _CONTEXT = 8  # tokens on each side of a difference
 _SHOWN_TOKENS = 24  # of a sequence given as an example
+_MOVES = {
+    "in_same_bin": "in the same bin",
+    "in_other_bin": "in another bin",
+    "other_mask": "with another loss mask",
+    "only_in_a": "only in A",
+    "only_in_b": "only in B",
+}
+_STYLES = {"a": "red", "b": "green"}
 
 
 def compare(
@@ -199,16 +207,6 @@ def _notes(a: Side, b: Side) -> list[str]:
 
 def _short(value: Any) -> str:
     return f"{value.get('name')} ({value.get('fingerprint')})" if isinstance(value, dict) else str(value)
-
-
-_MOVES = {
-    "in_same_bin": "in the same bin",
-    "in_other_bin": "in another bin",
-    "other_mask": "with another loss mask",
-    "only_in_a": "only in A",
-    "only_in_b": "only in B",
-}
-_STYLES = {"a": "red", "b": "green"}
 
 
 def view(facts: Facts) -> Iterator[RenderableType]:

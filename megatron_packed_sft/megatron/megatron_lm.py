@@ -83,7 +83,7 @@ class PackedSFTMegatronDataset(MegatronDataset):  # type: ignore[misc]  # Megatr
         tolerance = Tolerance(
             tokenizer=getattr(config, "allow_tokenizer_mismatch", False),
             template=getattr(config, "allow_template_mismatch", False),
-            spelling="config.{} = True",
+            spelling="config.{argument} = True",
         )
         dataset = create_sft_dataset(
             dataset_path,

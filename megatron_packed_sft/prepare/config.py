@@ -117,8 +117,9 @@ class PrepareConfig:
         packed_storage: set by choosing storage=NAME.
         shard_megabytes: about the size of a shard.
         deduplicate: keep the first of records with equal content.
-        max_errors: how many records that cannot be read or encoded are dropped; one more stops the run.
-        max_record_bytes: a record with more bytes is not parsed; it is such a record.
+        max_errors: the most records that may be dropped because they cannot be read or encoded; one more stops the
+            run.
+        max_record_bytes: a larger record is not parsed, and counts as one that cannot be read.
         max_drop_share: the largest share of records or of tokens that may be lost (too long, nothing to train); if more
             would be lost, nothing is published.
         rejects: a file for the records that were lost: JSON lines with file, line, reason and detail.

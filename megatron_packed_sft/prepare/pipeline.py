@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,8 @@ class Pipeline:
     ) -> tuple[dict[str, Planned], PrepareReport]:
         planned = plan_splits(_in_order(encoded.stores), self._packing, work, self._executor)
         plans = {split: one.plan for split, one in planned.items()}
-        return planned, self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer)
+        weighted = {split for split, store in encoded.stores.items() if store.has_weights}
+        return planned, self._report(encoded.counts, plans, self._packed(encoded, plans), tokenizer, weighted)
 
     def _remove_damaged(self, encoded: EncodedSources, work: WorkDirectory) -> int:
         return work.remove_damaged_parts(encoded.stores.values(), progress=self._shows_bars)
@@ -277,6 +278,7 @@ class Pipeline:
         plans: Mapping[str, PackPlan],
         packed: Mapping[str, Mapping[str, PackedSequences]],
         tokenizer: Tokenizer,
+        weighted: Collection[str] = (),
     ) -> PrepareReport:
         encoded = total_of(counts.values())
         splits = {}
@@ -288,8 +290,10 @@ class Pipeline:
                 encoded=encoded.split(split),
                 packed=in_bins,
                 plan=plan,
-                num_shards=num_shards(plan, self.packed_storage, self._shard_bytes, tokenizer.vocab_size),
-                num_bytes=stored_bytes(plan, self.packed_storage, tokenizer.vocab_size),
+                num_shards=num_shards(
+                    plan, self.packed_storage, self._shard_bytes, tokenizer.vocab_size, has_weights=split in weighted
+                ),
+                num_bytes=stored_bytes(plan, self.packed_storage, tokenizer.vocab_size, has_weights=split in weighted),
             )
         sources = {
             name: SourceReport(one, {split: by_source[name] for split, by_source in packed.items()})

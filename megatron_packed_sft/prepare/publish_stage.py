@@ -22,6 +22,7 @@ from megatron_packed_sft.remote.filesystem import base_name, child, is_missing
 from megatron_packed_sft.remote.objects import list_objects, read_object, try_writing
 from megatron_packed_sft.remote.uploads import UNFINISHED, begin_upload, refuse_existing, upload
 from megatron_packed_sft.storage.dataset_directory import DATASET, MAX_DATASET_BYTES, DatasetWriter, open_dataset
+from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.registry import storage_named
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import checksum
@@ -97,33 +98,42 @@ def publish(
     work.write_receipt(_receipt_name(request), request.fingerprint, noted)
 
 
-def num_shards(plan: PackPlan, packed_storage: str, shard_bytes: int, vocab_size: int | None) -> int:
+def num_shards(
+    plan: PackPlan, packed_storage: str, shard_bytes: int, vocab_size: int | None, *, has_weights: bool = False
+) -> int:
     """Return how many shards of about this size hold a plan.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
-        >>> num_shards(pack([4, 4, 4], pack_size=4), "memmap_v1", shard_bytes=40, vocab_size=128_256)
+        >>> num_shards(pack([4, 4, 4], pack_size=4), "memmap_v1", shard_bytes=100, vocab_size=128_256)
         2
     """
     if storage_named(packed_storage).one_shard_per_split:
         return 1
-    return min(math.ceil(stored_bytes(plan, packed_storage, vocab_size) / shard_bytes), plan.num_bins)
+    num_bytes = stored_bytes(plan, packed_storage, vocab_size, has_weights=has_weights)
+    return min(math.ceil(num_bytes / shard_bytes), plan.num_bins)
 
 
-def stored_bytes(plan: PackPlan, packed_storage: str, vocab_size: int | None) -> int:
-    """Return about how many bytes the bins of a plan take on disk.
+def stored_bytes(plan: PackPlan, packed_storage: str, vocab_size: int | None, *, has_weights: bool = False) -> int:
+    """Return about how many bytes the bins of a plan take on disk, all columns included.
 
     Example:
         >>> from megatron_packed_sft.packing.packer import pack
-        >>> stored_bytes(pack([4, 3], pack_size=4), "memmap_v1", vocab_size=128_256)  # an int32 id and a byte of mask
-        40
+        >>> plan = pack([4, 3], pack_size=4)
+        >>> stored_bytes(plan, "memmap_v1", vocab_size=128_256)  # 5 bytes per place, 32 per bin, 4 per sequence
+        116
+        >>> stored_bytes(plan, "memmap_v1", vocab_size=128_256, has_weights=True)
+        164
     """
-    return storage_named(packed_storage).stored_bytes(
+    figures = BinFigures(
         num_bins=plan.num_bins,
-        width=max(plan.pack_size, stored_width(plan)),
+        pack_size=max(plan.pack_size, stored_width(plan)),
+        num_sequences=len(plan.indices),
         num_tokens=plan.accounting.num_tokens_packed,
         vocab_size=vocab_size,
+        has_weights=has_weights,
     )
+    return storage_named(packed_storage).stored_bytes(figures)
 
 
 def _receipt_name(request: PublishRequest) -> str:
@@ -171,7 +181,8 @@ def _write(
 
 
 def _num_shards(request: PublishRequest, plan: PackPlan, store: TokenStore) -> int:
-    return num_shards(plan, request.packed_storage, request.shard_bytes, store.manifest.vocab_size)
+    vocab_size, has_weights = store.manifest.vocab_size, store.has_weights
+    return num_shards(plan, request.packed_storage, request.shard_bytes, vocab_size, has_weights=has_weights)
 
 
 def _tidy(paths: Sequence[Path]) -> None:

@@ -120,7 +120,7 @@ class SplitRule:
     Args:
         validation_fraction: share of the records that go to the validation split.
         test_fraction: share of the records that go to the test split.
-        seed: of the draw; another seed holds out other records.
+        seed: another seed holds out other records.
 
     Example:
         >>> rule = SplitRule(validation_fraction=0.5)

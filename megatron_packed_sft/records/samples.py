@@ -53,7 +53,11 @@ _STEPS = (
 )  # fmt: skip
 
 
+_OPENINGS = ("", "", "Hi! ", "Please help me. ", "Quick question. ", "Why? Because I have to know. ", "Yes or no? ")
+
+
 class _Exchange(NamedTuple):
+    opening: str
     question: str
     answer: str
     reasoning: str
@@ -118,39 +122,40 @@ def _randoms(num_records: int, seed: int, kind: str) -> Iterator[Random]:
 
 
 def _exchange(random: Random) -> _Exchange:
-    return random.choices((_sum, _sharing, _ordering, _explaining, _planning), (4, 3, 2, 3, 3))[0](random)
+    make = random.choices((_sum, _sharing, _ordering, _explaining, _planning), (4, 3, 2, 3, 3))[0]
+    return _Exchange(random.choice(_OPENINGS), *make(random))
 
 
-def _sum(random: Random) -> _Exchange:
+def _sum(random: Random) -> tuple[str, str, str]:
     number, price, goods = random.randint(2, 60), random.randint(2, 90), random.choice(_GOODS)
     question = f"{random.choice(_NAMES)} buys {number} {goods}s at {price} cents each. How much is that?"
     reasoning = f"Multiply the number by the price: {number} * {price} = {number * price}."
-    return _Exchange(question, f"The {goods}s cost {number} x {price} = {number * price} cents.", reasoning)
+    return question, f"The {goods}s cost {number} x {price} = {number * price} cents.", reasoning
 
 
-def _sharing(random: Random) -> _Exchange:
+def _sharing(random: Random) -> tuple[str, str, str]:
     number, people, goods = random.randint(20, 400), random.randint(2, 12), random.choice(_GOODS)
     each, left = divmod(number, people)
     question = f"If {number} {goods}s are shared equally among {people} people, how many does each one get?"
     answer = f"Each person gets {each} of them, because {people} x {each} = {people * each}, and {left} are left over."
-    return _Exchange(question, answer, f"{number} divided by {people} is {each}, remainder {left}.")
+    return question, answer, f"{number} divided by {people} is {each}, remainder {left}."
 
 
-def _ordering(random: Random) -> _Exchange:
+def _ordering(random: Random) -> tuple[str, str, str]:
     words = random.sample(_WORDS, random.randint(4, 9))
     how, result = random.choice((("in alphabetical order", sorted(words)), ("in reverse order", words[::-1])))
-    return _Exchange(f"Write these words {how}: {', '.join(words)}.", ", ".join(result), f"{result[0]} comes first.")
+    return f"Write these words {how}: {', '.join(words)}.", ", ".join(result), f"{result[0]} comes first."
 
 
-def _explaining(random: Random) -> _Exchange:
+def _explaining(random: Random) -> tuple[str, str, str]:
     """Return a comparison of things, of two or of many."""
     things = random.sample(sorted(_FACTS), random.choice((2, 3, 3, 4, 8)))
     question = f"{random.choice(_NAMES)} asks: what do I have to know about {' and '.join(things)}?"
     answer = "\n\n".join(f"{thing.capitalize()} {_FACTS[thing]}." for thing in things)
-    return _Exchange(question, answer, f"There are {len(things)} things to explain, beginning with {things[0]}.")
+    return question, answer, f"There are {len(things)} things to explain, beginning with {things[0]}."
 
 
-def _planning(random: Random) -> _Exchange:
+def _planning(random: Random) -> tuple[str, str, str]:
     """Return a timetable: usually of some hours, sometimes of many days."""
     name, num_days = random.choice(_NAMES), random.choices((1, 3, 9), (6, 3, 1))[0]
     lines, minutes = [], 0
@@ -161,14 +166,17 @@ def _planning(random: Random) -> _Exchange:
             lines.append(f"{minutes // 60:02d}:{minutes % 60:02d} {step}.")
             minutes += random.randrange(15, 60, 15)
     question = f"Please make a plan for {name}, for {num_days} day{'s' if num_days > 1 else ''}."
-    return _Exchange(question, "\n".join(lines), f"The last day ends at {minutes // 60:02d}:{minutes % 60:02d}.")
+    return question, "\n".join(lines), f"The last day ends at {minutes // 60:02d}:{minutes % 60:02d}."
 
 
 def _messages(exchanges: list[_Exchange], *, reasoned: bool = False) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    for question, answer, reasoning in exchanges:
+    for opening, question, answer, reasoning in exchanges:
         thought = {"reasoning_content": reasoning} if reasoned else {}
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **thought}]
+        messages += [
+            {"role": "user", "content": opening + question},
+            {"role": "assistant", "content": answer, **thought},
+        ]
     return messages
 
 

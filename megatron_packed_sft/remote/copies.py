@@ -1,4 +1,4 @@
-"""Files and folders of a store on this node: fetched once into its cache, and kept until this process ends."""
+"""Local copies of files and folders of a store: fetched once into the cache, kept until the process ends."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.paths import redacted
 from megatron_packed_sft.support.wording import byte_count
 
-_HELD: dict[str, Hold] = {}  # copies whose paths were handed out
+_HELD: dict[str, Hold] = {}  # copies whose paths were returned
 _ORIGINS: dict[str, str] = {}  # their paths -> their URLs
 
 
 def kept_copy(item: CacheItem, cache: NodeCache) -> Path:
-    """Return the local path of something that the cache can fetch; it stays there until this process ends."""
+    """Fetch an item into the cache and return its local path; it stays there until this process ends."""
     hold = _HELD[item.key] = cache.hold(item)
     _ORIGINS[str(hold.path)] = item.url.rstrip("/")
     return hold.path
 
 
 def origin_of(path: str) -> str:
-    """Return the URL of a copy, or of a file in one, as other nodes need it; any other path as it is.
+    """Return the URL of a copy, or of a file in one, for use on other nodes; return any other path unchanged.
 
     Example:
         >>> origin_of("/models/tokenizer")
@@ -48,14 +48,14 @@ def copy_of(
     most_bytes: int | None = None,
     kind: str = "a file or a folder",
 ) -> Path:
-    """Return the local path of a file or folder of a store, which is known by what the store says of its objects.
+    """Fetch a file or folder of a store and return its local path; a copy is reused while sizes and tags are the same.
 
     Args:
-        url: of an object, or of what objects have before their names.
+        url: of an object, or of a folder.
         cache: of the node; by default the user's.
         wanted: which objects of a folder, by their names there.
         most_bytes: refuse to fetch more.
-        kind: what it should be, for the message if there is nothing.
+        kind: what it should be, for the error if it is missing.
     """
     cache = cache or node_cache()
     info = object_info(url)
@@ -69,7 +69,7 @@ def copy_of(
         raise InvalidInputError(
             f"{redacted(url)} has {byte_count(contents.num_bytes)}, too much for {kind}; check the URL"
         )
-    # A store that does not tell whether an object changed: what is there is fetched each time.
+    # Without tags, the store does not show whether an object changed: it is fetched each time.
     seen = time.time_ns()
     listed = "\n".join(f"{name}\0{one.size}\0{one.tag or seen}" for name, one in sorted(found.items()))
     return kept_copy(CacheItem(url, checksum(listed.encode()), lambda: contents, url), cache)

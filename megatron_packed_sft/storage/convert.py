@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.remote.uploads import uploading
+from megatron_packed_sft.remote.filesystem import base_name
+from megatron_packed_sft.remote.uploads import refuse_existing, scratch_directory, upload, uploading
 from megatron_packed_sft.storage.bins import cannot_keep, clear_sequence_ends, masks_would_be_lost
 from megatron_packed_sft.storage.dataset_directory import (
     DATASET,
@@ -131,9 +132,17 @@ def convert(
     settings = _Settings(storage, pack_size, overlong, vocab_size, pad_id, split, drop_masks, overwrite, progress)
     if not is_url(target):
         return _convert(sources, local_path(target, "target"), settings)
-    with uploading(os.fspath(target), overwrite=overwrite) as local:
-        report = _convert(sources, Path(local), replace(settings, overwrite=False))
-    return replace(report, target=redacted(os.fspath(target)))
+    url = os.fspath(target)
+    refuse_existing(url, overwrite=overwrite)
+    with scratch_directory() as scratch:
+        local = scratch / base_name(url)
+        report = _convert(sources, local, replace(settings, overwrite=False))
+        if storage.keeps_masks:
+            upload(local, url, overwrite=overwrite)
+        else:  # a prefix: PREFIX.bin and the .idx that makes it a dataset, for each split
+            for file in sorted(scratch.iterdir(), key=lambda file: file.suffix == INDEX):
+                upload(file, url.removesuffix(local.name) + file.name, overwrite=overwrite)
+    return replace(report, target=redacted(url))
 
 
 def _convert(sources: PathLike | Sequence[PathLike], target: Path, settings: _Settings) -> ConversionReport:

@@ -59,6 +59,16 @@ class BinFigures:
         """Positions that any bin takes in a batch at most: its last token is a label only, so often fewer."""
         return self.pack_size if self.max_input_len is None else self.max_input_len
 
+    @property
+    def most_tokens(self) -> int:
+        """The number of tokens, or the most that there can be."""
+        return self.num_bins * self.pack_size if self.num_tokens is None else self.num_tokens
+
+    @property
+    def least_sequences(self) -> int:
+        """The number of sequences, or the least that there can be: one per bin."""
+        return self.num_bins if self.num_sequences is None else self.num_sequences
+
     @classmethod
     def counted(cls, bins: Iterable[PackedBin], pack_size: int) -> Self:
         """Count over all bins."""

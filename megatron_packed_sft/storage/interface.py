@@ -267,9 +267,9 @@ class Storage(abc.ABC):
         """Return a number of shards in words."""
         return f"{num_shards:,} {self.name} shard{'' if num_shards == 1 else 's'}"
 
-    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
-        """Return about how many bytes bins take on disk."""
-        return num_tokens * 5
+    def stored_bytes(self, figures: BinFigures) -> int:
+        """Return about how many bytes bins with these figures take on disk, all columns included."""
+        return figures.most_tokens * 5
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what is known of a shard without reading its bins, by the names of `BinFigures`."""

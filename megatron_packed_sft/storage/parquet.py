@@ -201,10 +201,10 @@ class ParquetStorage(Storage):
         """Create a `ParquetShardWriter`."""
         return ParquetShardWriter(path, options)
 
-    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
-        """Return an estimate: ids take the bits of the vocabulary, and a mask compresses to almost nothing."""
-        bits = ((vocab_size or 1 << 17) - 1).bit_length()
-        return num_tokens * (bits + 1) // 8
+    def stored_bytes(self, figures: BinFigures) -> int:
+        """Return an estimate: ids take the bits of the vocabulary, starts those of a bin, and a mask almost nothing."""
+        bits = ((figures.vocab_size or 1 << 17) - 1).bit_length()
+        return (figures.most_tokens * (bits + 1) + figures.least_sequences * figures.pack_size.bit_length()) // 8
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what the file's footer counts, and what Megatron-Bridge's metadata beside it says."""

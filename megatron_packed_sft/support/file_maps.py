@@ -3,7 +3,7 @@
 Python's own `mmap` keeps a duplicate of the descriptor for as long as the map lives: five per shard, which ends at
 about 200 shards under the usual limit of 1,024. Here the descriptor is closed at once; the map lives until the last
 array over it is gone. The kernel's own limit is 65,530 maps per process, so a pool keeps the number of mapped shards
-bounded: a shard that was not used lately is unmapped and mapped again when it is asked for.
+bounded: a shard that was not used lately is unmapped, and mapped again on demand.
 """
 
 from __future__ import annotations
@@ -80,21 +80,20 @@ Arrays = TypeVar("Arrays")
 
 
 class Holder(Protocol):
-    """What makes sure that files are there before they are mapped."""
+    """Makes sure that files exist before they are mapped."""
 
     def hold(self) -> object:
         """Return when the files are there; they stay while the returned object lives."""
 
 
 class LazyMaps(abc.ABC, Generic[Arrays]):
-    """An object whose arrays are mapped at the first use, in each process for itself, and may be unmapped at any time.
+    """An object whose arrays are mapped at the first use, in each process separately, and may be unmapped at any time.
 
     Threads may share it; it survives fork, spawn and pickling (the arrays stay behind).
     """
 
     recently_used: bool = False
-    num_places: int = 1  # of the pool
-    holder: Holder | None = None  # of files in a cache, which may be fetched and removed; None for files of the user's
+    holder: Holder | None = None  # of files in the node cache; None for the user's own files
     _arrays: Arrays | None = None
 
     @property
@@ -128,7 +127,7 @@ class LazyMaps(abc.ABC, Generic[Arrays]):
         keep = None if self.holder is None else self.holder.hold()  # may take a download: not under the lock
         with POOL.lock:
             arrays = self._arrays
-            if arrays is None:  # else another thread was faster
+            if arrays is None:  # otherwise another thread was faster
                 arrays = self._arrays = self._open_arrays(keep)
                 self.recently_used = False
                 POOL.add(self)
@@ -146,28 +145,24 @@ class MapPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lock = threading.RLock()
-        # The oldest first, with the places that each takes. Weak: a dataset that is gone leaves no map behind.
-        self._mapped: OrderedDict[weakref.ref[LazyMaps[Any]], int] = OrderedDict()
-        self._num_taken = 0
+        # The oldest first. Weak: a dataset that is gone leaves no map behind.
+        self._mapped: OrderedDict[weakref.ref[LazyMaps[Any]], None] = OrderedDict()
 
     def add(self, shard: LazyMaps[Any]) -> None:
         """Note that a shard has just been mapped; unmap others if there are too many. Call under `lock`."""
-        while self._mapped and self._num_taken + shard.num_places > self.limit:
-            oldest, num_places = self._mapped.popitem(last=False)
+        while len(self._mapped) >= self.limit:
+            oldest, _ = self._mapped.popitem(last=False)
             other = oldest()
             if other is not None and other.recently_used:
                 other.recently_used = False
-                self._mapped[oldest] = num_places
-                continue
-            self._num_taken -= num_places
-            if other is not None:
+                self._mapped[oldest] = None
+            elif other is not None:
                 other.unmap()
-        self._mapped[weakref.ref(shard)] = shard.num_places
-        self._num_taken += shard.num_places
+        self._mapped[weakref.ref(shard)] = None
 
     def remove(self, shard: LazyMaps[Any]) -> None:
         """Forget a shard that is not mapped any more. Call under `lock`."""
-        self._num_taken -= self._mapped.pop(weakref.ref(shard), 0)
+        self._mapped.pop(weakref.ref(shard), None)
 
     def unmap_all(self, condition: Callable[[LazyMaps[Any]], bool]) -> None:
         """Unmap the shards that satisfy a condition; they are mapped again when they are used."""

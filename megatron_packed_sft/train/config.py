@@ -66,9 +66,6 @@ class DataConfig:
         dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
         documents: a bin is a document of Megatron's indexed datasets, instead of a window of their tokens.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
-        allow_tokenizer_mismatch: accept a tokenizer, or weights with one, that differs from the data's, and paths
-            made with different tokenizers.
-        allow_template_mismatch: accept paths made with different chat templates.
         eos_id: padding id when no tokenizer is given, and what ends the documents of a token stream; null takes the
             tokenizer's, or the one recorded with the data.
         shuffle: reshuffle the bins every epoch; false keeps the stored order.
@@ -78,7 +75,9 @@ class DataConfig:
             cache.
         cache_size: how large that cache may become, such as 200GB; null is 80 % of what is free there.
         verify: when a bin is compared with its checksum: first_read, always or never.
-        allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed].
+        allow_mismatch: what may differ from the run that wrote the checkpoint, such as [seed]; tokenizer also accepts a
+            tokenizer, or weights with one, that differs from the data's, and paths made with different ones;
+            chat_template also paths made with different chat templates.
     """
 
     path: Any = MISSING
@@ -94,8 +93,6 @@ class DataConfig:
     dtype: str | None = None
     documents: bool = False
     tokenizer: str | None = None
-    allow_tokenizer_mismatch: bool = False
-    allow_template_mismatch: bool = False
     eos_id: int | None = None
     shuffle: bool = True
     shard_window: int | None = None

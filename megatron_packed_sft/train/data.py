@@ -157,8 +157,8 @@ class _Opener:
         self.opening = OpenOptions(
             storage=config.packed_storage if data.plan is None else AUTO,
             verify=data.verify,
-            allow_tokenizer_mismatch=data.allow_tokenizer_mismatch,
-            allow_template_mismatch=data.allow_template_mismatch,
+            allow_tokenizer_mismatch="tokenizer" in data.allow_mismatch,
+            allow_template_mismatch="chat_template" in data.allow_mismatch,
             cache_dir=data.cache_dir,
             cache_size=data.cache_size,
             spelling="key",
@@ -238,7 +238,7 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
             f"such as data.sequence_length={DEFAULT_SEQ_LENGTH}"
         )
     vocab_size = config.model.vocab_size if pretrained is None else pretrained.vocab_size
-    if tokenizer is not None and not data.allow_tokenizer_mismatch:
+    if tokenizer is not None and "tokenizer" not in data.allow_mismatch:
         vocab_size = tokenizer.vocab_size
     return StreamOptions(
         seq_length=data.sequence_length or DEFAULT_SEQ_LENGTH,
@@ -447,11 +447,11 @@ def _refuse_larger_vocabulary(
     sizes = {source.description: source.vocab_size for source in sources}
     sizes |= {key: tokenizer.vocab_size for key, tokenizer in tokenizers.items()}
     for name, size in sizes.items():
-        if size is not None and size > vocab_size and not config.data.allow_tokenizer_mismatch:
+        if size is not None and size > vocab_size and "tokenizer" not in config.data.allow_mismatch:
             raise InvalidInputError(
                 f"{name} has a vocabulary of {size:,}, but the weights of model.path={config.model.path} have "
                 f"{vocab_size:,}; prepare the data with the model's own tokenizer, or set "
-                "data.allow_tokenizer_mismatch=true if no larger id occurs"
+                "data.allow_mismatch=[tokenizer] if no larger id occurs"
             )
 
 

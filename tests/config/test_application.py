@@ -285,7 +285,7 @@ def test_an_interrupt_is_one_sentence(conf: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "megatron_packed_sft.prepare", "--help"]
+    command = [sys.executable, "-m", "megatron_packed_sft", "prepare", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None
         assert run.stderr is not None

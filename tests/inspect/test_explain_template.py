@@ -1,4 +1,4 @@
-"""`packed-sft explain-template`: what templates write and lose, for templates whose traits are known."""
+"""`packed-sft explain-template`: what templates with known behaviour write and lose."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from megatron_packed_sft import (
 )
 from megatron_packed_sft.cli.main import main
 from megatron_packed_sft.errors import InvalidInputError, StorageIOError, TargetExistsError, UnsupportedFormatError
+from megatron_packed_sft.remote.objects import read_object
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from tests.faults.injection import Injector
 from tests.packed_bins import files_of, make_bins, write_shard
@@ -224,6 +225,19 @@ def test_masks_are_refused_with_a_count_unless_they_may_go(tmp_path: Path, capsy
     assert read_with_megatron_core(tmp_path / "out") == sequences_of(bins)
     with pytest.raises(InvalidInputError, match="memmap_v1 keeps loss masks, so there are none to drop"):
         convert(tmp_path / "out", tmp_path / "back", drop_masks=True)
+
+
+def test_a_url_takes_the_same_options_and_gets_both_files(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", make_bins(6, 16, seed=1), 16)
+    url = f"memory://indexed/{tmp_path.name}/docs"
+    with pytest.raises(InvalidInputError, match="predictions are not trained"):
+        convert(tmp_path / "shard", url, to="megatron_indexed")
+    report = convert(tmp_path / "shard", url, to="megatron_indexed", drop_masks=True)
+    convert(tmp_path / "shard", tmp_path / "docs", to="megatron_indexed", drop_masks=True)
+    assert report.target == url
+    assert report.num_dropped_masks
+    for suffix in (".bin", ".idx"):
+        assert read_object(url + suffix, 1 << 20) == (tmp_path / f"docs{suffix}").read_bytes()
 
 
 def test_the_writer_itself_refuses_masks_and_publishes_nothing_then(tmp_path: Path) -> None:

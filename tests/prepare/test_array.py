@@ -19,7 +19,7 @@ from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
+COMMAND = [sys.executable, "-m", "megatron_packed_sft", "prepare"]
 NUM_FILES = 7
 
 

@@ -127,9 +127,9 @@ def _token(**changed: Any) -> dict[str, Any]:
         ({"added_tokens": None}, {}, "has added_tokens that are not a list of objects"),
         ({"added_tokens": [{"id": 1}]}, {}, "has an added token without a text or an id"),
         ({"added_tokens": [_token(content="x" * 1_000_000)]}, {}, "has an added token of 1,000,000 characters"),
-        ({}, {"added_tokens_decoder": [1]}, "are not as Hugging Face writes them"),
-        ({}, {"chat_template": [5]}, "are not as Hugging Face writes them"),
-        ({}, {"additional_special_tokens": 5}, "are not as Hugging Face writes them"),
+        ({}, {"added_tokens_decoder": [1]}, "differ from what Hugging Face writes"),
+        ({}, {"chat_template": [5]}, "differ from what Hugging Face writes"),
+        ({}, {"additional_special_tokens": 5}, "differ from what Hugging Face writes"),
     ],
 )
 def test_a_degenerate_tokenizer_is_one_sentence(

@@ -25,7 +25,7 @@ from tests.remote.object_store import BUCKET, FaultProxy, free_port, moto_server
 from tests.remote.test_dataset_urls import stored
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
+COMMAND = [sys.executable, "-m", "megatron_packed_sft", "prepare"]
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 

@@ -21,7 +21,7 @@ from tests.remote.test_dataset_urls import stored
 WORK = "s3://bucket/work"
 URL = "s3://bucket/sets/data"
 NUM_FILES = 4
-COMMAND = [sys.executable, "-m", "megatron_packed_sft.prepare"]
+COMMAND = [sys.executable, "-m", "megatron_packed_sft", "prepare"]
 
 
 @pytest.fixture

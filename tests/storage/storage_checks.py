@@ -94,7 +94,8 @@ def check_names(name: str, directory: Path) -> None:
     for one in names:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", one), f"{one!r} is not a plain name"
         assert storage_of(directory / one) in (storage, None), f"{one} is taken for another storage"
-    assert storage.stored_bytes(num_bins=2, width=8, num_tokens=10, vocab_size=100) > 0, "stored_bytes is not positive"
+    figures = BinFigures(num_bins=2, pack_size=8, num_tokens=10, vocab_size=100)
+    assert storage.stored_bytes(figures) > 0, "stored_bytes is not positive"
 
 
 def check_round_trip(name: str, directory: Path) -> None:

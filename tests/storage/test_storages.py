@@ -28,7 +28,7 @@ from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardE
 from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.flat_files import OrderedShardWriter
 from megatron_packed_sft.storage.interface import PackedShard, WriterOptions
-from megatron_packed_sft.storage.registry import STORAGES, storage_names
+from megatron_packed_sft.storage.registry import STORAGES, storage_named, storage_names
 from tests.data.test_datasets import assert_same_batch
 from tests.packed_bins import make_bins, write_shard
 from tests.storage.storage_checks import CHECKS, check_figures, check_names
@@ -222,3 +222,13 @@ def test_nothing_asks_which_storage_it_has_before_it() -> None:
         if concrete & {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
     ]
     assert asked == []
+
+
+def test_the_estimated_size_counts_every_column(tmp_path: Path) -> None:
+    plain = make_bins(40, 24, seed=3)
+    weighted = [one._replace(loss_mask=one.loss_mask * np.float32(0.5)) for one in plain]
+    for bins in (plain, weighted):
+        manifest = write_shard(tmp_path / "shard", bins, 24, vocab_size=1000, overwrite=True)
+        on_disk = sum(record.bytes for record in manifest.files.values())
+        headers = sum(spec.header_size for spec in manifest.arrays())
+        assert storage_named("memmap_v1").stored_bytes(manifest.figures) == on_disk - headers

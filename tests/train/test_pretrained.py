@@ -79,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ]
 
     # The same tokenizer.json, but transformers builds a Qwen2 tokenizer for the first model and not for the other.
-    other_tokenizer = ["data.allow_tokenizer_mismatch=true"]
+    other_tokenizer = ["data.allow_mismatch=[tokenizer]"]
     moved = home / "folder_that_is_gone"
     resume = f"resume={home / 'tensor_2' / 'checkpoints' / 'step_000002'}"
     lora_resume = f"resume={home / 'lora_tensor_2' / 'checkpoints' / 'step_000002'}"
@@ -317,7 +317,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
         (["model.path=NONE"], "is not a folder; give a local Hugging Face model folder"),
         (["model.num_layers=7"], "model.num_layers is 7, but MODEL has 2; choose model=from_pretrained"),
         (["parallel.pipeline=3"], "model.num_layers 2 is not a multiple of parallel.pipeline 3"),
-        (["model.path=STRANGER"], "use that tokenizer, or set data.allow_tokenizer_mismatch=true"),
+        (["model.path=STRANGER"], "use that tokenizer, or set data.allow_mismatch=[tokenizer]"),
         (["model.path=SMALL"], "has a vocabulary of 305, but the weights of model.path=SMALL have 304"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_tokenizer_that_did_not_make_the_data_is_refused(dataset: Path, tmp_pa
     model = train_sentencepiece(["one two three four"] * 9, tmp_path / "small.model", vocab_size=300)
     with pytest.raises(InvalidInputError, match="was made with tokenizer 'counting'"):
         open_data(config_of(str(dataset), tokenizer=str(model)))
-    assert open_data(config_of(str(dataset), tokenizer=str(model), allow_tokenizer_mismatch=True)).vocab_size > 256
+    assert open_data(config_of(str(dataset), tokenizer=str(model), allow_mismatch=["tokenizer"])).vocab_size > 256
 
     tokenizer = load_tokenizer(model)
     own = write_dataset(tmp_path / "own", 4, tokenizer=tokenizer.fingerprint)
@@ -189,17 +189,17 @@ def test_paths_made_with_different_tokenizers_are_refused_for_training_and_for_v
     dataset: Path, tmp_path: Path
 ) -> None:
     other = write_dataset(tmp_path / "other", 4, tokenizer="other")
-    sentence = r"was made with another tokenizer, 'other' .* or set data\.allow_tokenizer_mismatch=true if"
+    sentence = r"was made with another tokenizer, 'other' .* or set data\.allow_mismatch=\[tokenizer\] if"
     for settings in ({"weights": [0.5, 0.5]}, {}):
         with pytest.raises(InvalidInputError, match=sentence):
             open_data(config_of([str(dataset), str(other)], **settings))
-    both = open_data(config_of([str(dataset), str(other)], allow_tokenizer_mismatch=True))
+    both = open_data(config_of([str(dataset), str(other)], allow_mismatch=["tokenizer"]))
     assert len(both.dataset) == 24
     validated = config_of(str(dataset))
     validated.validation = ValidationConfig(paths=[str(other)])
     with pytest.raises(InvalidInputError, match=sentence):
         open_data(validated)
-    validated.data.allow_tokenizer_mismatch = True
+    validated.data.allow_mismatch = ["tokenizer"]
     assert len(open_data(validated).validation) == 2
 
 

@@ -67,10 +67,4 @@ def _estimated(part: ShardBinReader) -> int:
     known = [size for size in listed if size is not None]
     if len(known) == len(listed):
         return sum(known)
-    figures = part.figures
-    return len(part.entries) * _BESIDE_BINS + part.storage.stored_bytes(
-        num_bins=len(part),
-        width=figures.pack_size,
-        num_tokens=figures.num_tokens or len(part) * figures.pack_size,
-        vocab_size=figures.vocab_size,
-    )
+    return len(part.entries) * _BESIDE_BINS + part.storage.stored_bytes(part.figures)

@@ -142,7 +142,9 @@ def what_decides_ids(document: dict[str, Any]) -> Any:
     model = {name: value for name, value in document["model"].items() if value}
     if "merges" in model:
         model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    added = sorted(document["added_tokens"], key=lambda token: int(token["id"]))
+    # Whether a token is special decides only what decoding may skip.
+    added = [{name: value for name, value in token.items() if name != "special"} for token in document["added_tokens"]]
+    added.sort(key=lambda token: int(token["id"]))
     return [model, document.get("normalizer"), _without_defaults(document.get("pre_tokenizer")), added]
 
 

@@ -68,10 +68,10 @@ class LegacyStorage(Storage):
 
         return LegacyPickleWriter(path, options)
 
-    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
+    def stored_bytes(self, figures: BinFigures) -> int:
         """Return about what the pickle takes; bins are not padded."""
-        is_short = vocab_size is not None and vocab_size <= _LARGEST_SHORT_VOCABULARY
-        return num_tokens * (5 if is_short else 7)
+        is_short = figures.vocab_size is not None and figures.vocab_size <= _LARGEST_SHORT_VOCABULARY
+        return figures.most_tokens * (5 if is_short else 7) + figures.least_sequences * 3
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return the number of bins in the file's header, and what Megatron-Bridge's metadata beside it says."""

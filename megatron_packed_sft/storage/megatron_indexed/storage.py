@@ -199,9 +199,10 @@ class MegatronIndexedStorage(Storage):
         writer: PackedShardWriter = getattr(importlib.import_module(module), name)(path, options)
         return writer
 
-    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
-        """Return the bytes of the tokens; the index is small beside them."""
-        return num_tokens * (2 if vocab_size is not None and vocab_size < 65_500 else 4)
+    def stored_bytes(self, figures: BinFigures) -> int:
+        """Return the bytes of the tokens and of the index, in which a sequence takes 20 bytes."""
+        width = 2 if figures.vocab_size is not None and figures.vocab_size < 65_500 else 4
+        return figures.most_tokens * width + figures.least_sequences * 20
 
     def checksum(self, path: Path) -> str:
         """Return what identifies both files."""

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.interface import PackedShard, PackedShardWriter, Storage, WriterOptions
-from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, is_shard, parse_manifest
-from megatron_packed_sft.support.array_files import MASK_DTYPE, id_dtype_for
+from megatron_packed_sft.storage.memmap_v1.manifest import MAX_MANIFEST_BYTES, is_shard, parse_manifest, shard_arrays
+from megatron_packed_sft.support.array_files import id_dtype_for
 from megatron_packed_sft.support.checked_files import CheckedDirectory
 from megatron_packed_sft.support.checksum import checksum as checksum_of
 from megatron_packed_sft.support.json_document import MANIFEST, FileRecord
@@ -65,9 +63,13 @@ class MemmapStorage(Storage):
             **options.provenance,
         )
 
-    def stored_bytes(self, *, num_bins: int, width: int, num_tokens: int, vocab_size: int | None) -> int:
-        """Return the bytes of the two large arrays, padding included."""
-        return num_bins * width * (np.dtype(id_dtype_for(vocab_size)).itemsize + np.dtype(MASK_DTYPE).itemsize)
+    def stored_bytes(self, figures: BinFigures) -> int:
+        """Return the bytes of all arrays, padding included."""
+        dtype = id_dtype_for(figures.vocab_size)
+        specs = shard_arrays(
+            figures.num_bins, figures.pack_size, figures.least_sequences, dtype, has_weights=figures.has_weights
+        )
+        return sum(spec.nbytes for spec in specs.values())
 
     def recorded(self, path: Path) -> dict[str, Any]:
         """Return what the manifest says; no other file is opened."""
