@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_packed_sft.data.loader import PackedLoader
 from megatron_packed_sft.data.order.blend import Blend, BlendOrder
 from megatron_packed_sft.data.order.sample_order import SampleOrder
 from megatron_packed_sft.data.order.samplers import BatchSampler, GlobalBatchSampler, IndexSampler, MicroBatchSampler
@@ -34,9 +35,13 @@ def test_sequential_micro_batches_are_those_of_megatron() -> None:
     assert all_ranks(MicroBatchSampler, 2, 10, 4, 2) == [[[4, 5]], [[6, 7]]]
 
 
-def test_a_seed_without_a_shuffle_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="seed is 5, but nothing is shuffled; pass shuffle=True"):
-        MicroBatchSampler(10, seed=5)
+def test_a_seed_that_would_be_ignored_is_refused() -> None:
+    for create in (MicroBatchSampler, lambda count, seed: PackedLoader(range(count), collate_fn=list, seed=seed)):
+        with pytest.raises(InvalidInputError, match="seed is 5, but nothing is shuffled; pass shuffle=True"):
+            create(10, seed=5)
+    blend = BlendOrder(Blend([1, 1], [5, 5]), [SampleOrder(5)] * 2)
+    with pytest.raises(InvalidInputError, match="seed is 5, but the order of the samples is given, such as that of a"):
+        PackedLoader(range(10), collate_fn=list, order=blend, seed=5)
     assert list(MicroBatchSampler(4, seed=5, shuffle=False)) == [[0], [1], [2], [3]]
 
 

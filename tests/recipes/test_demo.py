@@ -23,7 +23,7 @@ def test_the_demo_prepares_validates_trains_stops_resumes_and_sums_up(tmp_path: 
     assert "Traceback" not in done.stderr
 
     summary = done.stdout.partition("### Done in ")[2]
-    assert re.search(r"^data +\d\.\d\d % of the step time was waiting for batches$", summary, re.MULTILINE)
+    assert re.search(r"^data +waiting for batches took \d+\.\d\d % of the step time$", summary, re.MULTILINE)
     for path in re.findall(rf"{re.escape(str(home))}[^\s:,]*", summary):
         assert Path(path).exists()
     steps = read_metrics(home / "run" / "metrics.jsonl")

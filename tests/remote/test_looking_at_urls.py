@@ -212,8 +212,8 @@ def test_a_damaged_token_store_is_found_by_url(
         open_token_store(TOKENS)
 
 
-@pytest.mark.parametrize("name", ["token_store_1_0", "token_store_1_1_weighted", "token_store_1_2_weighted"])
-def test_token_stores_of_every_version_are_read_by_url(store: FaultProxy, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("token_store*")))
+def test_golden_token_stores_are_read_by_url(store: FaultProxy, name: str) -> None:
     send_shard(GOLDEN / name, TOKENS)
     here, found = open_token_store(GOLDEN / name), open_token_store(TOKENS)
     for number in range(len(here)):
