@@ -144,7 +144,7 @@ def test_of_two_legacy_writers_one_wins_and_the_other_gets_an_error(tmp_path: Pa
 def test_a_living_writer_is_left_alone_and_a_dead_one_is_cleaned_up(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
-        "from megatron_packed_sft import MemmapShardWriter\n"
+        "from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter\n"
         "writer = MemmapShardWriter(sys.argv[1], 4, 16)\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"

@@ -242,8 +242,8 @@ def test_a_url_takes_the_same_options_and_gets_both_files(tmp_path: Path) -> Non
 
 def test_the_writer_itself_refuses_masks_and_publishes_nothing_then(tmp_path: Path) -> None:
     with create_shard_writer("megatron_indexed", tmp_path / "out", num_bins=2, pack_size=8) as writer:
-        writer.write_bin(1, [5, 6, 7], [0, 1, 0], [0])
         writer.write_bin(0, [8, 9], [1, 0], [0])
+        writer.write_bin(1, [5, 6, 7], [0, 1, 0], [0])
         with pytest.raises(InvalidInputError, match="1 of 3 predictions are not trained"):
             writer.finalize()
     assert list(tmp_path.iterdir()) == []

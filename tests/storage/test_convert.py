@@ -177,9 +177,9 @@ def test_wrong_arguments_are_one_sentence(
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"input_ids": pa.array([[-1], [2]])}, "bin 0: input_ids holds -1"),
-        ({"loss_mask": pa.array([[0], [2]])}, "bin 1: loss_mask holds 2"),
-        ({"loss_mask": pa.array([[0], [0, 0]])}, "bin 1: input_ids and loss_mask differ in length"),
+        ({"input_ids": pa.array([[-1], [2]])}, "bin 0: input_ids is -1 at position 0"),
+        ({"loss_mask": pa.array([[0], [2]])}, "bin 1: loss_mask is 2 at position 0"),
+        ({"loss_mask": pa.array([[0], [0, 0]])}, "bin 1: loss_mask has 2 entries, but input_ids has 1"),
         ({"input_ids": pa.array([[0.5], [0.5]])}, "column input_ids is list.* not lists of integers"),
         ({"input_ids": pa.array([1, 2])}, "column input_ids is int64, not lists of integers"),
         ({"seq_start_id": pa.array([[0], None], pa.list_(pa.int32()))}, "column seq_start_id has empty"),

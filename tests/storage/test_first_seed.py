@@ -130,7 +130,7 @@ def test_the_padding_id_without_a_tokenizer_is_that_of_the_manifest(tmp_path: Pa
         assert dataset.fetch_batch([1, 2])["tokens"][1, -1] == expected
     write(LegacyPickleWriter(tmp_path / "packed.npy"))
     with pytest.raises(InvalidInputError, match="does not record a padding id; pass a tokenizer"):
-        create_sft_dataset(tmp_path / "packed.npy")
+        create_sft_dataset(tmp_path / "packed.npy", contract="bridge_0_6")
 
 
 def test_shards_and_their_offsets_can_be_looked_at(tmp_path: Path) -> None:

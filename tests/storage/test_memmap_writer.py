@@ -146,7 +146,8 @@ def test_an_unknown_storage_lists_the_known_ones(tmp_path: Path) -> None:
 def test_a_directory_without_permission_is_one_sentence(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
-        "from megatron_packed_sft import MemmapShardWriter, PackedSFTError\n"
+        "from megatron_packed_sft import PackedSFTError\n"
+        "from megatron_packed_sft.storage.memmap_v1.writer import MemmapShardWriter\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         "try: MemmapShardWriter(sys.argv[1], 1, 8)\n"
         "except PackedSFTError as error: print(error)\n"
