@@ -397,7 +397,7 @@ def test_what_concerns_streams_is_refused_where_there_is_none(tmp_path: Path) ->
 def test_an_empty_directory_and_a_forced_storage_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="is an empty directory; check the path"):
         create_sft_dataset(tmp_path, EOS)
-    with pytest.raises(InvalidInputError, match=r"is an empty directory; name one that holds .npy or .bin files"):
+    with pytest.raises(InvalidInputError, match=r"is an empty directory; pass one that holds .npy or .bin files"):
         create_sft_dataset(tmp_path, EOS, opening=OpenOptions(storage="token_stream"))
     write_stream(tmp_path, [40])
     with pytest.raises(InvalidInputError, match="is token_stream, but storage asks for 'memmap_v1'"):
