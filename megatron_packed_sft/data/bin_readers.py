@@ -1,4 +1,4 @@
-"""Readers of packed bins: their common interface, several readers as one, and bins that a plan makes from a token store.
+"""Readers of packed bins: their interface, several readers as one, and bins that a plan makes from a token store.
 
 Bins of packed shards are read by `shard_readers`.
 """

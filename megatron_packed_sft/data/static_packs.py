@@ -152,7 +152,7 @@ def _ids_and_mask(sample: Sample, name: str) -> tuple[IntArray, npt.NDArray[Any]
     attention = sample.get("attention_mask")
     if attention is not None and not np.asarray(attention).all():
         raise InvalidInputError(
-            f"{name} has padding (its attention_mask has zeros); encode samples without padding, because packs need none"
+            f"{name} has padding (its attention_mask has zeros); encode samples without it, because packs need none"
         )
     return ids, masks[-1]  # a loss_mask may hold weights, which the others cannot
 

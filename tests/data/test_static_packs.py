@@ -405,7 +405,7 @@ def test_what_static_packs_cannot_be_made_of_is_refused_with_the_way_out(tmp_pat
     (tmp_path / "chats.jsonl").write_text("{}\n")
     for path, message in {
         store.path.parent: "holds token stores; name one of them, such as .*store$",
-        tmp_path / "shard": "holds bins already, and static packs are made of raw samples",
+        tmp_path / "shard": "holds packed bins, and static packs are made of raw samples",
         tmp_path / "chats.jsonl": "packed-sft prepare input=.*chats.jsonl output=OUTPUT encodes chat files into one",
         tmp_path / "nothing": "does not exist",
     }.items():
