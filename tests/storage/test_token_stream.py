@@ -267,7 +267,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     home = tmp_path / "dtype"
     write_stream(home, [20])
     refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave it out", dtype="uint32")
-    refused(InvalidInputError, "pack_sequences tells .* no EOS id is known; pass", pack_sequences=True)
+    refused(InvalidInputError, "pack_sequences separates .* no EOS id is known; pass", pack_sequences=True)
     for text in ("{", "[1,"):
         (home / "metadata.yaml").write_text(text)
         refused(ManifestError, "metadata.yaml is not valid YAML .*; repair it or move it away")
