@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.data.batch.contracts import Batch
+from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset, shard_order
 from megatron_packed_sft.data.loader import PackedLoader
@@ -22,8 +23,7 @@ from megatron_packed_sft.data.options import AUTO, STATIC, BatchOptions, OpenOpt
 from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import is_schedule
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
-from megatron_packed_sft.data.readers.cache_room import shortage
-from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.shard_readers import shortage
 from megatron_packed_sft.data.static_packs import StaticPackDataset, is_packed
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
