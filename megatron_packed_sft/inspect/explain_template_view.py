@@ -94,7 +94,7 @@ def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[Rend
     if example is not None:
         yield Text("")
         yield Text(f"an example: {example.title}", style=LABEL)
-        yield painter.stretches(example_stretches(example.made_of.marked, found.tokenizer.control_tokens))
+        yield painter.stretches(example_stretches(example.rendered.marked, found.tokenizer.control_tokens))
     yield painter.legend()
     yield from _findings_view(found.findings)
 
@@ -114,8 +114,8 @@ def template_json(found: TemplateExplanation) -> dict[str, Any]:
         else {
             "title": example.title,
             "messages": list(example.conversation.messages),
-            "text": example.made_of.marked.text,
-            "trained": [list(both) for both in example.made_of.marked.trained],
+            "text": example.rendered.marked.text,
+            "trained": [list(both) for both in example.rendered.marked.trained],
         },
     }
 
