@@ -11,11 +11,11 @@ import numpy as np
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.record_marker import RecordMarker, RenderedSequence, shorter_by_turns
-from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
-from megatron_packed_sft.encode.templates.limits import restart_timer, time_limited
+from megatron_packed_sft.encode.sequences import Bools, MarkedText, Sequences, in_record_order
+from megatron_packed_sft.encode.templates.environment import restart_timer, time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
 from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason

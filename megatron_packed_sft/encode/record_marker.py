@@ -13,10 +13,11 @@ from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.masks.turn_parts import join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.templates.limits import time_limited
+from megatron_packed_sft.encode.sequences import MarkedText, Segment
+from megatron_packed_sft.encode.templates.environment import time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer, control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation, TextRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted
@@ -27,8 +27,7 @@ def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_j
         as_json: print JSON.
     """
     from megatron_packed_sft.encode.templates.load import load_template
-    from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
     from megatron_packed_sft.inspect.explain_template import TemplateExplanation
     from megatron_packed_sft.inspect.explain_template_view import TemplateAlone, template_json, template_view
     from megatron_packed_sft.inspect.painting import Painter

@@ -21,9 +21,9 @@ from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
 from megatron_packed_sft.encode.record_marker import RenderedSequence, shorter_by_turns
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
 from megatron_packed_sft.inspect.chosen_records import ChosenRecord
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder
 from megatron_packed_sft.packing.items import make_items
