@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,14 +21,14 @@ class Trace:
     Attributes:
         calls: "room/module.py::Class.function" of every function in the order of its first call.
         files: the modules that were entered, from the package.
-        num_room_changes: how often a function of one room called one of another.
+        room_changes: how often a function of one room called one of another, by (caller's room, room).
     """
 
     def __init__(self, package: Path) -> None:
         self._root = f"{package}{os.sep}"
         self.calls: dict[str, None] = {}
         self.files: set[str] = set()
-        self.num_room_changes = 0
+        self.room_changes: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Self:
         threading.setprofile(self._profile)
@@ -48,11 +49,15 @@ class Trace:
         caller = frame.f_back
         while caller is not None and not self._is_ours(caller):
             caller = caller.f_back
-        if caller is not None and self._file(caller).partition("/")[0] != file.partition("/")[0]:
-            self.num_room_changes += 1
+        if caller is not None and _room(self._file(caller)) != _room(file):
+            self.room_changes[_room(self._file(caller)), _room(file)] += 1
 
     def _is_ours(self, frame: FrameType) -> bool:
         return frame.f_code.co_filename.startswith(self._root)
 
     def _file(self, frame: FrameType) -> str:
         return frame.f_code.co_filename.removeprefix(self._root).replace(os.sep, "/")
+
+
+def _room(file: str) -> str:
+    return file.partition("/")[0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,15 +46,37 @@ def test_every_function_exists(path: str, name: str) -> None:
         scope = found[0].body
 
 
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Every function that preparing and training called, with its place in the order of first calls."""
+    command = [sys.executable, "-m", "tests.walk", str(tmp_path_factory.mktemp("walk"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: place for place, name in enumerate(json.loads(done.stdout.splitlines()[-1]))}
+
+
+def test_the_walk_is_what_happens(called: dict[str, int]) -> None:
+    begins = []
+    for stage in re.split(r"^\*\*\w+\*\*", section("The walk of a record"), flags=re.MULTILINE)[1:]:
+        places = {
+            name: [place for one, place in called.items() if one == name or one.startswith(f"{name}.")]
+            for name in re.findall(r"`([\w/]+\.py::[\w.]+)`", stage)
+        }
+        assert [name for name, found in places.items() if not found] == [], "named in the walk, but never called"
+        begins.append(min(next(iter(places.values()))))
+    assert len(begins) == 6
+    assert begins == sorted(begins), "the stages of the walk are not in the order in which things happen"
+
+
 def test_the_walk_is_short() -> None:
     named = re.findall(r"`[\w/]+\.py::[\w.]+`", section("The walk of a record"))
     assert 20 <= len(named) <= MOST_IN_THE_WALK
     assert len(named) == len(set(named))
 
 
-def test_the_five_change_tests_name_at_most_three_files_each() -> None:
-    tests = re.split(r"^### ", section("Five changes"), flags=re.MULTILINE)[1:]
-    assert len(tests) == 5
+def test_the_eight_changes_take_at_most_three_files_each() -> None:
+    tests = re.split(r"^### ", section("Eight changes"), flags=re.MULTILINE)[1:]
+    assert len(tests) == 8
     for text in tests:
         listed = re.findall(r"^\d\. `([\w./-]+)`", text, flags=re.MULTILINE)
         assert 1 <= len(listed) <= MOST_FILES, text.splitlines()[0]

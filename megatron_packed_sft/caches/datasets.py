@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_packed_sft.caches.cache_folder import META, read_meta
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, truncated_file
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.token_stream.files import FlatFile, find_files
 from megatron_packed_sft.storage.token_stream.options import StreamOptions, read_metadata
 from megatron_packed_sft.storage.token_stream.validate import RecordedFiles
@@ -22,6 +22,7 @@ from megatron_packed_sft.support.array_files import MAX_HEADER, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.json_document import Fields
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.truncated_files import truncated_file
 from megatron_packed_sft.support.wording import plural
 
 logger = logging.getLogger(__name__)

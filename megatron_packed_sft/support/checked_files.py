@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError, truncated_file
+from megatron_packed_sft.errors import ManifestError, ShardError, ShardFileError
 from megatron_packed_sft.support.array_files import MAX_HEADER, ArraySpec, NpyHeader, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors, translated
 from megatron_packed_sft.support.checksum import Hasher, new_hasher
 from megatron_packed_sft.support.file_maps import map_file
 from megatron_packed_sft.support.json_document import FileRecord
 from megatron_packed_sft.support.progress import Progress
+from megatron_packed_sft.support.truncated_files import truncated_file
 
 # O_NOFOLLOW: a shard's files are its own. O_NONBLOCK: a FIFO under that name must not hang the reader.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import LegacyFormatError, ends_early
+from megatron_packed_sft.errors import LegacyFormatError
 from megatron_packed_sft.storage.figures import BinFigures, PackMetadata
 from megatron_packed_sft.storage.flat_files import FIELDS, FlatBins, FlatBinsBuilder, FlatShard
 from megatron_packed_sft.storage.interface import PackedShardWriter, Storage, WriterOptions
 from megatron_packed_sft.storage.token_stream.files import is_stream
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.paths import local_path
+from megatron_packed_sft.support.truncated_files import ends_early
 
 if TYPE_CHECKING:
     from megatron_packed_sft.storage.bins import IntArray

@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError, truncated_file
+from megatron_packed_sft.errors import InvalidInputError, ShardFileError, UnsupportedFormatError
 from megatron_packed_sft.storage.token_stream.files import FlatFile
 from megatron_packed_sft.support.atomic import os_errors
+from megatron_packed_sft.support.truncated_files import truncated_file
 
 INDEX: Final = ".idx"
 TOKENS: Final = ".bin"

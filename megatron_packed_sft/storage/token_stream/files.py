@@ -23,7 +23,6 @@ from megatron_packed_sft.errors import (
     ShardChangedError,
     ShardFileError,
     UnsupportedFormatError,
-    truncated_file,
 )
 from megatron_packed_sft.storage.token_stream.options import (
     StreamMetadata,
@@ -33,6 +32,7 @@ from megatron_packed_sft.storage.token_stream.options import (
 from megatron_packed_sft.support.array_files import MAX_HEADER, NpyHeader, parse_npy_header
 from megatron_packed_sft.support.atomic import os_errors, translated
 from megatron_packed_sft.support.file_maps import LazyMaps, map_file, will_need
+from megatron_packed_sft.support.truncated_files import truncated_file
 
 _BLOCK_TOKENS = 1 << 20  # of a file that is read from front to back
 

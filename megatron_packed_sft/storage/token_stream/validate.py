@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.errors import ManifestError, PackedSFTError, wrong_size
+from megatron_packed_sft.errors import ManifestError, PackedSFTError
 from megatron_packed_sft.storage.figures import BinFigures
 from megatron_packed_sft.storage.token_stream.files import NPY, FlatFile, find_files
 from megatron_packed_sft.storage.token_stream.options import DEFAULT_SEQ_LENGTH, StreamOptions, read_metadata
@@ -20,6 +20,7 @@ from megatron_packed_sft.support.array_files import ID_DTYPE, ID_LIMITS
 from megatron_packed_sft.support.atomic import os_errors
 from megatron_packed_sft.support.checksum import file_checksum
 from megatron_packed_sft.support.json_document import Fields, FileRecord, parse, parse_file_records
+from megatron_packed_sft.support.truncated_files import wrong_size
 
 _MAX_BYTES = 16 << 20
 
