@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from megatron_packed_sft.data.batch.model_helpers import weighted_loss as weighted_loss
 
     # Hugging Face: packing inside datasets.map, and a collator for Trainer.
-    from megatron_packed_sft.data.huggingface.blocks import block_tokenize_fn as block_tokenize_fn
-    from megatron_packed_sft.data.huggingface.collator import DataCollatorForCausalLM as DataCollatorForCausalLM
-    from megatron_packed_sft.data.huggingface.collator import (
+    from megatron_packed_sft.data.huggingface_blocks import block_tokenize_fn as block_tokenize_fn
+    from megatron_packed_sft.data.huggingface_collator import DataCollatorForCausalLM as DataCollatorForCausalLM
+    from megatron_packed_sft.data.huggingface_collator import (
         get_pos_ids_for_packed_sequence as get_pos_ids_for_packed_sequence,
     )
 

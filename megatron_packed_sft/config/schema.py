@@ -31,7 +31,7 @@ OTHER_NAMES = {
     "global_max_length": _LENGTH,
     "packing": ("packing_mode",),
     "effective_batch_size": ("train.global_batch_size",),
-    "per_device_train_batch_size": ("train.micro_batch_size",),
+    "per_device_train_batch_size": ("train.gradient_accumulation",),
     "max_steps": ("train.steps",),
     "num_train_epochs": ("train.epochs",),
     "lr": ("optimizer.learning_rate",),

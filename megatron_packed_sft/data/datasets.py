@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader, sample_of
 from megatron_packed_sft.data.made_with import eos_id_of, refuse_other_tokenizer
 from megatron_packed_sft.data.options import BatchOptions, OpenOptions, Tolerance
 from megatron_packed_sft.data.order.blend import BlendedSources, BlendOrder
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
-from megatron_packed_sft.data.readers.interface import BinReader, sample_of
-from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.data.shard_readers import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.figures import PackMetadata

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_packed_sft.data.bin_readers import BinReader, PlanBinReader
 from megatron_packed_sft.data.datasets import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -22,10 +23,7 @@ from megatron_packed_sft.data.made_with import eos_id_of, id_limit_of
 from megatron_packed_sft.data.opened_bins import PathLike, Paths, Weights, open_bins
 from megatron_packed_sft.data.options import AUTO, MODES, PREPARED, BatchOptions, OpenOptions, StaticPacking
 from megatron_packed_sft.data.order.sample_order import Order, ShardOrder
-from megatron_packed_sft.data.readers.cache_room import shortage
-from megatron_packed_sft.data.readers.interface import BinReader
-from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.data.shard_readers import ShardBinReader, shortage
 from megatron_packed_sft.data.static_packs import create_static_dataset
 from megatron_packed_sft.data.token_streams import TokenStreamDataset
 from megatron_packed_sft.errors import InvalidInputError

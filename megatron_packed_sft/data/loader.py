@@ -25,7 +25,7 @@ from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.order.sample_order import ShardOrder
 from megatron_packed_sft.data.order.samplers import BatchSampler, MicroBatchSampler, SamplerArguments, Step
 from megatron_packed_sft.data.order.state import LoaderState
-from megatron_packed_sft.data.readers.cache_room import shortage
+from megatron_packed_sft.data.shard_readers import shortage
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.imports import require_torch
 

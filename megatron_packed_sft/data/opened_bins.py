@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader, PlanBinReader
 from megatron_packed_sft.data.made_with import refuse_mixed
 from megatron_packed_sft.data.options import AUTO, OpenOptions
 from megatron_packed_sft.data.order.blend import BlendedSources
 from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
-from megatron_packed_sft.data.readers.plans import PlanBinReader
-from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.data.shard_readers import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.storage.dataset_directory import DATASET, DatasetDirectory, has_dataset, open_dataset

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_packed_sft.data.datasets import DatasetArguments, PackedDataset
 from megatron_packed_sft.data.made_with import eos_id_of, id_limit_of
 from megatron_packed_sft.data.options import OpenOptions
-from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.data.shard_readers import ShardBinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.storage.token_stream.options import StreamOptions
 from megatron_packed_sft.storage.token_stream.reader import TokenStream

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
-from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.options import BY_TURNS, EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.record_marker import RecordMarker, RenderedSequence, shorter_by_turns
 from megatron_packed_sft.encode.sequences import Bools, MarkedText, Sequences, in_record_order
 from megatron_packed_sft.encode.templates.environment import restart_timer, time_limited
@@ -18,7 +18,7 @@ from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
-from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason
+from megatron_packed_sft.support.drop_reasons import DropReason
 
 
 class Dropped(NamedTuple):
@@ -147,8 +147,6 @@ class RecordEncoder:
                 except RecordRefusedError as refusal:
                     dropped.append(Dropped(number, refusal.reason, refusal.detail))
         result = self._finish(self._encode(items), items, dropped)
-        if self.options.on_empty == "error":
-            _refuse_nothing_left(result.dropped)
         num_records = len({item.record for item in items})
         return result._replace(lost=lost, num_added_sequences=len(items) - num_records)
 
@@ -195,7 +193,7 @@ class RecordEncoder:
         is_long = sequences.lengths > (max_len if max_len is not None else np.iinfo(np.int64).max)
         kept, num_cut_turns = sequences, 0
         if max_len is not None and is_long.any():
-            if truncation == "turns":
+            if truncation in BY_TURNS:
                 kept, num_cut_turns = self._cut_at_turns(sequences, items, max_len)
             elif truncation != "drop":
                 kept = sequences.cut(max_len, truncation)
@@ -238,7 +236,7 @@ class RecordEncoder:
 
     def _longest_that_fits(self, source: RenderedSequence, max_len: int) -> tuple[RenderedSequence, Sequences] | None:
         assert source.conversation is not None
-        shorter = list(shorter_by_turns(source.conversation, self.options.turns_to_keep))
+        shorter = list(shorter_by_turns(source.conversation, self.options.truncation))
         best = None
         low, high = 0, len(shorter)  # fewer turns are fewer tokens, so a binary search works
         while low < high:
@@ -264,12 +262,6 @@ def _why_dropped(length: int, num_trained: int, max_len: int | None, *, too_long
     if length == 0:
         return DropReason.EMPTY, "the record has no tokens"
     return DropReason.NOTHING_TO_TRAIN, f"none of its {length} tokens is trained"
-
-
-def _refuse_nothing_left(dropped: Sequence[Dropped]) -> None:
-    for number, reason, detail in dropped:
-        if reason in NOTHING_LEFT:
-            raise InvalidInputError(f"record {number}: {reason}: {detail}; fix it, or set encode.on_empty=drop")
 
 
 def _flatten(records: Sequence[tuple[int, TokenizedRecord]]) -> Sequences:

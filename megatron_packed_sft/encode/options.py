@@ -12,12 +12,10 @@ _CHOICES = {
     "special_tokens_in_content": ("escape", "allow"),
     "special_tokens_in_text": ("escape", "allow"),
     "render": ("conversation", "turns", "auto"),
-    "truncation": ("right", "left", "drop", "turns"),
-    "turns_to_keep": ("newest", "oldest"),
-    "on_empty": ("drop", "error"),
+    "truncation": ("right", "left", "drop", "turns", "oldest_turns"),
     "on_lost": (None, "warn", "drop", "error"),
 }
-
+BY_TURNS = ("turns", "oldest_turns")  # truncations that remove whole turns
 
 # Variables that real templates ask for and that differ from chat to chat.
 RECORD_VARIABLES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "documents")
@@ -62,17 +60,15 @@ class EncodeOptions:
             to that turn as at inference; auto does so only where rendering the whole conversation would change an
             earlier trained turn, for example because the template strips old reasoning.
         max_len: the longest sequence in tokens; longer ones are truncated and counted, null for no limit.
-        truncation: the end to cut off, right or left; turns removes whole turns and keeps the system prompt; drop
-            drops the whole sequence instead.
-        turns_to_keep: which turns truncation=turns keeps, newest or oldest.
-        on_empty: what to do with a record that has no trained token: drop or error.
+        truncation: the end to cut off, right or left; turns keeps the system prompt and the newest whole turns that
+            fit, oldest_turns the oldest; drop drops the whole sequence instead.
         on_lost: what to do with a record if the template omits some of its text: warn counts it, drop drops the record,
             error refuses it, and null refuses it only if a trained turn loses a tool call or all of its text.
 
     Example:
-        >>> EncodeOptions(truncation="middle")
+        >>> EncodeOptions(render="turn")
         Traceback (most recent call last):
-        megatron_packed_sft.errors.InvalidInputError: encode.truncation is 'middle'; use one of right, left, drop, turns
+        megatron_packed_sft.errors.InvalidInputError: encode.render is 'turn'; use one of conversation, turns, auto
     """
 
     roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
@@ -86,8 +82,6 @@ class EncodeOptions:
     render: str = "conversation"
     max_len: int | None = None
     truncation: str = "right"
-    turns_to_keep: str = "newest"
-    on_empty: str = "drop"
     on_lost: str | None = None
 
     def __post_init__(self) -> None:

@@ -228,21 +228,21 @@ train=[0.0, None], weight=1.0, parts=None, variables=None)
     )
 
 
-def shorter_by_turns(conversation: Conversation, turns_to_keep: str) -> Iterator[Conversation]:
+def shorter_by_turns(conversation: Conversation, truncation: str) -> Iterator[Conversation]:
     """Yield the conversation with fewer and fewer turns, the longest first; the system prompt always stays.
 
-    The newest turns begin with a user message, the oldest end with an assistant message. So a call stays with its
-    result, and every trained turn keeps its end.
+    `turns` keeps the newest, which begin with a user message; `oldest_turns` the oldest, which end with an assistant
+    message. So a call stays with its result, and every trained turn keeps its end.
 
     Example:
         >>> chat = Conversation([{"role": role} for role in ("system", "user", "assistant", "user", "assistant")])
-        >>> [len(shorter.messages) for shorter in shorter_by_turns(chat, "newest")]
+        >>> [len(shorter.messages) for shorter in shorter_by_turns(chat, "turns")]
         [3]
     """
     roles = [message.get("role") for message in conversation.messages]
     num_prompts = next((number for number, role in enumerate(roles) if role not in _PROMPTS), len(roles))
     head = range(num_prompts)
-    if turns_to_keep == "newest":
+    if truncation == "turns":
         begins = [number for number in range(num_prompts + 1, len(roles)) if roles[number] == "user"]
         yield from (_only(conversation, [*head, *range(begin, len(roles))]) for begin in begins)
     else:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.inspect import info_of_data, info_of_training
-from megatron_packed_sft.prepare.report import path_line, path_setting
+from megatron_packed_sft.prepare.usage import path_line, path_setting
 from megatron_packed_sft.remote.copies import copy_of
 from megatron_packed_sft.remote.objects import object_info
 from megatron_packed_sft.remote.outline import Outline

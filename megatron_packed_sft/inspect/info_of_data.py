@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_packed_sft.packing.plan_file import read_plan_header
 from megatron_packed_sft.prepare.origins import PreparedFrom
-from megatron_packed_sft.prepare.report import how_to_use
+from megatron_packed_sft.prepare.usage import how_to_use
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, open_dataset
 from megatron_packed_sft.storage.interface import Storage
 from megatron_packed_sft.storage.registry import shards_inside, storage_of

@@ -168,7 +168,8 @@ def _notes(one: SequencePreview, previewer: RecordPreviewer) -> Iterator[Rendera
         yield Text.assemble(("cut: ", NOTE), _cut_words(cut, previewer))
     if one.left_out:
         numbers = ", ".join(map(str, one.left_out))
-        limit = f"encode.max_len={previewer.config.encode.max_len} encode.truncation=turns"
+        encode = previewer.config.encode
+        limit = f"encode.max_len={encode.max_len} encode.truncation={encode.truncation}"
         yield Text.assemble(("cut: ", NOTE), f"messages {numbers}, by {limit}")
     for start, end, masked in one.chunks:
         again = f", the first {masked} of them not trained again" if masked else ""

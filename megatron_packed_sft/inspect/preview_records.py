@@ -20,6 +20,7 @@ from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
+from megatron_packed_sft.encode.options import BY_TURNS
 from megatron_packed_sft.encode.record_marker import RenderedSequence, shorter_by_turns
 from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
@@ -34,7 +35,7 @@ from megatron_packed_sft.prepare.plan_stage import check_packing
 from megatron_packed_sft.prepare.sources import TRAIN
 from megatron_packed_sft.records.record import Conversation, NotTakenError, Record, RecordError, TokenizedRecord
 from megatron_packed_sft.records.schemas.registry import adapter
-from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.support.drop_reasons import DropReason, Severity
 from megatron_packed_sft.support.wording import without_url_secrets
 
 KIND_NAMES = {
@@ -177,9 +178,7 @@ class RecordPreviewer:
         check_packing(self._packing)
         # The fast path gives the same ids, and takes longer to load than a few records to encode.
         self.tokenizer = load_tokenizer(given.path, fast=False)
-        # As in prepare's workers: a record without trained tokens is reported, not raised.
-        options = replace(self.config.encode, on_empty="drop")
-        template = self.config.template
+        options, template = self.config.encode, self.config.template
         self._encoder = RecordEncoder(self.tokenizer, template, options)
         self._by_kind = RecordEncoder(self.tokenizer, template, options, with_kinds=True)
         self._uncut = RecordEncoder(self.tokenizer, template, replace(options, max_len=None))
@@ -258,7 +257,7 @@ class RecordPreviewer:
             return False
         if options.truncation == "left":
             return _ids(whole[-len(tokens) :]) == _ids(tokens)
-        return options.truncation == "turns" or _ids(whole[: len(tokens)]) == _ids(tokens)
+        return options.truncation in BY_TURNS or _ids(whole[: len(tokens)]) == _ids(tokens)
 
     def _one(
         self, tokens: Sequence[Token], kinds: Sequence[int], whole: Sequence[Token], rendered: RenderedSequence | None
@@ -271,7 +270,7 @@ class RecordPreviewer:
         limit = f"encode.max_len={encode.max_len}"
         conversation = None if rendered is None else rendered.conversation
         is_cut = len(tokens) < len(whole)
-        if is_cut and encode.truncation == "turns" and rendered is not None and conversation is not None:
+        if is_cut and encode.truncation in BY_TURNS and rendered is not None and conversation is not None:
             rendered, kept_messages = self._shorter(conversation, tokens)
             whole = tokens
         elif is_cut and encode.truncation == "left":
@@ -296,7 +295,7 @@ class RecordPreviewer:
         self, conversation: Conversation, tokens: Sequence[Token]
     ) -> tuple[RenderedSequence | None, list[int] | None]:
         """Return the shorter conversation that a sequence was made of, and the numbers of its messages."""
-        for shorter in shorter_by_turns(conversation, self.config.encode.turns_to_keep):
+        for shorter in shorter_by_turns(conversation, self.config.encode.truncation):
             encoded = self._uncut.encode_records([shorter])
             if len(encoded.sequences.lengths) == 1 and encoded.sequences.input_ids.tolist() == _ids(tokens):
                 kept = {id(message) for message in shorter.messages}
@@ -343,8 +342,6 @@ class RecordPreviewer:
         consequence = "it is dropped and counted"
         if reason.severity is Severity.ERROR and not config.max_errors:
             consequence = "prepare stops here; set max_errors=100 to drop and count up to 100 such records"
-        elif reason in NOTHING_LEFT and config.encode.on_empty == "error":
-            consequence = "prepare stops here; set encode.on_empty=drop to drop and count such records"
         elif reason is DropReason.LONGER_THAN_PACK and config.packing.overflow == "error":
             consequence = "prepare stops here; choose another packing.overflow or a larger packing.pack_size"
         elif reason.severity is Severity.HARMLESS:

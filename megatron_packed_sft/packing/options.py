@@ -49,7 +49,6 @@ class PackOptions:
         whole_batches: hold back the emptiest bins so that no step is short; held-back sequences are counted and listed.
         seed: of everything that is shuffled.
         allow_code: allow a `strategy` given by its dotted path to be imported and run.
-        work_limit: search steps after which `optimal` and `window` settle for the best packing found so far.
     """
 
     pack_size: int = 4096
@@ -68,7 +67,6 @@ class PackOptions:
     whole_batches: bool = False
     seed: int = 0
     allow_code: bool = False
-    work_limit: int = 100_000_000  # some tenths of a second at most
 
     @property
     def longest_item(self) -> int:
@@ -91,7 +89,7 @@ class PackOptions:
         for name in ("max_len", "max_seqs_per_bin", "order_window", "global_batch"):
             if getattr(self, name) is not None:
                 check_count(f"{prefix}{name}", getattr(self, name))
-        for name in ("stride", "seed", "work_limit"):
+        for name in ("stride", "seed"):
             check_count(f"{prefix}{name}", getattr(self, name), least=0)
         if self.pack_size > LARGEST_PACK_SIZE:
             raise InvalidInputError(f"{prefix}pack_size is at most {LARGEST_PACK_SIZE:,}, not {self.pack_size:,}")

@@ -167,7 +167,6 @@ def _problem(items: Items, options: PackOptions) -> PackingProblem:
         capacity=options.pack_size,
         max_per_bin=1 << 40 if options.max_seqs_per_bin is None else int(options.max_seqs_per_bin),
         seed=options.seed,
-        work_limit=int(options.work_limit),
     )
 
 

@@ -45,7 +45,7 @@ from megatron_packed_sft.records.schemas.registry import Adapter, adapter
 from megatron_packed_sft.records.slices import FileSlice, RawRecord, first_repeated_key, read_slice, scan_slices
 from megatron_packed_sft.support.atomic import os_errors, replace_file
 from megatron_packed_sft.support.checksum import checksum
-from megatron_packed_sft.support.drop_reasons import NOTHING_LEFT, DropReason, Severity
+from megatron_packed_sft.support.drop_reasons import DropReason, Severity
 from megatron_packed_sft.support.processes import rare_garbage_collection
 from megatron_packed_sft.support.wording import plural
 from megatron_packed_sft.tokens.part import TokenPart
@@ -140,9 +140,9 @@ class SliceEncoder:
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
         self._template = load_template_if_any(settings.template.name, settings.tokenizer)
-        # Records with nothing to train on are refused here, where file and line are known.
-        options = replace(settings.options, on_empty="drop")
-        self._encoder = RecordEncoder(settings.tokenizer, settings.template, options, with_kinds=settings.audit)
+        self._encoder = RecordEncoder(
+            settings.tokenizer, settings.template, settings.options, with_kinds=settings.audit
+        )
 
     def encode(self, task: SliceTask) -> SliceResult:
         """Read, adapt, encode and store the records of a slice."""
@@ -207,8 +207,6 @@ class SliceEncoder:
         problem = problem or (f"{where}: {detail}" if detail else where)
         if reason.severity is Severity.ERROR and not self.settings.max_errors:
             raise InvalidInputError(f"{problem} (max_errors=100 drops up to 100 such records and counts them)")
-        if reason in NOTHING_LEFT and self.settings.options.on_empty == "error":
-            raise InvalidInputError(f"{problem} (encode.on_empty=drop drops such records and counts them)")
         sink.counts.drop(reason, problem)
         if reason.severity is Severity.ERROR:
             sink.counts.refuse_errors(self.settings.max_errors)

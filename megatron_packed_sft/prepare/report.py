@@ -6,8 +6,6 @@ counts of the sources, plans ─▶ PrepareReport ─▶ summary(), card(), to_j
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.audit import Audit, audit_parts
 from megatron_packed_sft.prepare.counts import Counts, SplitCounts, total_of
 from megatron_packed_sft.prepare.plan_stage import PackedSequences
+from megatron_packed_sft.prepare.usage import how_to_use
 from megatron_packed_sft.support.drop_reasons import DropReason, Severity
 from megatron_packed_sft.support.terminal import as_text, table
 from megatron_packed_sft.support.wording import byte_count, plural
@@ -63,7 +62,6 @@ _REMEDIES = {
 }
 _FIX = "fix or remove them"
 _STYLES = {"trained": "green", "dropped": "yellow"}
-_PLAIN_PATH = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?[\w/.@%+-]+")  # a shell, Hydra and YAML take it as it is
 
 
 @dataclass(frozen=True)
@@ -396,57 +394,3 @@ def _plain(value: Any) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def path_setting(path: str) -> str:
-    """Return the setting of a path as a shell takes it, quoted where it must be.
-
-    Example:
-        >>> path_setting("s3://bucket/my_dataset")
-        'data.path=s3://bucket/my_dataset'
-    """
-    if _PLAIN_PATH.fullmatch(path):
-        return f"data.path={path}"
-    return shlex.quote("data.path='" + path.replace("'", "\\'") + "'")
-
-
-def path_line(path: str) -> str:
-    """Return the line of a path in a recipe."""
-    return f"    path: {path if _PLAIN_PATH.fullmatch(path) else json.dumps(path, ensure_ascii=False)}"
-
-
-def how_to_use(
-    path: str, *, packed_storage: str, pack_size: int | None, tokenizer_path: str | None, in_windows: bool = False
-) -> list[str]:
-    """Return the lines for a recipe, and the call that opens the data.
-
-    Args:
-        path: the published data.
-        packed_storage: the name of its storage.
-        pack_size: of its bins.
-        tokenizer_path: where its tokenizer is, absolute or a URL; None if unknown.
-        in_windows: whether bins are windows of that many predictions, which training must be told.
-
-    Example:
-        >>> lines = how_to_use("my_data", packed_storage="memmap_v1", pack_size=4096, tokenizer_path=None)
-        >>> lines[1]
-        '  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage=memmap_v1 data.path=my_data'
-    """
-    setting = path_setting(path)
-    tokenizer = "path/to/its/tokenizer" if tokenizer_path is None else tokenizer_path
-    length = "" if pack_size is None else f", seq_length={pack_size}"
-    if in_windows:
-        setting += f" data.sequence_length={pack_size}"
-    return [
-        "Train on it:",
-        f"  torchrun --nproc-per-node 2 -m megatron_packed_sft train packed_storage={packed_storage} {setting}",
-        "In a recipe:",
-        f"  packed_storage: {packed_storage}",
-        "  data:",
-        path_line(path),
-        *([f"    sequence_length: {pack_size}"] if in_windows else []),
-        "In Python:",
-        "  from megatron_packed_sft import create_sft_dataset, load_tokenizer",
-        f"  tokenizer = load_tokenizer({json.dumps(tokenizer, ensure_ascii=False)})",
-        f"  dataset = create_sft_dataset({json.dumps(path, ensure_ascii=False)}, tokenizer{length})",
-    ]

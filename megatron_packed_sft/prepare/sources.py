@@ -115,12 +115,11 @@ class ScannedSource:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Held-out shares, drawn by a keyed hash of a record's content: adding or reordering records moves no other one.
+    """Held-out shares, drawn by a hash of a record's content: adding or reordering records moves no other one.
 
     Args:
         validation_fraction: share of the records that go to the validation split.
         test_fraction: share of the records that go to the test split.
-        seed: another seed holds out other records.
 
     Example:
         >>> rule = SplitRule(validation_fraction=0.5)
@@ -130,7 +129,6 @@ class SplitRule:
 
     validation_fraction: float = 0.0
     test_fraction: float = 0.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("validation_fraction", "test_fraction"):
@@ -138,8 +136,6 @@ class SplitRule:
                 raise InvalidInputError(f"split.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         if self.validation_fraction + self.test_fraction >= 1:
             raise InvalidInputError("split.validation_fraction and split.test_fraction leave nothing to train on")
-        if not 0 <= self.seed < _RANGE:
-            raise InvalidInputError(f"split.seed is {self.seed}; it must be from 0 to 2**64 - 1")
 
     @property
     def holds_out(self) -> bool:
@@ -159,8 +155,8 @@ class SplitRule:
         return whole + (self._draw(content, 1) < weight - whole)
 
     def _draw(self, content: bytes, purpose: int) -> float:
-        """Return a number from 0 to 1 that depends on the content, the seed and what it is for."""
-        return xxhash.xxh3_64_intdigest(content + bytes([purpose]), self.seed) / _RANGE
+        """Return a number from 0 to 1 that depends on the content and on what it is for."""
+        return xxhash.xxh3_64_intdigest(content + bytes([purpose])) / _RANGE
 
 
 def slice_bytes(file: InputFile) -> int:

@@ -64,7 +64,3 @@ class DropReason(enum.StrEnum):
     BELOW_MIN_LEN = "below_min_len", Severity.HARMLESS
     ABOVE_MAX_LEN = "above_max_len", Severity.HARMLESS
     HELD_BACK = "held_back", Severity.HARMLESS
-
-
-# Sound records that leave nothing to train on; `encode.on_empty` decides about them.
-NOTHING_LEFT = frozenset({DropReason.EMPTY, DropReason.NOTHING_TO_TRAIN, DropReason.ANSWER_CUT_AWAY})

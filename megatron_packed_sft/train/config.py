@@ -22,8 +22,7 @@ class ModelConfig:
         vocab_size: vocabulary size; null takes the one recorded with the data.
         tie_embeddings: share the input and output embeddings; null means false.
         rotary_base: base of the rotary positions; null means 10000.
-        hidden_dropout: share of the residual stream's additions that training drops.
-        attention_dropout: share of the attention weights that training drops.
+        dropout: share of the attention weights and of the residual stream's additions that training drops.
         freeze: parameters that are not trained: embeddings, output, norms, first_N_layers, or patterns of
             Megatron-Core's names such as decoder.layers.0.mlp.*, with layers counted over the whole model.
     """
@@ -37,8 +36,7 @@ class ModelConfig:
     vocab_size: int | None = None
     tie_embeddings: bool | None = None
     rotary_base: int | None = None
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: float = 0.0
     freeze: list[str] = field(default_factory=list)
 
 
@@ -47,24 +45,23 @@ class DataConfig:
     """The data to train on.
 
     Args:
-        path: packed data: a dataset directory, shard, legacy .npy, Parquet file, glob, token store; a directory of flat
-            .npy or .bin files (a token stream); PREFIX or PREFIX.idx of Megatron's indexed datasets; a URL of a
-            dataset; a list of these, or names for them such as {chats: PATH, web: PATH}.
-        weights: one per path of a list, or by name such as {chats: 0.7, web: 0.3}: blend the paths in this proportion.
-        blend: weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
-            0.8, to: 1.0}; from and to are shares of the run.
+        path: packed data: a dataset directory (its train split) or a split in it, a shard, legacy .npy, Parquet file,
+            glob, token store; a directory of flat .npy or .bin files (a token stream); PREFIX or PREFIX.idx of
+            Megatron's indexed datasets; a URL of a dataset; a list of these, or names for them such as {chats: PATH,
+            web: PATH}.
+        weights: blend the paths in this proportion: one per path of a list, or by name such as {chats: 0.7, web: 0.3};
+            or weights that change over the run, such as {start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from:
+            0.8, to: 1.0}, where from and to are shares of the run.
         plan: a plan file, when data.path is a token store.
         samples: with packing_mode=static: the dotted name of a function that gets data.path and returns a map-style
             dataset of encoded samples with a fingerprint, such as my_package.my_samples; needs data.allow_code.
         allow_code: import and call the function that data.samples names.
-        split: the split of a dataset directory to train on.
         sequence_length: positions of a batch; null takes the data's pack size, rounded up to a multiple of 16. Token
             streams need it: they are cut into windows of so many predictions. With packing_mode=static, what a pack of
             several samples holds at most.
         pack_sequences: tell the documents of a token stream's windows apart, by their EOS.
         file_pattern: which files of a token stream's directory, such as '*.npy'; null takes all .npy or all .bin files.
         dtype: of a token stream's .bin files; null takes what is recorded beside them, else their sizes decide.
-        documents: a bin is a document of Megatron's indexed datasets, instead of a window of their tokens.
         tokenizer: tokenizer folder or file; its fingerprint is compared with the data's.
         eos_id: padding id when no tokenizer is given, and what ends the documents of a token stream; null takes the
             tokenizer's, or the one recorded with the data.
@@ -82,16 +79,13 @@ class DataConfig:
 
     path: Any = MISSING
     weights: Any = None
-    blend: Any = None
     plan: str | None = None
     samples: str | None = None
     allow_code: bool = False
-    split: str = "train"
     sequence_length: int | None = None
     pack_sequences: bool = False
     file_pattern: str | None = None
     dtype: str | None = None
-    documents: bool = False
     tokenizer: str | None = None
     eos_id: int | None = None
     shuffle: bool = True
@@ -114,8 +108,7 @@ class OptimizerConfig:
         wsd_share: share of all steps at the end that decay (by 1 - sqrt), with decay_style=wsd.
         weight_decay: decoupled weight decay.
         no_weight_decay: parameters that do not decay: norms, biases, embeddings, or patterns of Megatron-Core's names.
-        beta1: decay of Adam's first moment.
-        beta2: decay of Adam's second moment.
+        betas: decays of Adam's first and second moments.
         clip_grad: largest gradient norm; 0 turns clipping off.
         precision: float32, bfloat16 (CUDA only, with float32 main parameters), or auto: the best for the device.
         fp8: compute matrix products in fp8: delayed, tensorwise, blockwise or mxfp8; needs CUDA, Transformer Engine and
@@ -130,8 +123,7 @@ class OptimizerConfig:
     wsd_share: float = 0.1
     weight_decay: float = 0.01
     no_weight_decay: list[str] = field(default_factory=lambda: ["norms", "biases"])
-    beta1: float = 0.9
-    beta2: float = 0.95
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     clip_grad: float = 1.0
     precision: str = "auto"
     fp8: str | None = None
@@ -183,9 +175,8 @@ class StepConfig:
     Args:
         steps: optimizer steps; null trains for train.epochs.
         epochs: passes over the data, rounded up to whole steps.
-        global_batch_size: batch per optimizer step, over all ranks; null derives it from the next two keys.
-        gradient_accumulation: micro batches per step and rank; only with train.global_batch_size=null.
-        micro_batch_size: accepted for the batch arithmetic; packed bins always run one at a time.
+        global_batch_size: batch per optimizer step, over all ranks; null takes train.gradient_accumulation per rank.
+        gradient_accumulation: batch per step and rank; only with train.global_batch_size=null.
         batch_unit: the unit of the batch size: bins, or sequences as before packing.
         loss: per_token is the mean over trained tokens, per_conversation lets every conversation count the same.
         log_every: steps between two metrics records.
@@ -197,7 +188,6 @@ class StepConfig:
     epochs: float = 1.0
     global_batch_size: int | None = 8
     gradient_accumulation: int | None = None
-    micro_batch_size: int = 1
     batch_unit: str = "bins"
     loss: str = "per_token"
     log_every: int = 1
@@ -210,7 +200,6 @@ class ValidationConfig:
 
     Args:
         every: steps between two validations; 0 validates only at the start and the end.
-        at_start: also validate before the first step.
         steps: global batches to take from each dataset; null takes all.
         paths: further data to validate on: a list, named by path in the metrics, or named such as {maths: PATH, code:
             PATH}.
@@ -221,7 +210,6 @@ class ValidationConfig:
     """
 
     every: int = 0
-    at_start: bool = True
     steps: int | None = None
     paths: Any = None
     patience: int | None = None

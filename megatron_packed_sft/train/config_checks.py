@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from megatron_packed_sft.data.options import MODES, STATIC
-from megatron_packed_sft.data.order.blend_weights import BlendSchedule, weights_in_order
+from megatron_packed_sft.data.order.blend_weights import mixing_of
 from megatron_packed_sft.data.order.state import COMPARED
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.layout import TARGETS, ModelShape
@@ -42,9 +42,9 @@ def check_config(config: TrainConfig) -> None:
     """Refuse the first value that cannot work, naming its key.
 
     Example:
-        >>> check_config(TrainConfig(optimizer=OptimizerConfig(beta1=1.5)))
+        >>> check_config(TrainConfig(optimizer=OptimizerConfig(betas=[1.5, 0.95])))
         Traceback (most recent call last):
-        megatron_packed_sft.errors.InvalidInputError: optimizer.beta1 is 1.5; it must be from 0 to below 1
+        megatron_packed_sft.errors.InvalidInputError: optimizer.betas is [1.5, 0.95]; give two numbers from 0 to below 1
     """
     for problem in _problems(config):
         raise InvalidInputError(problem)
@@ -132,9 +132,9 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
             "{chats: PATH, web: PATH}"
         )
     yield from _blend_problems(data)
-    others = (data.weights, data.blend, data.plan, None if data.shuffle else data.shuffle)
+    others = (data.weights, data.plan, None if data.shuffle else data.shuffle)
     if data.shard_window is not None and any(one is not None for one in others):
-        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, blend, plan and shuffle=false"
+        yield "data.shard_window shuffles one dataset of shards; leave out data.weights, plan and shuffle=false"
     yield from _below(1, {"data.shard_window": data.shard_window})
     if data.verify not in VERIFY:
         yield f"data.verify is {data.verify!r}; choose from {', '.join(VERIFY)}"
@@ -145,17 +145,11 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _blend_problems(data: DataConfig) -> Iterator[str]:
-    for key in ("weights", "blend"):
-        if getattr(data, key) is not None and not data.shuffle:
-            yield f"data.shuffle=false cannot be combined with data.{key}; leave one of them out"
-    if data.weights is not None and data.blend is not None:
-        yield "data.weights and data.blend cannot be combined; data.blend has start and end weights of its own"
+    if data.weights is not None and not data.shuffle:
+        yield "data.shuffle=false cannot be combined with data.weights; leave one of them out"
     names = list(data.path) if isinstance(data.path, dict) else []
     try:
-        if data.blend is not None:
-            BlendSchedule.parse(data.blend, names, num_sources=len(names) or None, where="data.blend")
-        if data.weights is not None:
-            weights_in_order(data.weights, names, num_sources=len(names) or None, where="data.weights")
+        mixing_of(data.weights, names, num_sources=len(names) or None, where="data.weights")
     except InvalidInputError as error:
         yield str(error)
 
@@ -179,8 +173,6 @@ def _static_problems(config: TrainConfig) -> Iterator[str]:
     yield from _below(1, {"data.sequence_length": data.sequence_length})
     for key, is_given in {
         "data.weights": data.weights is not None,
-        "data.blend": data.blend is not None,
-        "data.documents": data.documents,
         "data.plan": data.plan is not None,
         "data.pack_sequences": data.pack_sequences,
         "data.file_pattern": data.file_pattern is not None,
@@ -227,9 +219,8 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
             f"optimizer.min_learning_rate {optimizer.min_learning_rate} must be between 0 and optimizer.learning_rate "
             f"{optimizer.learning_rate}"
         )
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optimizer, name) < 1:
-            yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be from 0 to below 1"
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"optimizer.betas is {optimizer.betas}; give two numbers from 0 to below 1"
     for name in ("weight_decay", "clip_grad"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             yield f"optimizer.{name} is {getattr(optimizer, name)}; it must be at least 0"
@@ -255,7 +246,7 @@ def _peft_problems(peft: PeftConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def _step_problems(train: StepConfig) -> Iterator[str]:
-    names = ("global_batch_size", "gradient_accumulation", "micro_batch_size", "log_every")
+    names = ("global_batch_size", "gradient_accumulation", "log_every")
     yield from _below(1, {f"train.{name}": getattr(train, name) for name in names})
     if train.batch_unit not in BATCH_UNITS:
         yield f"train.batch_unit is {train.batch_unit!r}; choose from {', '.join(BATCH_UNITS)}"
@@ -300,9 +291,8 @@ def _logger_problems(logger: LoggerConfig) -> Iterator[str]:
 def _model_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     for group, values in {"model": vars(model), "parallel": vars(parallel)}.items():
         yield from _below(1, {f"{group}.{name}": value for name, value in values.items() if type(value) is int})
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(model, name) < 1:
-            yield f"model.{name} is {getattr(model, name)}; it is a share, from 0 to below 1"
+    if not 0 <= model.dropout < 1:
+        yield f"model.dropout is {model.dropout}; it is a share, from 0 to below 1"
     if parallel.sequence_parallel and parallel.tensor == 1:
         yield "parallel.sequence_parallel=true needs parallel.tensor above 1; change one of them"
     if model.path is not None:

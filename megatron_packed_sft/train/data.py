@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed_sft.data.batch.contracts import Batch
+from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.datasets import PackedDataset
 from megatron_packed_sft.data.factory import create_sft_dataset, shard_order
 from megatron_packed_sft.data.loader import PackedLoader
 from megatron_packed_sft.data.made_with import refuse_mixed, refuse_other_tokenizer
 from megatron_packed_sft.data.options import AUTO, STATIC, BatchOptions, OpenOptions, StaticPacking
 from megatron_packed_sft.data.order.blend import BlendedSources
+from megatron_packed_sft.data.order.blend_weights import is_schedule
 from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
-from megatron_packed_sft.data.readers.cache_room import shortage
-from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.shard_readers import shortage
 from megatron_packed_sft.data.static_packs import StaticPackDataset, is_packed
 from megatron_packed_sft.encode.templates.load import load_template_if_any
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
@@ -172,11 +173,10 @@ class _Opener:
         return create_sft_dataset(
             data.path,
             self._eos_id,
-            split=data.split,
             plan=data.plan,
-            weights=data.weights if data.blend is None else data.blend,
+            weights=data.weights,
             # Weights that change need a length; any will do, because the loader makes the order of the whole run.
-            max_num_samples=None if data.blend is None else 1,
+            max_num_samples=1 if is_schedule(data.weights) else None,
             seed=self._config.seed,
             contract=self._batch,
             stream=self._stream,
@@ -230,7 +230,7 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
     """Return how the token streams among the paths are read."""
     data = config.data
     paths = [*listed_paths(data.path), *named_paths(config.validation.paths).values()]
-    streams = [path for path in paths if is_stream(Path(path)) or (_is_indexed(path) and not data.documents)]
+    streams = [path for path in paths if is_stream(Path(path)) or _is_indexed(path)]
     if data.sequence_length is None and streams:
         raise InvalidInputError(
             f"{streams[0]} is a token stream, which needs data.sequence_length, the length of its windows; set it, "
@@ -245,7 +245,6 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
         eos_id=data.eos_id,
         file_pattern=data.file_pattern,
         dtype=data.dtype,
-        documents=data.documents,
         vocab_size=vocab_size,
         spelling="key",
     )
@@ -254,10 +253,10 @@ def _stream_options(config: TrainConfig, tokenizer: Tokenizer | None, pretrained
 def _stream_options_for(path: str, stream: StreamOptions) -> StreamOptions:
     """Return those of the options that mean something for validation data at a path."""
     if is_stream(Path(path)):
-        return replace(stream, documents=False)
+        return stream
     if _is_indexed(path):
         return replace(stream, file_pattern=None, dtype=None)
-    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None, documents=False)
+    return replace(stream, pack_sequences=False, file_pattern=None, dtype=None)
 
 
 def _refuse_shared_windows(layout: ParallelLayout, sources: list[BinReader]) -> None:

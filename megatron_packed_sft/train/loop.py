@@ -142,7 +142,7 @@ class Trainer:
         """Do one optimizer step; return its learning rate and gradient norm."""
         start, waited_before = time.perf_counter(), self._loader.wait_seconds
         model, optimizer, scheduler = self._trained.model, self._trained.optimizer, self._trained.scheduler
-        if self._config.model.hidden_dropout or self._config.model.attention_dropout:
+        if self._config.model.dropout:
             # By the step, so that a resumed run drops what it would have dropped.
             seed_random_numbers(self._config.seed + _SEEDS_PER_STEP * (self.step + 1))
         model.zero_grad_buffer()
@@ -222,10 +222,8 @@ class Trainer:
 
     def _owed_validations(self, reporter: Reporter) -> list[str]:
         """Return what to validate on before the first step: all data at step 0, later what the last run missed."""
-        settings = self._config.validation
-        is_due = self.step == self._schedule.num_steps or _is_due(self.step, settings.every)
         owed = []
-        if settings.at_start if self.step == 0 else is_due:
+        if self.step in (0, self._schedule.num_steps) or _is_due(self.step, self._config.validation.every):
             owed = [name for name in self._data.validation if not reporter.was_validated(name, self.step)]
         shared = [owed]
         torch.distributed.broadcast_object_list(shared, src=0)

@@ -149,8 +149,8 @@ def build_model_and_optimizer(
             lr=optimizer.learning_rate,
             min_lr=optimizer.min_learning_rate,
             weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
             clip_grad=optimizer.clip_grad,
             bf16=gpt.config.bf16,
             params_dtype=gpt.config.params_dtype,
@@ -180,8 +180,8 @@ def transformer_fields(config: TrainConfig) -> dict[str, Any]:
         'selective'
     """
     fields: dict[str, Any] = {
-        "hidden_dropout": config.model.hidden_dropout,
-        "attention_dropout": config.model.attention_dropout,
+        "hidden_dropout": config.model.dropout,
+        "attention_dropout": config.model.dropout,
         "sequence_parallel": config.parallel.sequence_parallel,
     }
     if config.model.freeze:  # else a checkpoint has one tensor for all layers, and a frozen one has no optimizer state

@@ -83,7 +83,7 @@ def schedule_steps(
         batch = effective_batch(
             settings.global_batch_size,
             ranks=data_parallel_size,
-            micro_batch=settings.micro_batch_size,
+            micro_batch=1,
             gradient_accumulation=settings.gradient_accumulation or 1,
             packing_factor=sequences_per_bin if counts_sequences else None,
         )
@@ -109,13 +109,7 @@ def _notes(
     bins_per_step = batch.bins_per_step
     requested = settings.global_batch_size
     if requested is None:
-        requested = settings.micro_batch_size * (settings.gradient_accumulation or 1) * ranks
-    if settings.micro_batch_size != 1:
-        yield (
-            f"note: train.micro_batch_size={settings.micro_batch_size} runs as 1, because a packed bin goes through "
-            f"the model alone; gradient accumulation is {batch.gradient_accumulation}, so that the global batch stays "
-            f"{requested} {settings.batch_unit}"
-        )
+        requested = (settings.gradient_accumulation or 1) * ranks
     if settings.batch_unit == "bins" and sequences_per_bin is not None and sequences_per_bin >= 1.05:
         yield (
             f"warning: the global batch of {requested} counts bins: at {sequences_per_bin:.1f} sequences per bin, a "

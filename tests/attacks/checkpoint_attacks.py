@@ -95,7 +95,7 @@ ATTACKS: dict[str, Callable[[Path, Attack], None]] = {
 def settings(data: str, output: Path, num_steps: int) -> list[str]:
     return [
         f"data.path={data}", f"output={output}", f"train.steps={num_steps}", "train.global_batch_size=4",
-        "validation.at_start=false", "validation.every=1000", "model.num_layers=1", "logger.names=[]",
+        "validation.every=1000", "model.num_layers=1", "logger.names=[]",
     ]  # fmt: skip
 
 

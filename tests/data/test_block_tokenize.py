@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from megatron_packed_sft import block_tokenize_fn, load_tokenizer, train_sentencepiece
-from megatron_packed_sft.data.huggingface import blocks as blocks_module
+from megatron_packed_sft.data import huggingface_blocks as blocks_module
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.strategies.registry import known_strategies
 

@@ -24,7 +24,7 @@ from megatron_packed_sft import DataCollatorForCausalLM, block_tokenize_fn, get_
 from megatron_packed_sft.data.batch.collate import collate
 from megatron_packed_sft.data.batch.contracts import CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
-from megatron_packed_sft.data.huggingface.collator import find_document_starts
+from megatron_packed_sft.data.huggingface_collator import find_document_starts
 from megatron_packed_sft.errors import InvalidInputError
 from tests.data.test_block_tokenize import BOS, EOS, PAD, TOKENIZER, bare_tokenizer, batch_of, hf_tokenizer
 

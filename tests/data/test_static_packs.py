@@ -352,7 +352,7 @@ def test_workers_of_a_torch_loader_make_the_same_batches() -> None:
         ({"input_ids": [5, 6]}, "sample 0 has none of labels, train_mask, loss_mask, so it is unknown which"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "labels of sample 0 is 6 at position 0, where the id is 5"),
         ({"input_ids": [5, 6], "labels": [5]}, "labels of sample 0 has 1 values for 2 input_ids"),
-        ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "counts a prediction at the last position.*called train_mask"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "counts a prediction at the last position.*as train_mask"),
         ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 0]}, "sample 0 has padding"),
         ({"input_ids": [5, 6], "labels": [5, 6], "train_mask": [0, 0]}, "labels and train_mask train different tokens"),
         ({"input_ids": [5, -6], "labels": [5, -6]}, "input_ids of sample 0 is -6 at position 1"),
@@ -405,7 +405,7 @@ def test_what_static_packs_cannot_be_made_of_is_refused_with_the_way_out(tmp_pat
     (tmp_path / "chats.jsonl").write_text("{}\n")
     for path, message in {
         store.path.parent: "holds token stores; name one of them, such as .*store$",
-        tmp_path / "shard": "holds bins already, and static packs are made of raw samples",
+        tmp_path / "shard": "holds packed bins, and static packs are made of raw samples",
         tmp_path / "chats.jsonl": "packed-sft prepare input=.*chats.jsonl output=OUTPUT encodes chat files into one",
         tmp_path / "nothing": "does not exist",
     }.items():

@@ -63,12 +63,10 @@ def test_header_and_end_of_turn_can_be_named() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_record_with_nothing_to_train_is_counted_or_an_error(template: str) -> None:
+def test_a_record_with_nothing_to_train_is_counted(template: str) -> None:
     record = Conversation(CHAT, train=[False] * 4)
     [dropped] = encoder_for(template).encode_records([record]).dropped
     assert (dropped.record, dropped.reason) == (0, "nothing_to_train")
-    with pytest.raises(InvalidInputError, match=r"record 0: nothing_to_train.*encode\.on_empty=drop"):
-        encoder_for(template, EncodeOptions(on_empty="error")).encode_records([record])
 
 
 def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> None:
@@ -82,7 +80,6 @@ def test_a_template_that_leaves_the_answers_out_trains_nothing_and_says_so() -> 
     [
         ({"truncation": "middle"}, r"encode\.truncation is 'middle'; use one of right, left, drop"),
         ({"special_tokens_in_content": "keep"}, "use one of escape, allow"),
-        ({"on_empty": "keep"}, "use one of drop, error"),
         ({"roles_to_train": "assistant"}, "give a list"),
         ({"max_len": 1}, "at least 2"),
     ],

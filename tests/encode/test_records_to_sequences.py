@@ -142,13 +142,6 @@ def test_a_sequence_whose_only_trained_token_is_its_first_has_nothing_to_train()
     assert [reason for _, reason, _ in cut.dropped] == ["answer_cut_away"]
 
 
-def test_on_empty_error_also_stops_at_an_answer_that_was_cut_away() -> None:
-    with pytest.raises(InvalidInputError, match="record 1: answer_cut_away"):
-        encoder(max_len=9, on_empty="error").encode_records(
-            [chat("q", "a"), TextRecord((("x" * 9, False), ("y", True)))]
-        )
-
-
 def test_records_without_text_are_empty() -> None:
     encoded = encoder(add_bos=True).encode_records([TextRecord(()), TextRecord((("", True),)), Conversation([])])
     assert [reason for _, reason, _ in encoded.dropped] == ["empty", "empty", "nothing_to_train"]

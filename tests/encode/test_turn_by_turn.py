@@ -104,9 +104,9 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(("keep", "first", "last"), [("newest", 4, 5), ("oldest", 0, 1)])
-def test_long_conversations_lose_whole_turns(keep: str, first: int, last: int) -> None:
-    encoder = encoder_for("CHATML", EncodeOptions(max_len=95, truncation="turns", turns_to_keep=keep))
+@pytest.mark.parametrize(("truncation", "first", "last"), [("turns", 4, 5), ("oldest_turns", 0, 1)])
+def test_long_conversations_lose_whole_turns(truncation: str, first: int, last: int) -> None:
+    encoder = encoder_for("CHATML", EncodeOptions(max_len=95, truncation=truncation))
     encoded = encoder.encode_records([Conversation(LONG)])
     [(text, trained)] = texts(encoder, encoded)
     assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nquestion")

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples import sample_conversations
+from tests.sample_tokenizer import train_sample_tokenizer
 
 LONG_TEXT = "lorem ipsum <b>dolor</b> " * 4_000  # 100,000 characters
 HOSTILE = {
@@ -45,9 +44,7 @@ def write_chats(path: Path, records: list[Any]) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A SentencePiece model with ChatML's markers, trained on sample chats."""
-    texts = [message["content"] for one in sample_conversations(300, seed=1) for message in one.messages]
-    path = tmp_path_factory.mktemp("tokenizer") / "sp.model"
-    return str(train_sentencepiece([text for text in texts if text], path, vocab_size=1000))
+    return train_sample_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

@@ -319,4 +319,4 @@ def test_a_terminal_gets_colours_and_a_pipe_none(home: Path) -> None:
 
 def test_info_of_a_dataset_imports_nothing_heavy(home: Path) -> None:
     loaded = {name.partition(".")[0] for name in modules_of("info", home / "data")}
-    assert not loaded & {"torch", "numba", "hydra", "pyarrow", "tokenizers", "sentencepiece"}
+    assert not loaded & {"torch", "numba", "hydra", "jinja2", "pyarrow", "tokenizers", "sentencepiece"}

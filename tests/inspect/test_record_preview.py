@@ -55,7 +55,7 @@ def keys(tokenizer_path: str) -> list[str]:
         ["encode.max_len=40"],
         ["encode.max_len=40", "encode.truncation=left"],
         ["encode.max_len=60", "encode.truncation=turns"],
-        ["encode.max_len=60", "encode.truncation=turns", "encode.turns_to_keep=oldest"],
+        ["encode.max_len=60", "encode.truncation=oldest_turns"],
         ["encode.max_len=60", "encode.truncation=drop"],
         ["encode.train.reasoning=false", "encode.add_bos=true", "encode.add_eos=true"],
         ["encode.roles_to_train=[user,assistant]", "encode.special_tokens_in_content=allow"],
@@ -266,9 +266,9 @@ def test_turns_that_a_limit_cuts_say_so(keys: list[str], tmp_path: Path) -> None
     shown = packed_sft("preview", path, *keys, f"encode.max_len={limit}").out
     assert re.search(r"^6 +assistant +cut ", shown, flags=re.MULTILINE)
     assert f"at the end, by encode.max_len={limit}" in shown
-    for keep, gone in (("oldest", [3, 4, 5, 6]), ("newest", [1, 2])):
-        limit = whole[4]["start"] + 6 if keep == "oldest" else whole[6]["end"] - whole[1]["start"]
-        settings = [f"encode.max_len={limit}", "encode.truncation=turns", f"encode.turns_to_keep={keep}"]
+    for truncation, gone in (("oldest_turns", [3, 4, 5, 6]), ("turns", [1, 2])):
+        limit = whole[4]["start"] + 6 if truncation == "oldest_turns" else whole[6]["end"] - whole[1]["start"]
+        settings = [f"encode.max_len={limit}", f"encode.truncation={truncation}"]
         [left] = preview_json(path, *keys, *settings)["sequences"]
         assert left["left_out_messages"] == gone
         assert [turn["message"] for turn in left["turns"]] == [number for number in range(7) if number not in gone]

@@ -11,9 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from megatron_packed_sft.errors import InvalidInputError
-from megatron_packed_sft.packing.options import PackOptions
 from megatron_packed_sft.packing.packer import pack
 from megatron_packed_sft.packing.strategies import registry as strategies
+from megatron_packed_sft.packing.strategies.fit import pack_best_fit
+from megatron_packed_sft.packing.strategies.optimal import pack_optimal
+from megatron_packed_sft.packing.strategies.packing_problem import PackingProblem, histogram_of
 from megatron_packed_sft.packing.strategies.registry import known_strategies, register_strategy
 from tests.packing import lengths as made
 
@@ -93,10 +95,10 @@ def test_optimal_comes_close_to_the_lower_bound(shape: Any, method: str, gap: fl
     assert plan.stats().gap <= gap
 
 
-def test_a_work_limit_of_nothing_still_packs_well() -> None:
-    lengths = made.thirds(20_000)
-    quick = pack(lengths, PackOptions(pack_size=PACK, work_limit=0))
-    assert quick.num_bins <= pack(lengths, pack_size=PACK, strategy="best_fit").num_bins
+def test_a_search_without_any_work_still_packs_well() -> None:
+    sizes = made.thirds(20_000).astype(np.int32)
+    problem = PackingProblem(sizes=sizes, histogram=histogram_of(sizes, PACK), capacity=PACK, work_limit=0)
+    assert len(pack_optimal(problem).bin_offsets) <= len(pack_best_fit(problem).bin_offsets)
 
 
 def test_window_keeps_neighbours_together() -> None:

@@ -61,9 +61,9 @@ def test_rows_without_anything_to_train_are_counted_or_an_error(tmp_path: Path, 
     given = [f"input={rows}", *arguments(tmp_path, tokenizer_path)]
     assert prepare(*given, "max_drop_share=0.5").code == 0
     assert open_dataset(tmp_path / "data").provenance["sources"]["input"]["dropped"] == {"nothing_to_train": 1}
-    failed = prepare(*given, "encode.on_empty=error", "--overwrite")
+    failed = prepare(*given, "max_drop_share=0", "--overwrite")
     assert failed.code == 2
-    assert "line 2" in failed.err
+    assert "more than max_drop_share=0 allows" in failed.err
 
 
 def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path, tokenizer_path: str) -> None:

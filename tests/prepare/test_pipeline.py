@@ -181,7 +181,7 @@ def test_another_pack_size_tokenizes_nothing_again(few: Path, tokenizer_path: st
 
 
 @pytest.mark.parametrize(
-    "changed", ["encode.train_on_eot=false", "template=plain", "split.seed=7", "encode.max_len=20"]
+    "changed", ["encode.train_on_eot=false", "template=plain", "split.validation_fraction=0.5", "encode.max_len=20"]
 )
 def test_other_settings_encode_again(few: Path, tokenizer_path: str, tmp_path: Path, changed: str) -> None:
     arguments = (f"input={few}", f"output={tmp_path / 'data'}", f"tokenizer.path={tokenizer_path}", TEMPLATE, *SMALL)

@@ -10,20 +10,14 @@ from megatron_packed_sft.prepare.sources import SplitRule
 ROWS = [str(number).encode() for number in range(20_000)]
 
 
-def rule(validation: float = 0.0, test: float = 0.0, seed: int = 0) -> SplitRule:
-    return SplitRule(validation_fraction=validation, test_fraction=test, seed=seed)
+def rule(validation: float = 0.0, test: float = 0.0) -> SplitRule:
+    return SplitRule(validation_fraction=validation, test_fraction=test)
 
 
 def test_shares_are_near_the_fractions() -> None:
     splits = [rule(0.1, 0.05).split_of(row) for row in ROWS]
     assert splits.count("validation") / len(ROWS) == pytest.approx(0.1, abs=0.01)
     assert splits.count("test") / len(ROWS) == pytest.approx(0.05, abs=0.01)
-
-
-def test_another_seed_draws_another_split() -> None:
-    one = [rule(0.5, seed=1).split_of(row) for row in ROWS]
-    two = [rule(0.5, seed=2).split_of(row) for row in ROWS]
-    assert 0.4 < sum(first == second for first, second in zip(one, two, strict=True)) / len(ROWS) < 0.6
 
 
 def test_a_larger_fraction_keeps_the_rows_it_had() -> None:
@@ -44,12 +38,11 @@ def test_copies_follow_the_weight_and_do_not_depend_on_the_split() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((1.0, 0.0, 0), "split.validation_fraction is 1.0"),
-        ((0.0, -0.1, 0), "split.test_fraction is -0.1"),
-        ((0.5, 0.5, 0), "leave nothing to train on"),
-        ((0.0, 0.0, -1), "split.seed is -1"),
+        ((1.0, 0.0), "split.validation_fraction is 1.0"),
+        ((0.0, -0.1), "split.test_fraction is -0.1"),
+        ((0.5, 0.5), "leave nothing to train on"),
     ],
 )
-def test_impossible_rules_are_refused(arguments: tuple[float, float, int], sentence: str) -> None:
+def test_impossible_rules_are_refused(arguments: tuple[float, float], sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
         rule(*arguments)

@@ -24,7 +24,7 @@ def arguments(tmp_path: Path, tokenizer_path: str) -> list[str]:
 
 @pytest.fixture
 def _nothing_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums and workers are out of reach: whoever gets that far fails."""
+    """Make the scan, and so every long stage after the trial, fail."""
 
     def never(*_: object) -> None:
         raise AssertionError("a long stage began")

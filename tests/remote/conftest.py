@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
-from megatron_packed_sft.records.samples import sample_conversations
 from tests.remote.object_store import BUCKET, FaultProxy, moto_server
+from tests.sample_tokenizer import train_sample_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A SentencePiece model with ChatML's markers, trained on sample chats."""
-    chats = sample_conversations(300, seed=1)
-    texts = [message["content"] for chat in chats for message in chat.messages if message.get("content")]
-    return str(train_sentencepiece(texts, tmp_path_factory.mktemp("tokenizer") / "sp.model", vocab_size=1000))
+    return train_sample_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ BUCKET = "bucket"
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses."""
+    """Return an unused port of the loopback interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -34,7 +34,7 @@ from tests.remote.test_remote_runs import ENCODING, UPLOAD, kill_after
 
 
 class Place(NamedTuple):
-    """Somewhere to write: a URL, and the proxy before its server, if it has one."""
+    """A place to write to: a URL, and the proxy before its server, if it has one."""
 
     url: str
     proxy: FaultProxy | None = None

@@ -41,7 +41,7 @@ def test_a_url_is_a_path_to_look_at_whatever_is_in_it(capsys: pytest.CaptureFixt
     assert "contains a query or a password" in capsys.readouterr().err
 
 
-def test_output_where_nobody_can_write_is_refused_before_any_work(
+def test_unwritable_output_is_refused_before_any_work(
     store: FaultProxy, tmp_path: Path, tokenizer_path: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -76,7 +76,9 @@ def test_output_where_nobody_can_write_is_refused_before_any_work(
     assert not list_objects("s3://bucket/x")
 
 
-def test_whoever_waits_for_a_store_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_does_not_answer_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(filesystem, "PATIENCE", 0.02)
     monkeypatch.setattr(filesystem, "_SECONDS_BETWEEN_WARNINGS", 0.0)
     caplog.set_level(logging.WARNING)

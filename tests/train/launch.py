@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron_packed_sft.support.processes import signal_when_parent_dies
+from megatron_packed_sft.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "sft.py"
@@ -34,6 +36,23 @@ def environment() -> dict[str, str]:
 
 def _end_with_parent() -> None:
     signal_when_parent_dies(signal.SIGTERM, os.getppid())
+
+
+class Runs:
+    """Where the runs of a test file are, what they printed, and what they recorded."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.printed = ""
+
+    def records(self, name: str, event: str = "step") -> list[dict[str, Any]]:
+        return read_metrics(self.home / name / "metrics.jsonl", event)
+
+    def losses(self, name: str) -> list[float]:
+        return [record["loss"] for record in self.records(name)]
+
+    def validations(self, name: str, data: str = "validation") -> list[dict[str, Any]]:
+        return [record for record in self.records(name, "validation") if record["name"] == data]
 
 
 class Trainers:

@@ -20,29 +20,21 @@ from megatron_packed_sft.train.checkpoint import TrainingState
 from megatron_packed_sft.train.config import DataConfig, ModelConfig, TrainConfig
 from megatron_packed_sft.train.data import open_data
 from megatron_packed_sft.train.export import export_model
-from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.chat_models import NAME, answer, prepare_chats, save_chat_model, transformers_loss
-from tests.train.launch import run_in_turn
+from tests.train.launch import Runs, run_in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, when it loads and generates
 NUM_STEPS = 4
 LORA = ("peft=lora", "peft.rank=8", "optimizer.learning_rate=1e-2")
 
 
-class Runs:
-    """Where the runs of this file are."""
+class PretrainedRuns(Runs):
+    """With the models that the runs start from."""
 
     def __init__(self, home: Path) -> None:
-        self.home = home
+        super().__init__(home)
         self.model, self.other = home / "model", home / "other_model"
         self.data = home / "data"
-        self.printed = ""
-
-    def losses(self, name: str) -> list[float]:
-        return [record["loss"] for record in read_metrics(self.home / name / "metrics.jsonl")]
-
-    def validations(self, name: str) -> list[float]:
-        return [record["loss"] for record in read_metrics(self.home / name / "metrics.jsonl", "validation")]
 
     def state(self, name: str) -> TrainingState:
         [newest] = sorted((self.home / name / "checkpoints").glob("step_*"))[-1:]
@@ -55,8 +47,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    result = Runs(tmp_path_factory.mktemp("pretrained"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> PretrainedRuns:
+    result = PretrainedRuns(tmp_path_factory.mktemp("pretrained"))
     home = result.home
     save_chat_model(result.model)
     save_chat_model(result.other, "llama")
@@ -108,25 +100,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return result
 
 
-def test_the_loss_before_the_first_step_is_that_of_transformers(runs: Runs) -> None:
+def test_the_loss_before_the_first_step_is_that_of_transformers(runs: PretrainedRuns) -> None:
     expected = transformers_loss(runs.model, runs.data)
-    assert runs.validations("tensor_2")[0] == pytest.approx(expected, rel=1e-5)
-    assert runs.validations("one_rank")[0] == pytest.approx(expected, rel=1e-5)
+    assert runs.validations("tensor_2")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert runs.validations("one_rank")[0]["loss"] == pytest.approx(expected, rel=1e-5)
     expected = transformers_loss(runs.other, runs.data)
-    assert runs.validations("pipeline_2")[0] == pytest.approx(expected, rel=1e-5)
+    assert runs.validations("pipeline_2")[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_rank_and_two_train_alike(runs: Runs) -> None:
+def test_one_rank_and_two_train_alike(runs: PretrainedRuns) -> None:
     np.testing.assert_allclose(runs.losses("tensor_2"), runs.losses("one_rank")[:NUM_STEPS], rtol=1e-4)
     np.testing.assert_allclose(runs.losses("pipeline_2"), runs.losses("other"), rtol=1e-4)
 
 
-def test_a_resumed_run_does_not_need_the_folder_and_has_the_same_losses(runs: Runs) -> None:
+def test_a_resumed_run_does_not_need_the_folder_and_has_the_same_losses(runs: PretrainedRuns) -> None:
     assert runs.losses("resumed") == runs.losses("tensor_2")[2:]
     assert "folder_that_is_gone is not read, because the run resumes from a checkpoint" in runs.printed
 
 
-def test_the_run_and_its_checkpoints_record_what_they_started_from(runs: Runs) -> None:
+def test_the_run_and_its_checkpoints_record_what_they_started_from(runs: PretrainedRuns) -> None:
     folder = HuggingFaceFolder.open(runs.model)
     expected = joint_checksum(folder.file_checksums())
     record = json.loads((runs.home / "tensor_2" / "pretrained.json").read_text())
@@ -137,16 +129,16 @@ def test_the_run_and_its_checkpoints_record_what_they_started_from(runs: Runs) -
     assert runs.state("scratch").pretrained == {}
 
 
-def test_adapters_train_alike_on_one_rank_and_two_and_after_a_stop(runs: Runs) -> None:
+def test_adapters_train_alike_on_one_rank_and_two_and_after_a_stop(runs: PretrainedRuns) -> None:
     losses = runs.losses("lora")
     assert losses[-1] < losses[0] - 0.2
     np.testing.assert_allclose(runs.losses("lora_tensor_2"), losses, rtol=1e-4)
     np.testing.assert_allclose(runs.losses("lora_pipeline_2"), losses, rtol=1e-4)
     assert runs.losses("lora_resumed") == runs.losses("lora_tensor_2")[2:]
-    assert runs.validations("lora")[0] == pytest.approx(transformers_loss(runs.model, runs.data), rel=1e-5)
+    assert runs.validations("lora")[0]["loss"] == pytest.approx(transformers_loss(runs.model, runs.data), rel=1e-5)
 
 
-def test_the_model_beside_adapters_is_frozen_and_has_no_optimizer_state(runs: Runs) -> None:
+def test_the_model_beside_adapters_is_frozen_and_has_no_optimizer_state(runs: PretrainedRuns) -> None:
     [newest] = (runs.home / "lora_tensor_2" / "checkpoints").glob("step_000004")
     with TorchDistCheckpoint(newest) as checkpoint:
         of_optimizer = [name for name in checkpoint.tensors if name.startswith("optimizer.")]
@@ -160,7 +152,7 @@ def test_the_model_beside_adapters_is_frozen_and_has_no_optimizer_state(runs: Ru
 
 
 @pytest.mark.parametrize("name", ["lora_tensor_2", "lora_pipeline_2"])
-def test_an_exported_adapter_gives_the_logits_of_the_merged_model(runs: Runs, name: str) -> None:
+def test_an_exported_adapter_gives_the_logits_of_the_merged_model(runs: PretrainedRuns, name: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -178,7 +170,7 @@ def test_an_exported_adapter_gives_the_logits_of_the_merged_model(runs: Runs, na
 
 
 def test_adapters_are_refused_where_they_do_not_fit(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: PretrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_packed_sft.train.app import main
 
@@ -198,13 +190,13 @@ def test_adapters_are_refused_where_they_do_not_fit(
 
 
 @pytest.mark.parametrize("name", ["tensor_2", "pipeline_2", "one_rank", "scratch", "lora_tensor_2", "lora_pipeline_2"])
-def test_an_exported_model_has_the_loss_that_the_run_ended_with(runs: Runs, name: str) -> None:
+def test_an_exported_model_has_the_loss_that_the_run_ended_with(runs: PretrainedRuns, name: str) -> None:
     folder = runs.exported(name, dtype="fp32", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    assert transformers_loss(folder, runs.data) == pytest.approx(runs.validations(name)[-1], rel=1e-5)
+    assert transformers_loss(folder, runs.data) == pytest.approx(runs.validations(name)[-1]["loss"], rel=1e-5)
 
 
-def test_data_of_another_chat_template_is_announced(runs: Runs, tmp_path: Path) -> None:
+def test_data_of_another_chat_template_is_announced(runs: PretrainedRuns, tmp_path: Path) -> None:
     assert "another chat template" not in runs.printed
     folder = shutil.copytree(runs.model, tmp_path / "model")
     file = folder / "tokenizer_config.json"
@@ -215,7 +207,7 @@ def test_data_of_another_chat_template_is_announced(runs: Runs, tmp_path: Path) 
     assert f"was written with another chat template than that of model.path={folder}" in notes[0]
 
 
-def test_an_exported_folder_has_what_the_model_came_with(runs: Runs) -> None:
+def test_an_exported_folder_has_what_the_model_came_with(runs: PretrainedRuns) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder = runs.exported("tensor_2")
@@ -231,7 +223,7 @@ def test_an_exported_folder_has_what_the_model_came_with(runs: Runs) -> None:
     assert {name: tensor.shape for name, tensor in before.items()} == {name: one.shape for name, one in after.items()}
 
 
-def test_a_model_from_scratch_gets_the_ids_of_its_tokenizer(runs: Runs) -> None:
+def test_a_model_from_scratch_gets_the_ids_of_its_tokenizer(runs: PretrainedRuns) -> None:
     folder = runs.exported("scratch")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -240,20 +232,20 @@ def test_a_model_from_scratch_gets_the_ids_of_its_tokenizer(runs: Runs) -> None:
     assert (folder / "tokenizer.json").read_bytes() == (runs.model / "tokenizer.json").read_bytes()
 
 
-def test_a_model_that_was_taught_a_name_says_it_after_export(runs: Runs) -> None:
+def test_a_model_that_was_taught_a_name_says_it_after_export(runs: PretrainedRuns) -> None:
     question = "Who are you? (5)"
     assert NAME not in answer(runs.model, question)
     assert NAME in answer(runs.exported("one_rank"), question)
 
 
-def test_an_export_survives_that_the_run_removes_the_checkpoint_meanwhile(runs: Runs, tmp_path: Path) -> None:
+def test_an_export_survives_that_the_run_removes_the_checkpoint_meanwhile(runs: PretrainedRuns, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(runs.home / "tensor_2" / "checkpoints" / "step_000004", tmp_path / "step_000004")
     with TorchDistCheckpoint(checkpoint) as opened:
         shutil.rmtree(checkpoint)
         assert opened.read("decoder.layers.mlp.linear_fc1.weight", 1).shape == (192, 64)
 
 
-def test_the_newest_whole_checkpoint_of_a_run_is_exported(runs: Runs, tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_of_a_run_is_exported(runs: PretrainedRuns, tmp_path: Path) -> None:
     run = shutil.copytree(runs.home / "tensor_2", tmp_path / "run")
     (run / "checkpoints" / ".step_000006.staging-host-1-ab").mkdir()  # as a run has it while it saves
     report = export_model(run, tmp_path / "exported")
@@ -273,7 +265,9 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: in
     return printed.err
 
 
-def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_sentence_each(
+    runs: PretrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, target = runs.home / "tensor_2", tmp_path / "out"
     assert "does not exist; give a run's output directory" in failing(capsys, tmp_path / "none", target, code=2)
     assert "is neither a run, a checkpoint nor a Hugging Face folder" in failing(capsys, runs.data, target, code=2)
@@ -288,7 +282,9 @@ def test_wrong_arguments_are_one_sentence_each(runs: Runs, tmp_path: Path, capsy
     assert "exists already; choose another name, or add --overwrite" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_one_sentence(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_one_sentence(
+    runs: PretrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = shutil.copytree(runs.home / "tensor_2" / "checkpoints" / "step_000004", tmp_path / "step_000004")
     file = checkpoint / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -302,7 +298,7 @@ def test_a_damaged_checkpoint_is_one_sentence(runs: Runs, tmp_path: Path, capsys
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: PretrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
@@ -322,7 +318,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     ],
 )
 def test_folders_that_do_not_fit_are_refused(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str], message: str
+    runs: PretrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str], message: str
 ) -> None:
     from megatron_packed_sft.train.app import main
 

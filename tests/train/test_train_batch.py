@@ -37,23 +37,10 @@ def test_counting_sequences_takes_the_nearest_number_of_bins() -> None:
     assert "a step of 2 bins trains on about 24 sequences" in note
 
 
-def test_a_larger_micro_batch_runs_as_one_and_keeps_the_global_batch() -> None:
-    settings = StepConfig(global_batch_size=16, micro_batch_size=4)
-    sizes = {"num_bins": 100, "num_sequences": None, "data_parallel_size": 2}
-    schedule = schedule_steps(settings, **sizes)
-    assert (schedule.num_microbatches, schedule.bins_per_step) == (8, 16)
-    [note] = schedule.notes
-    assert note == (
-        "note: train.micro_batch_size=4 runs as 1, because a packed bin goes through the model alone; gradient "
-        "accumulation is 8, so that the global batch stays 16 bins"
-    )
-
-
 def test_without_a_global_batch_the_implied_one_is_kept() -> None:
-    settings = StepConfig(global_batch_size=None, gradient_accumulation=3, micro_batch_size=4)
+    settings = StepConfig(global_batch_size=None, gradient_accumulation=12)
     schedule = schedule_steps(settings, num_bins=100, num_sequences=None, data_parallel_size=2)
     assert (schedule.num_microbatches, schedule.bins_per_step) == (12, 24)
-    assert "gradient accumulation is 12, so that the global batch stays 24 bins" in schedule.notes[0]
 
 
 def test_counting_sequences_needs_their_number() -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from megatron_packed_sft.train.data import open_data, training_loader
 from megatron_packed_sft.train.metrics import MetricsFile, Totals, read_metrics, step_record
 from tests.indexed_files import write_indexed
 from tests.train.counting_chats import PACK_SIZE, VOCAB_SIZE, write_dataset
-from tests.train.launch import run_in_turn
+from tests.train.launch import Runs, run_in_turn
 from tests.train.test_train_token_stream import write_counting_stream
 
 NAMED = "data.path={a: first, b: second}"
@@ -31,7 +31,7 @@ SCHEDULE = {"start": {"chats": 1, "web": 0}, "end": {"chats": 0.5, "web": 0.5}, 
 
 
 def blend(start: str = "{a: 1, b: 0}", end: str = "{a: 1, b: 1}", begin: Any = 0.8, to: Any = 1.0) -> str:
-    return f"data.blend={{start: {start}, end: {end}, from: {begin}, to: {to}}}"
+    return f"data.weights={{start: {start}, end: {end}, from: {begin}, to: {to}}}"
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,14 @@ def counts_after(config: TrainConfig, num_bins: int, *, run: int) -> list[int]:
     [
         ([NAMED, "data.weights={a: 1, c: 2}"], "data.weights names c, which is not a source; choose from a, b"),
         ([NAMED, "data.weights=3"], "data.weights is 3; give a list of numbers, or a number for each name"),
-        ([NAMED, "data.weights=[1, 2]", blend()], "data.weights and data.blend cannot be combined"),
-        ([NAMED, "data.shuffle=false", blend()], "data.shuffle=false cannot be combined with data.blend"),
-        ([NAMED, "data.blend=3"], "data.blend is 3; give it start and end weights, and from and to as shares"),
-        ([NAMED, "data.blend={start: [1, 2], stop: [2, 1]}"], "give it start and end weights, and from and to"),
-        ([NAMED, blend(start="{a: -1, b: 1}")], "data.blend.start.a is -1; give a number of at least 0"),
-        ([NAMED, blend(begin=0.9, to=0.5)], "data.blend.from is 0.9 and data.blend.to is 0.5; from must not be above"),
-        ([NAMED, blend(to=80)], "data.blend.to is 80; it is a share of the run, from 0 to 1"),
+        ([NAMED, "data.shuffle=false", blend()], "data.shuffle=false cannot be combined with data.weights"),
+        ([NAMED, "data.weights={start: [1, 2], stop: [2, 1]}"], "give it start and end weights, and from and to"),
+        ([NAMED, blend(start="{a: -1, b: 1}")], "data.weights.start.a is -1; give a number of at least 0"),
+        (
+            [NAMED, blend(begin=0.9, to=0.5)],
+            "data.weights.from is 0.9 and data.weights.to is 0.5; from must not be above",
+        ),
+        ([NAMED, blend(to=80)], "data.weights.to is 80; it is a share of the run, from 0 to 1"),
     ],
 )
 def test_a_wrong_blend_is_one_sentence(
@@ -87,7 +88,7 @@ def test_named_paths_without_weights_are_laid_end_to_end(sources: dict[str, str]
 
 
 def test_weights_move_over_the_run_by_share_of_it(sources: dict[str, str]) -> None:
-    config = config_of(sources, blend=SCHEDULE)
+    config = config_of(sources, weights=SCHEDULE)
     assert counts_after(config, 20, run=40) == [20, 0]
     assert counts_after(config, 40, run=40) == [35, 5]  # 20, and then 3/4 and 1/4 of 20
     assert counts_after(config, 60, run=40) == [45, 15]  # the end weights hold when a run goes on
@@ -95,7 +96,7 @@ def test_weights_move_over_the_run_by_share_of_it(sources: dict[str, str]) -> No
 
 
 def test_a_run_of_another_length_is_refused_unless_the_new_schedule_is_meant(sources: dict[str, str]) -> None:
-    config = config_of(sources, blend=SCHEDULE)
+    config = config_of(sources, weights=SCHEDULE)
     first = training_loader(open_data(config), config, num_bins=40)
     for _ in itertools.islice(first, 30):
         pass
@@ -128,24 +129,14 @@ def test_a_blend_can_be_written_on_the_command_line(
 ) -> None:
     named = "{" + ", ".join(f"{name}: '{path}'" for name, path in sources.items()) + "}"
     inline = "{start: {chats: 1, web: 0}, end: {chats: 0.5, web: 0.5}, from: 0.5, to: 1.0}"
-    assert main([f"data.path={named}", f"data.blend={inline}", "--cfg", "job"]) == 0
+    assert main([f"data.path={named}", f"data.weights={inline}", "--cfg", "job"]) == 0
     config = build(TrainConfig, yaml.safe_load(capsys.readouterr().out))
-    assert (config.data.path, config.data.blend) == (sources, SCHEDULE)
+    assert (config.data.path, config.data.weights) == (sources, SCHEDULE)
 
 
-class Runs(NamedTuple):
-    """A run on a stream, an indexed dataset and chats that are annealed, whole and stopped, and what was printed."""
-
-    home: Path
-    printed: str
-
-    def steps(self, name: str) -> list[dict[str, Any]]:
-        return read_metrics(self.home / name / "metrics.jsonl")
-
-    def weights(self, name: str) -> dict[str, torch.Tensor]:
-        checkpoint = TorchDistCheckpoint(self.home / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
-        with checkpoint:
-            return {tensor: checkpoint.read(tensor) for tensor in checkpoint.tensors}
+def weights_of(runs: Runs, name: str) -> dict[str, torch.Tensor]:
+    with TorchDistCheckpoint(runs.home / name / "checkpoints" / f"step_{NUM_STEPS:06d}") as checkpoint:
+        return {tensor: checkpoint.read(tensor) for tensor in checkpoint.tensors}
 
 
 NUM_STEPS = 16
@@ -153,6 +144,7 @@ NUM_STEPS = 16
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A run on a stream, an indexed dataset and chats that are annealed, whole, and stopped and resumed."""
     home = tmp_path_factory.mktemp("runs")
     write_dataset(home / "chats", 40)
     write_counting_stream(home / "text")
@@ -162,7 +154,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def arguments(name: str, *more: str) -> list[str]:
         return [
             f"data.path={path}",
-            "data.blend={start: {chats: 0, text: 3, web: 1}, end: {chats: 1, text: 0, web: 1}, from: 0.25, to: 0.75}",
+            "data.weights={start: {chats: 0, text: 3, web: 1}, end: {chats: 1, text: 0, web: 1}, from: 0.25, to: 0.75}",
             f"data.sequence_length={PACK_SIZE}",
             "data.pack_sequences=true",
             "data.eos_id=2",
@@ -171,23 +163,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "train.global_batch_size=4",
             "checkpoint.every=0",
             f"model.vocab_size={VOCAB_SIZE}",
-            "validation.at_start=false",
             "logger=none",
             *more,
         ]
 
     # Stopped by a signal in the middle of the line, at whatever step that is, and started again by the same command.
     stopped = arguments("stopped", "--sigterm-after=6")
-    return Runs(home, run_in_turn(2, [arguments("straight"), stopped, arguments("stopped")]))
+    result = Runs(home)
+    result.printed = run_in_turn(2, [arguments("straight"), stopped, arguments("stopped")])
+    return result
 
 
 def test_an_annealed_blend_of_streams_and_chats_resumes_bit_for_bit_under_torchrun(runs: Runs) -> None:
     assert "stopped by SIGTERM at step" in runs.printed
-    straight, stopped = runs.steps("straight"), runs.steps("stopped")
+    straight, stopped = runs.records("straight"), runs.records("stopped")
     assert len(straight) == NUM_STEPS
     assert [record["loss"] for record in stopped] == [record["loss"] for record in straight]
     assert [record["grad_norm"] for record in stopped] == [record["grad_norm"] for record in straight]
-    weights, resumed = runs.weights("straight"), runs.weights("stopped")
+    weights, resumed = weights_of(runs, "straight"), weights_of(runs, "stopped")
     assert weights.keys() == resumed.keys()
     assert len(weights) > 10
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
@@ -195,7 +188,7 @@ def test_an_annealed_blend_of_streams_and_chats_resumes_bit_for_bit_under_torchr
 
 def test_the_metrics_of_a_run_show_the_mixture_that_was_asked_for(runs: Runs) -> None:
     total = 4 * NUM_STEPS
-    for record in [*runs.steps("straight"), *runs.steps("stopped")]:
+    for record in [*runs.records("straight"), *runs.records("stopped")]:
         position, sources = record["consumed_samples"], record["sources"]
         assert list(sources) == ["chats", "text", "web"]
         assert sum(source["num_samples"] for source in sources.values()) == position
@@ -207,21 +200,21 @@ def test_the_metrics_of_a_run_show_the_mixture_that_was_asked_for(runs: Runs) ->
             source = sources[name]
             assert source["share"] == source["num_samples"] / position
             assert source["epochs"] == pytest.approx(source["num_samples"] / num_bins, rel=0.03)
-    assert [source["weight"] for source in runs.steps("straight")[0]["sources"].values()] == [0.0, 0.75, 0.25]
-    assert [source["weight"] for source in runs.steps("straight")[-1]["sources"].values()] == [0.5, 0.0, 0.5]
+    assert [source["weight"] for source in runs.records("straight")[0]["sources"].values()] == [0.0, 0.75, 0.25]
+    assert [source["weight"] for source in runs.records("straight")[-1]["sources"].values()] == [0.5, 0.0, 0.5]
 
 
 def test_a_run_says_how_it_blends_at_the_start_and_what_it_blended_at_the_end(runs: Runs) -> None:
     begins = "blend: chats 0.00% to 50.00%, text 75.00% to 0.00%, web 25.00% to 50.00%, from bin 16 to bin 48 of 64"
     assert runs.printed.count(begins) == 3
-    last = runs.steps("straight")[-1]["sources"]["chats"]
+    last = runs.records("straight")[-1]["sources"]["chats"]
     ends = f"blend: chats {last['share']:.2%} ({last['num_samples']} bins, {last['epochs']:.2f} epochs), text"
     assert ends in runs.printed
 
 
 def test_a_longer_run_is_refused_before_anything_starts(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     config = yaml.safe_load((runs.home / "stopped" / "config.yaml").read_text())
-    given = [f"data.{key}={json.dumps(config['data'][key])}" for key in ("path", "blend")]
+    given = [f"data.{key}={json.dumps(config['data'][key])}" for key in ("path", "weights")]
     given = [one.replace('"', "") for one in given]
     more = [f"data.sequence_length={PACK_SIZE}", "data.pack_sequences=true", "data.eos_id=2"]
     more += [f"output={runs.home / 'stopped'}", f"train.steps={2 * NUM_STEPS}", "train.global_batch_size=4"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
-from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
@@ -54,6 +54,7 @@ def test_a_dataset_directory_of_any_storage_brings_its_length_vocabulary_and_spl
     convert(dataset, tmp_path / "converted", to=storage)
     data = open_data(config_of(str(tmp_path / "converted")))
     assert (data.sequence_length, data.vocab_size, list(data.validation)) == (PACK_SIZE, VOCAB_SIZE, ["validation"])
+    assert open_data(config_of(str(tmp_path / "converted"), sequence_length=1024)).sequence_length == 1024
     of_shards, of_files = (first_batches(config_of(str(path))) for path in (dataset, tmp_path / "converted"))
     for one, other in zip(of_shards, of_files, strict=True):
         assert torch.equal(one["tokens"], other["tokens"])
@@ -64,12 +65,6 @@ def test_bins_come_shuffled_unless_the_stored_order_is_wanted(dataset: Path) -> 
     shuffled = [batch["tokens"].tolist() for batch in first_batches(config_of(str(dataset)), 20)]
     assert stored != shuffled
     assert sorted(stored) == sorted(shuffled)
-
-
-def test_length_and_vocabulary_come_from_the_data_unless_they_are_given(dataset: Path) -> None:
-    data = open_data(config_of(str(dataset)))
-    assert (data.sequence_length, data.vocab_size, list(data.validation)) == (PACK_SIZE, VOCAB_SIZE, ["validation"])
-    assert open_data(config_of(str(dataset), sequence_length=1024)).sequence_length == 1024
 
 
 def test_validation_takes_every_bin_once_and_fills_up_with_bins_without_loss(dataset: Path) -> None:
@@ -86,15 +81,6 @@ def test_validation_takes_every_bin_once_and_fills_up_with_bins_without_loss(dat
     whole = sum(int(batch["loss_mask"].sum()) for batches in ranks for batch in batches)
     alone = validation_loader(data.validation["validation"], config)
     assert whole == sum(int(batch["loss_mask"].sum()) for batch in alone)
-
-
-def test_a_blend_keeps_its_proportion(dataset: Path) -> None:
-    other = dataset / "train" / "shard_000000"
-    config = config_of([str(dataset), str(other)], weights=[3.0, 1.0])
-    loader = training_loader(open_data(config), config, num_bins=40)
-    for _ in itertools.islice(loader, 8):
-        pass
-    assert loader.state_dict()["blend"]["counts"] == [6, 2]
 
 
 def test_a_token_store_is_trained_on_through_its_plan(tmp_path: Path) -> None:

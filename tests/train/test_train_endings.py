@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_packed_sft.train.loop import EarlyStopping
-from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.counting_chats import NUM_COUNTED, write_dataset
-from tests.train.launch import run_in_turn
+from tests.train.launch import Runs, run_in_turn
 
 SAMPLES = ["validation.num_samples=3", "validation.sample_tokens=6", "data.eos_id=200"]
 
 
-class Runs:
-    """Where the runs of this file are, and what they printed."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.printed = ""
-
-    def records(self, name: str, event: str = "step") -> list[dict[str, Any]]:
-        return read_metrics(self.home / name / "metrics.jsonl", event)
-
-    def samples(self, name: str, step: int) -> str:
-        return (self.home / name / "samples" / f"step_{step:06d}.txt").read_text()
+def samples_of(runs: Runs, name: str, step: int) -> str:
+    return (runs.home / name / "samples" / f"step_{step:06d}.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     # At this rate the loss stays the same: three validations after the first end the run.
     impatient = ["validation.every=2", "validation.patience=3", "optimizer.learning_rate=1e-20"]
-    dropout = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "train.recompute=full"]
+    dropout = ["model.dropout=0.1", "train.recompute=full"]
     frozen = ["parallel=pipeline_2", "model.tie_embeddings=true", "model.freeze=[embeddings,first_1_layers]"]
     by_name = f"validation.paths={{noise: {noise}, counting: {data}}}"
     result = Runs(home)
@@ -90,7 +77,7 @@ def test_validation_data_has_the_names_that_the_user_gave_and_a_perplexity(runs:
 
 
 def test_the_model_says_what_it_has_learnt(runs: Runs) -> None:
-    before, after = (runs.samples("data_2", step) for step in (0, 12))
+    before, after = (samples_of(runs, "data_2", step) for step in (0, 12))
     assert before.startswith("step 0: validation, greedy answers (as ids; set data.tokenizer to read text)\n")
     said = re.findall(r"the model says\n(.*)\n", after)
     expected = re.findall(r"the data says\n(.*)\n", after)
@@ -106,10 +93,10 @@ def test_the_model_says_what_it_has_learnt(runs: Runs) -> None:
 
 @pytest.mark.parametrize("layout", ["tensor_2", "pipeline_2"])
 def test_every_layout_of_the_ranks_says_something(runs: Runs, layout: str) -> None:
-    said = re.findall(r"the model says\n(.*)\n", runs.samples(layout, 12))
+    said = re.findall(r"the model says\n(.*)\n", samples_of(runs, layout, 12))
     assert [len(line.split()) for line in said] == [6, 6, 6]
     if layout == "tensor_2":  # starts from the same weights
-        assert said == re.findall(r"the model says\n(.*)\n", runs.samples("data_2", 12))
+        assert said == re.findall(r"the model says\n(.*)\n", samples_of(runs, "data_2", 12))
 
 
 def test_a_run_whose_loss_does_not_fall_stops_early_and_stays_stopped(runs: Runs) -> None:
@@ -121,8 +108,7 @@ def test_a_run_whose_loss_does_not_fall_stops_early_and_stays_stopped(runs: Runs
 
 
 def test_a_resumed_run_drops_what_it_would_have_dropped(runs: Runs) -> None:
-    resumed = [record["loss"] for record in runs.records("dropped_and_resumed")]
-    assert resumed == [record["loss"] for record in runs.records("dropped")][6:]
+    assert runs.losses("dropped_and_resumed") == runs.losses("dropped")[6:]
 
 
 def test_frozen_layers_and_embeddings_have_no_optimizer_state_and_the_run_resumes(runs: Runs) -> None:
@@ -132,10 +118,10 @@ def test_frozen_layers_and_embeddings_have_no_optimizer_state_and_the_run_resume
     names = [name for name in stored.state_dict_metadata if "exp_avg" in name]
     assert names
     assert not [name for name in names if "embedding" in name or "output_layer" in name]
-    losses = [record["loss"] for record in runs.records("tied")]
+    losses = runs.losses("tied")
     assert losses[-1] < losses[0]
     assert np.isfinite(losses).all()
-    assert [record["loss"] for record in runs.records("tied_and_resumed")] == losses[6:]
+    assert runs.losses("tied_and_resumed") == losses[6:]
 
 
 def test_early_stopping_counts_on_from_recorded_losses() -> None:

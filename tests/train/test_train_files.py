@@ -101,7 +101,7 @@ def test_other_frozen_parameters_or_another_weight_decay_are_another_model() -> 
     config = TrainConfig()
     shape = ModelShape.of_sizes(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, vocab_size=256)
     before = recorded_model(shape, config)
-    config.model.hidden_dropout = 0.1  # not part of the shape
+    config.model.dropout = 0.1  # not part of the shape
     refuse_other_model(Path("step_000020"), before, recorded_model(shape, config))
     config.model.freeze = ["embeddings"]
     config.optimizer.no_weight_decay = ["norms"]

@@ -1,4 +1,4 @@
-"""Real runs with weights and with train.loss=per_conversation: what they log, and that ranks do not change it."""
+"""Real runs with weights, train.loss=per_conversation and empty bins: what they log, and that ranks do not matter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from tests.storage.storage_checks import with_weights
 from tests.train.launch import run_in_turn
 
 BINS = [one for one in make_bins(30, 48, 100, seed=5) if len(one.input_ids) > 16][:16]
+EMPTY = PackedBin(np.array([7]), np.array([0]), np.array([0]))  # a single id, which predicts nothing
 DATA: dict[str, list[PackedBin]] = {
     "plain": BINS,
     "weighted": [with_weights(one) for one in BINS],
     # The same weight everywhere: the weighted mean is the mean.
     "half": [one._replace(loss_mask=one.loss_mask * np.float32(0.5)) for one in BINS],
+    "with_empty": [bin for one in BINS[:4] for bin in (one, EMPTY)],
+    "without_empty": BINS[:4],
+    "only_empty": [EMPTY] * 8,
 }
 RUNS = {
     "plain": ("plain", "per_token"),
@@ -30,6 +34,7 @@ RUNS = {
     "half": ("half", "per_token"),
     "conversations": ("plain", "per_conversation"),
 }
+ALL_RUNS = {**RUNS, **{name: (name, "per_token") for name in ("with_empty", "without_empty", "only_empty")}}
 
 
 class Runs:
@@ -40,18 +45,18 @@ class Runs:
         for name, bins in DATA.items():
             write_shard(folder / name, bins, 48, pad_id=2, vocab_size=100)
         self.output = {
-            num_ranks: run_in_turn(num_ranks, [self._arguments(name, num_ranks) for name in RUNS])
+            num_ranks: run_in_turn(num_ranks, [self._arguments(name, num_ranks) for name in ALL_RUNS])
             for num_ranks in (1, 2)
         }
 
     def _arguments(self, name: str, num_ranks: int) -> list[str]:
-        data, loss = RUNS[name]
+        data, loss = ALL_RUNS[name]
         return [
             f"data.path={self._folder / data}",
             f"output={self._folder / f'{name}_{num_ranks}'}",
             f"train.loss={loss}",
             "train.steps=2",
-            "train.global_batch_size=8",
+            f"train.global_batch_size={min(len(DATA[data]), 8)}",
             f"validation.paths=[{self._folder / data}]",
             "model.num_layers=1",
         ]
@@ -66,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "with_empty"])
 def test_two_ranks_train_as_one(runs: Runs, name: str) -> None:
     for event in ("step", "validation"):
         pairs = list(zip(runs.records(name, 1, event), runs.records(name, 2, event), strict=True))
@@ -80,6 +85,12 @@ def test_the_same_weight_everywhere_changes_nothing(runs: Runs) -> None:
     for half, plain in zip(runs.records("half", 1), runs.records("plain", 1), strict=True):
         assert half["loss"] == pytest.approx(plain["loss"], rel=1e-6)
         assert half["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+def test_bins_that_predict_nothing_are_trained_over(runs: Runs) -> None:
+    for with_empty, without in zip(runs.records("with_empty", 1), runs.records("without_empty", 1), strict=True):
+        assert with_empty["loss"] == pytest.approx(without["loss"], rel=1e-5)
+    assert [record["step"] for record in runs.records("only_empty", 2)] == [1, 2]
 
 
 def test_weights_and_conversations_change_the_loss(runs: Runs) -> None:

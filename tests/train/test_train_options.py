@@ -96,7 +96,7 @@ def weights(trained: ModelAndOptimizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("model", [{}, {"hidden_dropout": 0.2, "attention_dropout": 0.2}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("model", [{}, {"dropout": 0.2}], ids=["plain", "dropout"])
 def test_recomputed_activations_give_the_same_loss_and_gradients_bit_for_bit(recompute: str, model: Any) -> None:
     expected_loss, expected = step(build(model=model))
     loss, gradients = step(build(model=model, train={"recompute": recompute}))
@@ -118,11 +118,10 @@ def test_recomputing_really_runs_layers_again() -> None:
     assert counts == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
-def test_dropout_changes_the_loss_in_training_and_not_in_evaluation(kind: str) -> None:
+def test_dropout_changes_the_loss_in_training_and_not_in_evaluation() -> None:
     losses = []
     for share in (0.0, 0.5):
-        trained = build(model={kind: share})
+        trained = build(model={"dropout": share})
         batch = batch_of(make_row(0), multiple=16)
         for is_training in (True, False):
             trained.model.train(is_training)
@@ -266,7 +265,7 @@ def test_fp8_is_padded_as_megatron_core_says() -> None:
         ("train.recompute=some", "train.recompute is 'some'; choose from none, selective, full"),
         ("optimizer.decay_style=wsd optimizer.wsd_share=0.99", "add up to more than 1"),
         ("optimizer.fp8=delayed optimizer.precision=float32", "optimizer.fp8=delayed needs optimizer.precision=bfl"),
-        ("model.hidden_dropout=1", "model.hidden_dropout is 1.0; it is a share"),
+        ("model.dropout=1", "model.dropout is 1.0; it is a share"),
         ("validation.patience=2", "validation.patience needs validation.every"),
         ("validation.num_samples=2 parallel.context=2", "validation.num_samples=2 needs parallel.context=1"),
         ("logger.names=[comet]", "logger.names has 'comet'; choose from tensorboard, wandb, mlflow"),

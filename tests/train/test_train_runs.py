@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,29 +11,10 @@ import pytest
 from megatron_packed_sft import convert
 from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.checkpoint import TrainingState
-from megatron_packed_sft.train.metrics import read_metrics
 from tests.train.counting_chats import VOCAB_SIZE, write_dataset, write_legacy
-from tests.train.launch import run_in_turn
+from tests.train.launch import Runs, run_in_turn
 
 NUM_STEPS = 20
-
-
-class Runs:
-    """Where the runs of this file are, and what they printed."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.printed = ""
-
-    def steps(self, name: str) -> list[dict[str, Any]]:
-        return read_metrics(self.home / name / "metrics.jsonl")
-
-    def losses(self, name: str) -> list[float]:
-        return [record["loss"] for record in self.steps(name)]
-
-    def validations(self, name: str, path: str = "validation") -> list[dict[str, Any]]:
-        records = read_metrics(self.home / name / "metrics.jsonl", "validation")
-        return [record for record in records if record["name"] == path]
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     result.printed += run_in_turn(
         1,
         [
-            arguments("one_rank", "validation.every=8", "validation.at_start=false"),
+            arguments("one_rank", "validation.every=8"),
             arguments("resumed_on_one_rank", resume),
-            arguments("one_rank", "validation.every=8", "validation.at_start=false"),
+            arguments("one_rank", "validation.every=8"),
             arguments("resumed_with_other_steps", resume, "train.steps=14", "train.global_batch_size=2"),
             arguments("trained_on_noise", f"data.path={noise}"),
         ],
@@ -84,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_the_loss_falls_and_every_number_is_there(runs: Runs) -> None:
-    records = runs.steps("straight")
+    records = runs.records("straight")
     assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
     assert records[-1]["loss"] < 0.6 * records[0]["loss"]
     assert [record["consumed_samples"] for record in records] == list(range(4, 4 * NUM_STEPS + 1, 4))
@@ -101,7 +81,7 @@ def test_the_loss_falls_and_every_number_is_there(runs: Runs) -> None:
 
 def test_a_resumed_run_has_the_same_losses_bit_for_bit(runs: Runs) -> None:
     assert runs.losses("resumed") == runs.losses("straight")[10:]
-    assert runs.steps("resumed")[0]["step"] == 11
+    assert runs.records("resumed")[0]["step"] == 11
 
 
 def test_all_storages_give_the_same_losses_bit_for_bit(runs: Runs) -> None:
@@ -114,13 +94,13 @@ def test_one_rank_and_two_give_the_same_losses(runs: Runs) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_in_the_same_stream(runs: Runs) -> None:
-    resumed, straight = runs.steps("resumed_on_one_rank"), runs.steps("straight")[10:]
+    resumed, straight = runs.records("resumed_on_one_rank"), runs.records("straight")[10:]
     assert [one["consumed_samples"] for one in resumed] == [one["consumed_samples"] for one in straight]
     np.testing.assert_allclose(runs.losses("resumed_on_one_rank"), runs.losses("straight")[10:], rtol=2e-4)
 
 
 def test_a_resumed_run_with_steps_of_another_size_goes_on_with_its_rows_and_its_schedule(runs: Runs) -> None:
-    records = runs.steps("resumed_with_other_steps")
+    records = runs.records("resumed_with_other_steps")
     assert [record["step"] for record in records] == [11, 12, 13, 14]
     assert [record["consumed_samples"] for record in records] == [42, 44, 46, 48]
     rates = [record["learning_rate"] for record in records]
@@ -156,9 +136,9 @@ def test_noise_that_is_marked_is_learnt_so_the_comparison_can_fail(runs: Runs) -
 
 def test_validation_comes_every_so_many_steps_and_at_the_end_and_not_again(runs: Runs) -> None:
     records = runs.validations("one_rank")
-    assert [record["step"] for record in records] == [8, 16, 20]
-    assert records[0]["loss"] > records[1]["loss"] > records[2]["loss"]
-    assert records[2]["loss"] == pytest.approx(runs.validations("straight")[-1]["loss"], rel=2e-4)
+    assert [record["step"] for record in records] == [0, 8, 16, 20]
+    assert records[0]["loss"] > records[1]["loss"] > records[2]["loss"] > records[3]["loss"]
+    assert records[3]["loss"] == pytest.approx(runs.validations("straight")[-1]["loss"], rel=2e-4)
 
 
 def test_only_whole_checkpoints_with_a_pointer_are_left(runs: Runs) -> None:
@@ -194,4 +174,4 @@ def test_rank_zero_prints_once_and_says_how_to_train_longer(runs: Runs) -> None:
 
 def test_a_finished_run_started_again_says_that_nothing_is_left(runs: Runs) -> None:
     assert "nothing to do: all 20 steps are done" in runs.printed
-    assert len(runs.steps("one_rank")) == NUM_STEPS
+    assert len(runs.records("one_rank")) == NUM_STEPS

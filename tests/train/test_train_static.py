@@ -17,8 +17,7 @@ from megatron_packed_sft.train.app import main
 from megatron_packed_sft.train.config import DataConfig, ParallelConfig, TrainConfig, ValidationConfig
 from megatron_packed_sft.train.config_checks import check_config
 from megatron_packed_sft.train.data import open_data, training_loader, validation_loader
-from megatron_packed_sft.train.metrics import read_metrics
-from tests.train.launch import RECIPE, environment, run_in_turn, torchrun
+from tests.train.launch import RECIPE, Runs, environment, run_in_turn, torchrun
 
 LENGTH = 128
 VOCAB_SIZE = 100
@@ -54,17 +53,6 @@ def batches_of(config: TrainConfig, count: int) -> list[dict[str, Any]]:
     return list(itertools.islice(training_loader(open_data(config), config), count))
 
 
-class Runs:
-    """The runs of this file, and what they printed."""
-
-    def __init__(self, home: Path, printed: str) -> None:
-        self.home = home
-        self.printed = printed
-
-    def losses(self, name: str) -> list[float]:
-        return [record["loss"] for record in read_metrics(self.home / name / "metrics.jsonl")]
-
-
 def arguments(store: Path, output: Path, *more: str) -> list[str]:
     return [
         f"data.path={store}",
@@ -86,25 +74,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Runs:
     held_out = write_store(home / "held_out", seed=1, num_sequences=10)
     samples = (f"data.samples={FUNCTION}", "data.allow_code=true")
     checkpoint = home / "store" / "checkpoints" / "step_000003"
-    printed = run_in_turn(
+    result = Runs(home)
+    result.printed = run_in_turn(
         2,
         [
             arguments(store, home / "store", f"validation.paths={{own: {held_out}}}"),
             arguments(store, home / "samples", *samples, f"validation.paths={{own: {held_out}}}"),
             arguments(store, home / "resumed", f"resume={checkpoint}"),
             arguments(store, home / "dropped", "dataloader_drop_last=true", "packing_allow_single_long=false"),
-            arguments(store, home / "batch", "train.steps=2", "train.global_batch_size=8", "train.micro_batch_size=4"),
+            arguments(store, home / "batch", "train.steps=2", "train.global_batch_size=8"),
             arguments(
                 store,
                 home / "implied",
                 "train.steps=2",
                 "train.global_batch_size=null",
-                "train.micro_batch_size=2",
-                "train.gradient_accumulation=3",
+                "train.gradient_accumulation=6",
             ),
         ],
     )
-    return Runs(home, printed)
+    return result
 
 
 def test_a_run_plans_at_its_start_and_says_what_it_planned(runs: Runs, store: Path) -> None:
@@ -128,8 +116,8 @@ def open_static_plan(store: Path, output: Path) -> Any:
 
 def test_a_token_store_and_a_function_that_returns_its_samples_give_the_same_losses(runs: Runs) -> None:
     assert runs.losses("samples") == runs.losses("store")
-    validations = [read_metrics(runs.home / name / "metrics.jsonl", "validation") for name in ("samples", "store")]
-    assert [one["loss"] for one in validations[0]] == [one["loss"] for one in validations[1]] != []
+    validations = [[one["loss"] for one in runs.validations(name, "own")] for name in ("samples", "store")]
+    assert validations[0] == validations[1] != []
     assert len(list((runs.home / "samples" / "sample_lengths").iterdir())) == 2  # of training and of validation
 
 
@@ -195,17 +183,15 @@ def test_sequences_are_aligned_for_context_parallelism_when_the_run_starts(
 
 
 def test_effective_batch_size_is_honored_after_packing_forces_batch_size_1(runs: Runs) -> None:
-    """GIVEN effective_batch_size (train.global_batch_size) 8 and a micro batch of 4, a step takes 8 packs."""
-    assert [record["consumed_samples"] for record in read_metrics(runs.home / "batch" / "metrics.jsonl")] == [8, 16]
+    """GIVEN effective_batch_size (train.global_batch_size) 8, a step of packs that run one by one takes 8 of them."""
+    assert [record["consumed_samples"] for record in runs.records("batch")] == [8, 16]
     assert "bins per step: 8, forward passes per step and rank: 4, ranks: 2" in runs.printed
-    assert "note: train.micro_batch_size=4 runs as 1, because a packed bin goes through the model alone" in runs.printed
 
 
 def test_the_global_effective_batch_is_preserved_when_effective_batch_size_is_unset(runs: Runs) -> None:
-    """GIVEN train.global_batch_size=null, 2 per rank x 3 micro batches x 2 ranks stay 12, in packs."""
-    assert [record["consumed_samples"] for record in read_metrics(runs.home / "implied" / "metrics.jsonl")] == [12, 24]
+    """GIVEN train.global_batch_size=null, 6 packs per rank x 2 ranks are 12."""
+    assert [record["consumed_samples"] for record in runs.records("implied")] == [12, 24]
     assert "bins per step: 12, forward passes per step and rank: 6, ranks: 2" in runs.printed
-    assert "gradient accumulation is 6, so that the global batch stays 12 bins" in runs.printed
 
 
 @pytest.mark.parametrize(

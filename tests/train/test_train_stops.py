@@ -35,7 +35,6 @@ def arguments(data: Path, output: Path, num_steps: int) -> list[str]:
         "checkpoint.every=3",
         "optimizer.decay_style=constant",
         "optimizer.warmup_share=0",
-        "validation.at_start=false",
     ]
 
 
@@ -61,7 +60,7 @@ def running(data: Path, output: Path, *further: str) -> Iterator[subprocess.Pope
 
 def num_steps(output: Path) -> int:
     metrics = output / "metrics.jsonl"
-    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+    return metrics.read_bytes().count(b'"event": "step"') if metrics.exists() else 0
 
 
 def losses(output: Path) -> list[float]:

@@ -190,13 +190,26 @@ class BlendSchedule:
         )
 
 
-def mixing_of(weights: Any, names: Sequence[str], *, num_sources: int) -> tuple[int, ...] | BlendSchedule | None:
+def is_schedule(weights: Any) -> bool:
+    """Return whether these are weights that change over the run.
+
+    Example:
+        >>> is_schedule({"chats": 1, "web": 2}), is_schedule({"start": [1, 0], "end": [1, 1]})
+        (False, True)
+    """
+    return isinstance(weights, Mapping) and any(isinstance(one, Mapping | list | tuple) for one in weights.values())
+
+
+def mixing_of(
+    weights: Any, names: Sequence[str], *, num_sources: int | None, where: str = "weights"
+) -> tuple[int, ...] | BlendSchedule | None:
     """Return how sources are mixed: by whole weights, by weights that change over the run, or not at all.
 
     Args:
         weights: one per source, as a list or by name; what `BlendSchedule.parse` reads; or None.
         names: of the sources; empty if they have none.
-        num_sources: how many there are.
+        num_sources: how many there are; None if that is not known yet.
+        where: what the user calls the weights, for messages.
 
     Example:
         >>> mixing_of({"chats": 0.5, "web": 1}, ["chats", "web"], num_sources=2)
@@ -204,9 +217,9 @@ def mixing_of(weights: Any, names: Sequence[str], *, num_sources: int) -> tuple[
     """
     if weights is None:
         return None
-    if isinstance(weights, Mapping) and any(isinstance(value, Mapping | list | tuple) for value in weights.values()):
-        return BlendSchedule.parse(weights, names, num_sources=num_sources, where="weights")
-    return whole_weights(weights_in_order(weights, names, num_sources=num_sources))
+    if is_schedule(weights):
+        return BlendSchedule.parse(weights, names, num_sources=num_sources, where=where)
+    return whole_weights(weights_in_order(weights, names, num_sources=num_sources, where=where))
 
 
 def _share_of_run(value: Any, where: str) -> Fraction:

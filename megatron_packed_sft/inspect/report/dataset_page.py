@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packed_sft._version import __version__
-from megatron_packed_sft.data.readers.interface import BinReader
+from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import OpenedData
 from megatron_packed_sft.inspect.report import charts, tables

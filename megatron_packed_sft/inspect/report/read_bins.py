@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.data.readers.interface import BinReader, JoinedBinReader
-from megatron_packed_sft.data.readers.shards import ShardBinReader
+from megatron_packed_sft.data.bin_readers import BinReader, JoinedBinReader
+from megatron_packed_sft.data.shard_readers import ShardBinReader
 from megatron_packed_sft.inspect.tokens_of_bin import trained_weights
 from megatron_packed_sft.prepare.audit import TrainedTokens
 

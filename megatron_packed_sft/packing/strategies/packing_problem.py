@@ -18,6 +18,8 @@ Patterns = tuple[Int64, Int32, Int64]
 class PackingProblem:
     """Sizes to put into bins: each 1..capacity, at most `max_per_bin` to a bin.
 
+    After `work_limit` steps, some tenths of a second, a search settles for the best packing that it has found.
+
     Example:
         >>> sizes = np.array([3, 1], np.int32)
         >>> PackingProblem(sizes=sizes, histogram=histogram_of(sizes, 4), capacity=4).lower_bound
@@ -29,7 +31,7 @@ class PackingProblem:
     capacity: int
     max_per_bin: int = 1 << 40
     seed: int = 0
-    work_limit: int = 1 << 40
+    work_limit: int = 100_000_000
 
     @cached_property
     def lower_bound(self) -> int:

@@ -65,7 +65,7 @@
       mixture.names.length ? table("Mixture at the last step", [{ title: "source", cell: (name) => name },
         { title: "weight now", number: true, cell: (name) => plain(number(mixture.weight[name])) }, { title: "share", number: true, cell: (name) => percent(number(mixture.share[name]), 2) },
         { title: "bins", number: true, cell: (name) => count(number(mixture.num_samples[name])) }, { title: "epochs", number: true, cell: (name) => plain(number(mixture.epochs[name])) }], mixture.names)
-        : make("p", { class: "soft" }, "The mixture is recorded for blends only (data.weights, data.blend)."),
+        : make("p", { class: "soft" }, "The mixture is recorded for blends only (data.weights)."),
       validation.step.length ? null : make("p", { class: "soft" }, "Nothing was validated."));
   }
 

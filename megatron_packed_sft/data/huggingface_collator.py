@@ -22,7 +22,7 @@ from megatron_packed_sft.data.batch.collate_kernel import IGNORED_LABEL
 from megatron_packed_sft.data.batch.contracts import Batch, CollateOptions
 from megatron_packed_sft.data.batch.located_bins import locate_in_samples
 from megatron_packed_sft.data.batch.model_helpers import document_mask_mod, visible_mask
-from megatron_packed_sft.data.huggingface.blocks import special_ids
+from megatron_packed_sft.data.huggingface_blocks import special_ids
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.options import check_count
 from megatron_packed_sft.storage.bins import as_int_array

@@ -1,4 +1,7 @@
-"""Bins of shards of one storage, one or thousands, opened when their bins are first needed."""
+"""Read bins from shards, one or thousands, each opened when its first bin is needed.
+
+`shortage` tells at the start whether the node's cache can hold what a shuffled order visits at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from megatron_packed_sft.data.batch.located_bins import (
     locate_gathered,
     locate_in_shards,
 )
+from megatron_packed_sft.data.bin_readers import BinReader, Flags, JoinedBinReader, Numbers, made_with_of
 from megatron_packed_sft.data.made_with import MadeWith, refuse_mixed
 from megatron_packed_sft.data.options import Tolerance
-from megatron_packed_sft.data.readers.interface import Flags, Numbers, made_with_of
-from megatron_packed_sft.errors import ShardError
+from megatron_packed_sft.errors import PackedSFTError, ShardError
 from megatron_packed_sft.storage.bins import PackedBin
 from megatron_packed_sft.storage.dataset_directory import DatasetDirectory, ShardEntry, open_listed_shard
 from megatron_packed_sft.storage.figures import BinFigures
@@ -28,12 +31,17 @@ from megatron_packed_sft.storage.interface import PackedShard, ReadOptions, Stor
 from megatron_packed_sft.storage.remote_shard import RemoteShard
 from megatron_packed_sft.support.checksum import checksum
 from megatron_packed_sft.support.file_maps import LazyMaps
+from megatron_packed_sft.support.wording import byte_count, plural
 
 logger = logging.getLogger(__name__)
 
 _NO_TOLERANCE = Tolerance()
 # A download takes longer than a read: so many batches ahead, or two shards if a batch were one bin.
 _FETCHED_AHEAD = range(32, 2048)
+# What `shortage` has reported in this process: the source, the cache directory and its size.
+_REPORTED: set[tuple[str, str, int | None]] = set()
+_WINDOWS_AT_ONCE = 2  # the next window is fetched while the last shards of the current one are read
+_BESIDE_BINS = 10_000  # bytes: headers and manifest of a memmap_v1 shard, which matter only if it is tiny
 
 
 @dataclass(eq=False)
@@ -253,3 +261,61 @@ def _pass_on(shards: Sequence[PackedShard]) -> None:
             logger.warning("%s", warning)
         for note in shard.notes:
             logger.info("%s", note)
+
+
+def shortage(source: BinReader, window: int | None, key: str = "{}") -> str | None:
+    """Return a warning if a shuffled pass would fetch evicted shards again; once per process and source.
+
+    Args:
+        source: the data.
+        window: how many shards are mixed at a time; None for a full shuffle.
+        key: the user's spelling of a setting, such as `data.{}`.
+    """
+    parts = source.sources if isinstance(source, JoinedBinReader) else (source,)
+    remote = [part for part in parts if isinstance(part, ShardBinReader) and part.remote]
+    if not remote or not remote[0].remote:
+        return None
+    cache = remote[0].remote[0].cache
+    reported = (source.description, str(cache.directory), cache.asked_size)
+    if reported in _REPORTED:
+        return None
+    _REPORTED.add(reported)
+    room, num_shards = cache.size, sum(len(part.entries) for part in remote)
+    for look in (_estimated, _measured):  # send a request only if the estimate does not fit
+        sizes = [look(part) for part in remote]
+        num_bytes = sum(sizes)
+        shard = max((size / len(part.entries) for size, part in zip(sizes, remote, strict=True) if size), default=1.0)
+        needed = num_bytes if window is None else int(min(_WINDOWS_AT_ONCE * window, num_shards) * shard)
+        if needed <= room:
+            return None
+    fitting = max(int(room / shard / _WINDOWS_AT_ONCE), 1)
+    smaller = f"set {key.format('shard_window')}={fitting} to visit few shards at a time, or "
+    if not isinstance(source, ShardBinReader) or (window is not None and window <= fitting):
+        smaller = ""  # a list or a blend has no shard window
+    what = "a full shuffle visits all of it at any time"
+    if window is not None:
+        what = f"{key.format('shard_window')}={window} visits {byte_count(needed)} of it at a time"
+    return (
+        f"{source.description} has about {byte_count(num_bytes)}, and {what}, but the cache {cache.directory} holds "
+        f"{byte_count(room)} (about {plural(int(room / shard), 'shard')} of {num_shards:,}), so shards will be "
+        f"fetched repeatedly; {smaller}raise {key.format('cache_size')} to {byte_count(int(needed * 1.05))}"
+    )
+
+
+def _measured(part: ShardBinReader) -> int:
+    """Estimate the size of the shards from the manifest of the first one: only a manifest says how wide ids are."""
+    if part.remote is None or part.entries[0].num_bytes is not None:
+        return _estimated(part)
+    try:
+        return part.remote[0].contents.num_bytes * len(part) // part.entries[0].num_bins
+    except PackedSFTError:  # reading the shard reports what is wrong
+        return _estimated(part)
+
+
+def _estimated(part: ShardBinReader) -> int:
+    """Return the size of the shards as listed in dataset.json, or else an upper bound."""
+    listed = [entry.num_bytes for entry in part.entries]
+    known = [size for size in listed if size is not None]
+    if len(known) == len(listed):
+        return sum(known)
+    return len(part.entries) * _BESIDE_BINS + part.storage.stored_bytes(part.figures)
