@@ -46,7 +46,7 @@ class PackedLoader:
 
     A loader is a stream: `iter` resumes after the last batch that was handed out, even after a `break`; after the last
     batch of a pass it begins the next one. `seek(0)` starts over. A new `iter` ends the previous one. Training wants
-    `shuffle=True`, an order of its own for every epoch; a second epoch in the same order is announced.
+    `shuffle=True`, a different order in every epoch; a second epoch in the same order logs a warning.
 
     The dataset needs `__len__`, `__getitem__` and `collate_fn(samples)`. These are used if it has them:
     `fetch_batch(indices)` returns a finished batch; `__getitems__(indices)` returns many samples at once;
@@ -168,7 +168,7 @@ class PackedLoader:
             running.end()
 
     def _of_dataset(self, state: LoaderState) -> LoaderState:
-        """Return a sampler's state, with what only the dataset knows."""
+        """Return a sampler's state, completed with the fingerprints that only the dataset knows."""
         return replace(
             state,
             fingerprint=state.fingerprint or str(getattr(self.dataset, "fingerprint", "")),
@@ -187,7 +187,7 @@ class PackedLoader:
 
 
 def _announce_shortage(dataset: Any, sampler: BatchSampler) -> None:
-    """Warn of a cache that is too small for the order in which a dataset of an object store will be read."""
+    """Log a warning if the node's cache is too small for the order in which a remote dataset will be read."""
     order = getattr(sampler, "order", None)
     if isinstance(dataset, PackedDataset) and order is not None and order.seed is not None:
         found = shortage(dataset.source, order.window if isinstance(order, ShardOrder) else None)
@@ -276,7 +276,7 @@ def _fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
 
 
 class _Queue(Generic[Item]):
-    """What the thread and its owner share. The thread holds nothing else, so that the owner can be collected."""
+    """The state shared by the thread and its owner. The thread holds nothing else, so the owner can be collected."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -166,7 +166,7 @@ def plan_statically(
 
     Args:
         lengths: of all samples.
-        pack_size: what a pack of several samples holds at most.
+        pack_size: the most tokens in a pack of several samples.
         overflow: oversized samples are packs of their own (`single`), left out (`drop`) or an `error`.
         full_is_oversized: a sample that fills a pack exactly is oversized, too.
         world_size, drop_last: make the number of packs a multiple, by repeating the first or dropping the last ones.
@@ -220,7 +220,7 @@ def plan_statically(
 def _described(
     oversized: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], pack_size: int, full_is_oversized: bool
 ) -> str:
-    """Return how many samples are oversized, and which; not all of them if they are many."""
+    """Return how many samples are oversized, and the indices of the first ones."""
     indices = ", ".join(map(str, oversized[:_NUM_INDICES_SHOWN].tolist()))
     more = f", and {len(oversized) - _NUM_INDICES_SHOWN:,} more" if len(oversized) > _NUM_INDICES_SHOWN else ""
     rule = f"of length {pack_size} or more" if full_is_oversized else f"longer than a pack of {pack_size}"
@@ -242,8 +242,8 @@ def compute_lengths(
 
     Args:
         dataset: map-style: `len(dataset)` and `dataset[i]`, the same sample at every call.
-        length_of: the number of positions a sample takes.
-        cache_path: a directory to keep the lengths in; None keeps nothing.
+        length_of: returns the number of positions a sample takes.
+        cache_path: a directory to cache the lengths in; None caches nothing.
         fingerprint: of the dataset, its template and its settings: whatever changes lengths. By default the dataset's
             own `fingerprint`; a cache needs one.
         progress: show a progress bar over the samples.
@@ -325,7 +325,7 @@ def _measure_all(dataset: Any, length_of: SampleLength, progress: bool) -> npt.N
 
 @contextlib.contextmanager
 def _only_one_process(path: Path) -> Iterator[None]:
-    """Hold a lock file beside `path`; where the file system has no locks, continue without."""
+    """Hold a lock file beside `path`; continue without one if the file system has no locks."""
     lock = path.with_name(f".{path.name}.lock")
     with os_errors("create", lock):
         path.parent.mkdir(parents=True, exist_ok=True)

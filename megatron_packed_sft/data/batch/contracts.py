@@ -7,9 +7,9 @@
 | `mcore`       | Megatron-Core, through your own step | as 0_6, and padding_mask        | kept               |
 | `hf`          | transformers models and trainers     | cu_seq_lens_q/k, flattened      | kept               |
 
-What keeps the sequences apart is part of each batch; docs/datasets.md says what happens to a careless consumer.
+Each batch contains what keeps its sequences apart; docs/datasets.md says what happens to a consumer that ignores it.
 
-The released package is the oracle for the first: tests/oracle compares every key with `torch.equal`.
+The oracle for `bridge_0_6` is the released package: tests/oracle compares every key with `torch.equal`.
 
 Weights and `loss="per_conversation"` make the loss mask float32 and add `loss_denominator`; only `mcore` and `hf` take
 them. `hf` then has `weighted_labels` instead of `labels`, because a model would ignore the weights without a warning.
@@ -35,7 +35,7 @@ LOSSES = ("per_token", "per_conversation")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollateOptions(BatchOptions):
-    """How bins become a batch: what a user chose, and what only the dataset knows.
+    """How bins become a batch: the user's `BatchOptions`, and what only the dataset knows.
 
     Args:
         eos_id: the tokenizer's end-of-sequence id; it pads tokens and labels.
@@ -107,7 +107,7 @@ class CollateOptions(BatchOptions):
 
     @property
     def min_boundaries(self) -> int:
-        """The fewest boundaries a bin gets: 0, the ends of the most sequences there are, and the padding's."""
+        """The fewest boundaries of a bin: 0, the ends of its sequences at their most, and the end of the padding."""
         return (self.max_samples_per_bin or 0) + 2 if self.pad_cu_seqlens else 0
 
     def padded_length(self, longest: int, limit: int) -> int:

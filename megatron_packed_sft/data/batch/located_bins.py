@@ -156,7 +156,7 @@ def locate_in_arrays(
     flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS,
     lengths: IntArray | None = None,
 ) -> LocatedBins:
-    """Locate bins that lie end to end in flat arrays, such as those of a legacy file; nothing is copied.
+    """Locate bins stored end to end in flat arrays, such as those of a legacy file, without copying them.
 
     Args:
         flat_ids: the ids of all bins, `<u2` or `<i4`.
@@ -187,7 +187,7 @@ def locate(
     origin: str,
     flat_weights: npt.NDArray[np.float32] = NO_WEIGHTS,
 ) -> LocatedBins:
-    """Turn places in flat arrays into addresses; a place outside of its array is refused."""
+    """Turn positions in flat arrays into addresses; refuse a position outside its array."""
     # The kernel takes exactly these; arrays that have the dtype already are not copied.
     ids = np.ascontiguousarray(flat_ids, None if flat_ids.dtype == np.uint16 else np.int32)
     mask = np.ascontiguousarray(flat_mask, np.uint8)
@@ -201,7 +201,7 @@ def locate(
     starts, table[LENGTH], first, end, table[BATCH_INDEX], table[BIN], table[IS_PADDING] = places
     table[ORIGIN], table[ID_BYTES], table[CHECKSUMS] = 0, ids.itemsize, 0
     located = LocatedBins(table, (origin,), (ids, mask, all_starts, weights))
-    # In Python's integers, which do not overflow.
+    # Python's integers do not overflow.
     for column, (start, length, first_start, end_start) in enumerate(places[:4].T.tolist()):
         if not 0 <= start < start + length <= num_ids:
             raise damaged_bin(located, column, BAD_LENGTH)
@@ -218,7 +218,7 @@ def locate(
 def locate_gathered(
     gathered: GatheredBins, bins: Numbers, batch_indices: Numbers, is_padding: Flags, origin: str
 ) -> LocatedBins:
-    """Locate bins that a shard laid out in flat arrays; see `PackedShard.gather`.
+    """Locate bins that a shard gathered into flat arrays; see `PackedShard.gather`.
 
     Args:
         gathered: the bins.
@@ -237,7 +237,7 @@ def locate_gathered(
 def locate_in_samples(
     samples: Sequence[Mapping[str, Any]], batch_indices: Numbers | None = None, origin: str = "the batch"
 ) -> LocatedBins:
-    """Lay samples end to end, as datasets return them one by one.
+    """Concatenate samples as datasets return them, and locate their bins.
 
     A sample is {"input_ids", "seq_boundaries" (the starts and the length), "loss_mask"}; a loss mask of floats is one
     of weights. A padding sample also has "is_padding": True; its zero mask alone would not keep it out of the loss when

@@ -1,4 +1,4 @@
-"""What a model needs beside a batch: masks of its sequences, a check that it keeps them apart, its weighted loss.
+"""Helpers for models: masks of a batch's sequences, a check that a model keeps them apart, and the weighted loss.
 
     cu_seqlens  0 3 5 8      doc_ids  0 0 0 1 1 2 2 2      a position sees itself and the earlier ones of its own
                                                            sequence; padding is a sequence of its own
@@ -81,9 +81,9 @@ def visible_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     return same.logical_and_(causal)
 
 
-# The first release that finds sequences in the position ids for every attention, and not only for FlashAttention.
+# The first release that finds sequences in the position ids with every attention, not only with FlashAttention.
 OLDEST: Final = (4, 53, 1)
-# Far above rounding (1e-6 in float32, half a per cent in bfloat16), far below what a foreign sequence does.
+# Far above rounding (1e-6 in float32, 0.5% in bfloat16), far below the effect of another sequence.
 _LIMITS: Final = {torch.float64: 1e-4, torch.float32: 1e-4}
 _LIMIT_OF_HALF_PRECISION: Final = 0.05
 _LENGTHS: Final = ((7, 1, 12), (5, 9))  # of the sequences of two bins
@@ -116,7 +116,7 @@ def is_too_old(version: str) -> bool:
 def require_separate_sequences(model: torch.nn.Module) -> None:
     """Refuse a model that lets the packed sequences of an `hf` batch see each other; call it before training.
 
-    Two short forward passes tell: the logits of a few sequences in one batch must be those of each sequence alone.
+    Compares the logits of a few short sequences in one batch with those of each sequence alone.
 
     Args:
         model: a causal language model of transformers, bare or wrapped, on the device where it is trained.
@@ -165,7 +165,7 @@ def _difference(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, f
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Switch dropout off, and leave every module as it was."""
+    """Switch dropout off, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,13 +1,13 @@
-"""Samplers: which samples a rank takes. The global stream is the same for any number of ranks, from any sample.
+"""Samplers: which samples each rank takes. The global stream is the same for any number of ranks.
 
     the stream (order)      . . . . . . . . | . . . . . . . . | . . .
     global batches of 8     └──── k = 0 ───┘ └──── k = 1 ───┘           always the same samples, whatever the ranks
     micro batches of 2       0 0 1 1 0 0 1 1                            ranks 0 and 1 of 2, in turn
                              0 0 1 1 2 2 3 3                            ranks of 4
 
-The stream crosses the edge of an epoch without a seam: no sample is dropped or repeated there, so the position in the
-stream is all that a resume needs. Only the end of a pass can be short of a global batch: it is dropped, or filled up
-with padding samples (index -1, whose loss is masked).
+No sample is dropped or repeated between two epochs, so the position in the stream is all that a resume needs. Only the
+end of a pass can be short of a global batch: those samples are dropped, or the batch is filled with padding samples
+(index -1, whose loss is masked).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 PADDING = -1
 _DEFAULT_SEED = 1234
-_INDICES_AT_ONCE = 1024  # asking the order batch by batch would cost more than the order itself
+_INDICES_AT_ONCE = 1024  # one call per batch would cost more than computing the order
 
 
 class Step(NamedTuple):
@@ -68,7 +68,7 @@ class StreamSampler:
         consumed_samples: samples already trained on, over all ranks and epochs.
         micro_batch_size: samples per rank and forward pass.
         global_batch_size: samples per optimizer step, over all ranks; by default one micro batch per rank.
-        data_parallel_rank: this rank.
+        data_parallel_rank: the number of this rank.
         data_parallel_size: the number of ranks.
         drop_last: drop the samples at the end of the pass that do not fill a global batch.
         pad_samples_to_global_batch_size: fill up the last global batch with padding samples (index -1); by default
@@ -79,7 +79,7 @@ class StreamSampler:
             validation; None keeps it, too, and logs a warning when a second epoch begins.
         seed: the seed of the shuffle, by default 1234; refused with shuffle=None, which would ignore it.
         fingerprint: identifies the dataset.
-        order: an order to use instead of one made from the three above, such as that of a blend.
+        order: the order to use, such as that of a blend, instead of one made from shuffle, seed and fingerprint.
         allow_mismatch: names of fields in which a loaded state may differ, such as ("seed",).
 
     Example:
@@ -211,9 +211,9 @@ class StreamSampler:
             yield step.indices
 
     def advance(self, consumed_samples: int) -> None:
-        """Note that a batch was handed out and the stream is at `consumed_samples` now.
+        """Move to `consumed_samples` after a batch was handed out.
 
-        The first batch of a second epoch in the same order is announced, once, unless that order was asked for.
+        Log a warning once when a second epoch begins in the same order, unless `shuffle=False` asked for that order.
         """
         self.consumed_samples = consumed_samples
         if self._warns_of_repetition and consumed_samples > self.total_samples:

@@ -1,6 +1,6 @@
-"""What a run must remember to resume: how far it is, and in which order of which data.
+"""The state of a loader: the position in the stream, and which data it reads in which order.
 
-The state says nothing about ranks, workers or batch sizes, so all of them may change between two runs.
+The state does not contain ranks, workers or batch sizes, so all of them may change between two runs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> LoaderState:
-        """Read what `to_dict` returned; anything else is an InvalidInputError that names the field.
+        """Read a state that `to_dict` returned; raise InvalidInputError, naming the field, for anything else.
 
         Example:
             >>> LoaderState.from_dict({})
@@ -164,7 +164,7 @@ resume with what the state was saved with, or pass allow_mismatch=('seed',) to t
 
 
 def refuse_unknown(allow_mismatch: Collection[str]) -> None:
-    """Refuse misspelt names early: they would refuse or allow the wrong thing."""
+    """Refuse misspelt names early, before they refuse or allow the wrong mismatch."""
     names = (allow_mismatch,) if isinstance(allow_mismatch, str) else tuple(allow_mismatch)
     unknown = [name for name in names if name not in COMPARED]
     if unknown or isinstance(allow_mismatch, str):
@@ -221,7 +221,7 @@ def _annealing(document: Any) -> AnnealedWeights | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a dataclass's values as JSON has them: lists instead of tuples."""
+    """Return a dataclass's values with lists instead of tuples, as in JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return list(value) if isinstance(value, tuple) else value
