@@ -16,8 +16,9 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.templates.renderer import BLOCK_BEGINS, BLOCK_ENDS, Renderer, prepare_environment
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.templates.environment import BLOCK_BEGINS, BLOCK_ENDS, prepare_environment
+from megatron_packed_sft.encode.templates.renderer import Renderer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.records.record import Conversation
 from tests.encode.template_matrix import encoder_for
 from tests.real_data import chat_files, real_chats, templates_folder, tokenizer_folder

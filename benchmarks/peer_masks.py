@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.records.record import Conversation
 from tests.real_data import tokenizer_folder
 

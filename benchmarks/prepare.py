@@ -129,7 +129,7 @@ def bare_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 
     texts = []
     with open(jsonl) as lines:
@@ -156,7 +156,7 @@ def encode_case(tokenizer_path: str, jsonl: str, fast: bool) -> dict[str, float]
     """The encode stage in this process, without writing: parse, adapt, render, tokenize, mask."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
     from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder
     from megatron_packed_sft.prepare.sources import Source, SplitRule, scan
@@ -184,7 +184,7 @@ def parts_case(tokenizer_path: str, path: str) -> dict[str, float]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
     from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
     from megatron_packed_sft.prepare.encode_stage import slice_tasks
     from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder, read_records
     from megatron_packed_sft.prepare.sources import Source, SplitRule, scan

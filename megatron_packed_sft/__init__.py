@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.encode.options import EncodeOptions as EncodeOptions
     from megatron_packed_sft.encode.options import TemplateOptions as TemplateOptions
     from megatron_packed_sft.encode.templates.load import load_template as load_template
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer as load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer as load_tokenizer
     from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece as train_sentencepiece
     from megatron_packed_sft.records.record import Conversation as Conversation
 

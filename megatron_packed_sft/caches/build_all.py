@@ -21,7 +21,7 @@ from megatron_packed_sft.caches.cache_folder import common_meta, file_records, p
 from megatron_packed_sft.caches.text_encoder import ALGORITHM, SPECIAL_TOKENS, TextEncoder, tokenizer_files
 from megatron_packed_sft.config.application import read_yaml
 from megatron_packed_sft.config.schema import MISSING, plain
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.errors import (
     InvalidInputError,
     NoSpaceError,

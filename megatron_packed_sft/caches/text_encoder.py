@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.support.checksum import checksum, file_checksum
 

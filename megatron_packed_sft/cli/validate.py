@@ -111,7 +111,7 @@ def _stream_options(
 
     tokenizer_eos_id = None
     if tokenizer is not None:
-        from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+        from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 
         loaded = load_tokenizer(tokenizer)
         tokenizer_eos_id = loaded.eos_id

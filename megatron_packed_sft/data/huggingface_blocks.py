@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.packing.items import Accounting, make_items
 from megatron_packed_sft.packing.options import PackOptions, check_count

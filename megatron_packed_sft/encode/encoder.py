@@ -10,12 +10,12 @@ import numpy as np
 
 from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.options import BY_TURNS, EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.record_marker import MarkedRecord, RecordMarker, shorter_by_turns
-from megatron_packed_sft.encode.sequences import Bools, Sequences, in_record_order
-from megatron_packed_sft.encode.templates.limits import restart_timer, time_limited
+from megatron_packed_sft.encode.record_marker import RecordMarker, RenderedSequence, shorter_by_turns
+from megatron_packed_sft.encode.sequences import Bools, MarkedText, Sequences, in_record_order
+from megatron_packed_sft.encode.templates.environment import restart_timer, time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation, Record, TextRecord, TokenizedRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
@@ -67,13 +67,13 @@ class _Item(NamedTuple):
     """The source of one sequence: the record's position in the batch, and what is encoded."""
 
     record: int
-    source: Any  # MarkedRecord or TokenizedRecord
+    source: Any  # RenderedSequence or TokenizedRecord
     is_text: bool = False
 
     @property
     def num_turns(self) -> int:
         """The number of its trained turns."""
-        return self.source.num_turns if isinstance(self.source, MarkedRecord) else 1
+        return self.source.num_turns if isinstance(self.source, RenderedSequence) else 1
 
 
 class RecordEncoder:
@@ -124,8 +124,8 @@ class RecordEncoder:
         """
         return self._records.mark(record)[-1].marked
 
-    def marked(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
-        """Return the marked text of each sequence of a record, before any cut; RecordRefusedError if there is none."""
+    def render(self, record: Conversation | TextRecord) -> list[RenderedSequence]:
+        """Return the text of each sequence of a record, before any cut; raise RecordRefusedError if there is none."""
         return self._records.mark(record)
 
     def encode_records(self, records: Sequence[Record]) -> EncodedRecords:
@@ -152,8 +152,8 @@ class RecordEncoder:
 
     def _encode(self, items: Sequence[_Item]) -> Sequences:
         """Return the sequences of some items, before any cut; `record` numbers the items."""
-        numbers = [number for number, item in enumerate(items) if isinstance(item.source, MarkedRecord)]
-        texts = [item.source.marked for item in items if isinstance(item.source, MarkedRecord)]
+        numbers = [number for number, item in enumerate(items) if isinstance(item.source, RenderedSequence)]
+        texts = [item.source.marked for item in items if isinstance(item.source, RenderedSequence)]
         tokenized = [(n, item.source) for n, item in enumerate(items) if isinstance(item.source, TokenizedRecord)]
         encoded = self.tokenizer.encode_many(texts)._replace(record=np.array(numbers, np.int64))
         is_text = np.array([items[number].is_text for number in numbers], bool)
@@ -224,7 +224,7 @@ class RecordEncoder:
         for number in np.flatnonzero(sequences.lengths > max_len).tolist():
             source = items[number].source
             one = sequences.take(np.array([number]))
-            if not isinstance(source, MarkedRecord) or source.conversation is None:
+            if not isinstance(source, RenderedSequence) or source.conversation is None:
                 batches.append(one.cut(max_len, "right"))
                 continue
             found = self._longest_that_fits(source, max_len)
@@ -234,7 +234,7 @@ class RecordEncoder:
             batches.append(one)
         return in_record_order(batches)._replace(num_straddling=sequences.num_straddling), num_cut
 
-    def _longest_that_fits(self, source: MarkedRecord, max_len: int) -> tuple[MarkedRecord, Sequences] | None:
+    def _longest_that_fits(self, source: RenderedSequence, max_len: int) -> tuple[RenderedSequence, Sequences] | None:
         assert source.conversation is not None
         shorter = list(shorter_by_turns(source.conversation, self.options.truncation))
         best = None

@@ -13,18 +13,19 @@ from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.masks.turn_parts import join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.templates.limits import time_limited
+from megatron_packed_sft.encode.sequences import MarkedText, Segment
+from megatron_packed_sft.encode.templates.environment import time_limited
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment, Tokenizer, control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation, TextRecord
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 _MAX_MARKERS = 64  # one for each combination of template and variables that records ask for
 
 
-class MarkedRecord(NamedTuple):
-    """The source of one sequence.
+class RenderedSequence(NamedTuple):
+    """The rendered text of one sequence, before it is tokenized and cut.
 
     Args:
         marked: its text, and which characters are trained.
@@ -71,7 +72,7 @@ class RecordMarker:
         escaped = [token for token in tokenizer.control_tokens if escapes_text and token.strip()]
         self._escaped_in_text = control_pattern(escaped)
 
-    def mark(self, record: Conversation | TextRecord) -> list[MarkedRecord]:
+    def mark(self, record: Conversation | TextRecord) -> list[RenderedSequence]:
         """Return the marked texts of a record; raise RecordRefusedError if it cannot be encoded."""
         if isinstance(record, TextRecord):
             found = [self._mark_text(record)]
@@ -83,7 +84,7 @@ class RecordMarker:
             _refuse_unusable(one.marked.text)
         return found
 
-    def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> MarkedRecord:
+    def mark_chat(self, conversation: Conversation, *, is_turn: bool = False) -> RenderedSequence:
         """Return a conversation as one text; with `is_turn`, only losses in its last turn count."""
         marker = self.marker(conversation)
         return self._with_segments(marker, conversation, marker.mark(conversation, is_turn=is_turn), is_turn=is_turn)
@@ -113,13 +114,13 @@ class RecordMarker:
 
     def _with_segments(
         self, marker: ChatMarker, conversation: Conversation, chat: MarkedChat, *, is_turn: bool
-    ) -> MarkedRecord:
+    ) -> RenderedSequence:
         num_turns = len(chat.marked.trained)
         if self._with_kinds or marker.needs_segments(conversation):
             chat = marker.with_segments(conversation, chat)
-        return MarkedRecord(chat.marked, chat.losses, num_turns, conversation, is_turn)
+        return RenderedSequence(chat.marked, chat.losses, num_turns, conversation, is_turn)
 
-    def _mark_turns(self, conversation: Conversation) -> list[MarkedRecord]:
+    def _mark_turns(self, conversation: Conversation) -> list[RenderedSequence]:
         """Return one text for each trained turn, or one for the whole conversation if `auto` finds no difference."""
         marker = self.marker(conversation)
         numbers = [number for number, is_wanted in enumerate(marker.trained_messages(conversation)) if is_wanted]
@@ -148,7 +149,7 @@ class RecordMarker:
             for prefix, turn in zip(prefixes, turns, strict=True)
         ]
 
-    def _mark_text(self, record: TextRecord) -> MarkedRecord:
+    def _mark_text(self, record: TextRecord) -> RenderedSequence:
         text = "".join(part for part, _ in record.parts)
         segments, position = [], 0
         for part, weight in record.parts:
@@ -158,7 +159,7 @@ class RecordMarker:
         literal = join_ranges(match.span() for match in self._escaped_in_text.finditer(text))
         trained = join_ranges((segment.start, segment.end) for segment in segments)
         has_weights = self._with_kinds or any(segment.weight != 1 for segment in segments)
-        return MarkedRecord(MarkedText(text, trained, literal, segments if has_weights else ()))
+        return RenderedSequence(MarkedText(text, trained, literal, segments if has_weights else ()))
 
 
 def _turns_in(

@@ -19,7 +19,7 @@ from megatron_packed_sft.encode.masks.lost_text import ALL_TOOLS, CONTENT, MESSA
 from megatron_packed_sft.encode.masks.rendering_marker import ChatOutline
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
-from megatron_packed_sft.encode.record_marker import MarkedRecord
+from megatron_packed_sft.encode.record_marker import RenderedSequence
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
@@ -210,7 +210,7 @@ class ExampleText(NamedTuple):
 
     title: str
     conversation: Conversation
-    made_of: MarkedRecord
+    rendered: RenderedSequence
 
 
 @dataclass
@@ -230,14 +230,14 @@ class TemplateExplanation:
 
     def __post_init__(self) -> None:
         try:
-            self._encoder = self._made()
+            self._encoder = self._encoder_with()
             self._encoder.marker()
         except InvalidInputError:
             if self.options.date is not None:
                 raise
             # Templates that write today's date need one; any date will do here.
             self.options = replace(self.options, date=_ANY_DATE)
-            self._encoder = self._made()
+            self._encoder = self._encoder_with()
             self._encoder.marker()
             self.needs_date = True
 
@@ -270,32 +270,32 @@ class TemplateExplanation:
         first: ExampleText | None = None
         for title, conversation in EXAMPLES.items():
             try:
-                [made_of] = self._encoder.marked(conversation)
+                [rendered] = self._encoder.render(conversation)
             except (RecordRefusedError, InvalidInputError):
                 continue
-            one = ExampleText(title, conversation, made_of)
-            if not made_of.losses:
+            one = ExampleText(title, conversation, rendered)
+            if not rendered.losses:
                 return one
             first = first or one
         return first
 
-    def _made(self, *, with_kinds: bool = True, **options: Any) -> RecordEncoder:
+    def _encoder_with(self, *, with_kinds: bool = True, **options: Any) -> RecordEncoder:
         given = EncodeOptions(on_lost="warn", **options)
         own: Any = _WithTemplate(self.tokenizer, self.template)
         return RecordEncoder(own, replace(self.options, name=None), given, with_kinds=with_kinds)
 
     @cached_property
     def _plain(self) -> RecordEncoder:
-        return self._made(with_kinds=False)
+        return self._encoder_with(with_kinds=False)
 
     @cached_property
     def _by_turns(self) -> RecordEncoder:
-        return self._made(with_kinds=False, render="auto")
+        return self._encoder_with(with_kinds=False, render="auto")
 
-    def _marked(self, conversation: Conversation) -> tuple[MarkedRecord, ChatOutline] | None:
+    def _render(self, conversation: Conversation) -> tuple[RenderedSequence, ChatOutline] | None:
         try:
-            [made_of] = self._encoder.marked(conversation)
-            return made_of, self._encoder.marker(conversation).outline(conversation)
+            [rendered] = self._encoder.render(conversation)
+            return rendered, self._encoder.marker(conversation).outline(conversation)
         except (RecordRefusedError, InvalidInputError):
             return None
 
@@ -305,7 +305,7 @@ class TemplateExplanation:
             start = plain[1].chat.text[: plain[1].turns[0].start]
             if start:
                 yield Around("start", before=start)
-        system = self._marked(chat({"role": "system", "content": "zqsystem"}, user("zqone"), answer("zqtwo")))
+        system = self._render(chat({"role": "system", "content": "zqsystem"}, user("zqone"), answer("zqtwo")))
         if system is not None:
             for one in self._of_message("system", system, 0):
                 yield one._replace(before=one.before.removeprefix(start))
@@ -321,7 +321,7 @@ class TemplateExplanation:
         yield from self._of_kind(chat(user("zqone"), answer("zqtwo", "zqreason")), TurnKind.REASONING, "reasoning")
         call = chat(user("zqone"), calling(), result("zqresult"), answer("zqtwo"), tools=True)
         yield from self._of_kind(call, TurnKind.TOOL_CALL, "tool call")
-        called = self._marked(call)
+        called = self._render(call)
         if called is not None:
             yield from self._of_message("tool result", called, 2)
             yield from self._of_tools(called)
@@ -335,13 +335,13 @@ class TemplateExplanation:
             if end:
                 yield Around("end", after=end)
 
-    def _of_message(self, kind: str, marked: tuple[MarkedRecord, ChatOutline], number: int) -> Iterator[Around]:
-        made_of, outline = marked
+    def _of_message(self, kind: str, marked: tuple[RenderedSequence, ChatOutline], number: int) -> Iterator[Around]:
+        rendered, outline = marked
         turn, text = outline.turns[number], outline.chat.text
         if not turn.said:
             return
         first, last = turn.said[0].start, turn.said[-1].end
-        own = [one for one in made_of.marked.trained if one[0] <= first and last <= one[1]]
+        own = [one for one in rendered.marked.trained if one[0] <= first and last <= one[1]]
         start, end = own[0] if own else (first, last)
         start, end = max(start, turn.start), min(end, turn.end)
         before = text[turn.start : start]
@@ -349,11 +349,11 @@ class TemplateExplanation:
 
     def _of_kind(self, conversation: Conversation, kind: TurnKind, name: str) -> Iterator[Around]:
         """Yield what it writes around reasoning or a call, if it shows them."""
-        marked = self._marked(conversation)
+        marked = self._render(conversation)
         if marked is None:
             return
-        made_of, outline = marked
-        own = [one for one in made_of.marked.segments if one.kind == kind]
+        rendered, outline = marked
+        own = [one for one in rendered.marked.segments if one.kind == kind]
         spans = [span for span in outline.turns[1].said if own and own[0].start <= span.start < own[-1].end]
         if not spans:
             return
@@ -368,16 +368,16 @@ class TemplateExplanation:
         yield Around(name, opened, text[own[0].start : spans[0].start], text[spans[-1].end : own[-1].end])
 
     @cached_property
-    def _plain_chat(self) -> tuple[MarkedRecord, ChatOutline] | None:
+    def _plain_chat(self) -> tuple[RenderedSequence, ChatOutline] | None:
         two_turns = chat(user("zqone"), answer("zqtwo"), user("zqthree"), answer("zqfour"))
-        return self._marked(two_turns) or self._marked(chat(user("zqone"), answer("zqtwo")))
+        return self._render(two_turns) or self._render(chat(user("zqone"), answer("zqtwo")))
 
     @cached_property
     def _header(self) -> str:
         found = next(self._of_message("assistant", self._plain_chat, 1), None) if self._plain_chat else None
         return found.before if found else ""
 
-    def _of_tools(self, marked: tuple[MarkedRecord, ChatOutline]) -> Iterator[Around]:
+    def _of_tools(self, marked: tuple[RenderedSequence, ChatOutline]) -> Iterator[Around]:
         _, outline = marked
         spans = [span for span in outline.chat.spans if span.author.message == TOOLS]
         if not spans:
@@ -394,16 +394,16 @@ class TemplateExplanation:
     def _finding(self, probe: Probe) -> Finding:
         try:
             if probe.by_turns:
-                is_same = len(self._by_turns.marked(probe.conversation)) == 1
+                is_same = len(self._by_turns.render(probe.conversation)) == 1
                 return Finding(probe.name, _KEPT) if is_same else Finding(probe.name, _CHANGED, probe.changed)
-            [made_of] = self._plain.marked(probe.conversation)
+            [rendered] = self._plain.render(probe.conversation)
             outline = self._plain.marker(probe.conversation).outline(probe.conversation)
         except RecordRefusedError as refusal:
             detail = refusal.detail.removeprefix(_PREFIX).removeprefix(_RAISED)
             return Finding(probe.name, _REFUSED, detail)
         except InvalidInputError as error:
             return Finding(probe.name, _REFUSED, str(error))
-        losses = [loss for loss in made_of.losses if probe.counts(loss)]
+        losses = [loss for loss in rendered.losses if probe.counts(loss)]
         if losses:
             return Finding(probe.name, _LOST, " and ".join(dict.fromkeys(_LOSSES[loss.kind] for loss in losses)))
         sentence = _change(probe, outline)

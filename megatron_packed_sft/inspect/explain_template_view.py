@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import control_pattern
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.explain_template import Around, ExampleText, Finding, TemplateExplanation
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, Painter, Stretch, quoted
@@ -27,8 +27,7 @@ def explain_template(words: Sequence[str], *, tokenizer: str | None = None, as_j
         as_json: print JSON.
     """
     from megatron_packed_sft.encode.templates.load import load_template
-    from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
-    from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+    from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
     from megatron_packed_sft.inspect.explain_template import TemplateExplanation
     from megatron_packed_sft.inspect.explain_template_view import TemplateAlone, template_json, template_view
     from megatron_packed_sft.inspect.painting import Painter
@@ -94,7 +93,7 @@ def template_view(found: TemplateExplanation, painter: Painter) -> Iterator[Rend
     if example is not None:
         yield Text("")
         yield Text(f"an example: {example.title}", style=LABEL)
-        yield painter.stretches(example_stretches(example.made_of.marked, found.tokenizer.control_tokens))
+        yield painter.stretches(example_stretches(example.rendered.marked, found.tokenizer.control_tokens))
     yield painter.legend()
     yield from _findings_view(found.findings)
 
@@ -114,8 +113,8 @@ def template_json(found: TemplateExplanation) -> dict[str, Any]:
         else {
             "title": example.title,
             "messages": list(example.conversation.messages),
-            "text": example.made_of.marked.text,
-            "trained": [list(both) for both in example.made_of.marked.trained],
+            "text": example.rendered.marked.text,
+            "trained": [list(both) for both in example.rendered.marked.trained],
         },
     }
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.shard_readers import ShardBinReader
-from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.prepare.origins import PreparedFrom, noted_tokenizer_paths
 from megatron_packed_sft.remote.filesystem import base_name

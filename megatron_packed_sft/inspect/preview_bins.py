@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed_sft.data.bin_readers import BinReader
 from megatron_packed_sft.data.opened_bins import open_bins
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import FoundTokenizer, find_tokenizer, open_data
 from megatron_packed_sft.inspect.painting import LABEL, Painter, visible

@@ -21,10 +21,10 @@ from megatron_packed_sft.encode.masks.marker import ChatMarker
 from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
 from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
 from megatron_packed_sft.encode.options import BY_TURNS
-from megatron_packed_sft.encode.record_marker import MarkedRecord, shorter_by_turns
+from megatron_packed_sft.encode.record_marker import RenderedSequence, shorter_by_turns
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
 from megatron_packed_sft.inspect.chosen_records import ChosenRecord
 from megatron_packed_sft.inspect.tokens_of_bin import Token, TokenDecoder
 from megatron_packed_sft.packing.items import make_items
@@ -225,7 +225,7 @@ class RecordPreviewer:
     def _sequences(self, record: Record, encoded: EncodedRecords) -> list[SequencePreview]:
         """Return the sequences of a record; if a limit removes all of them, return them as they were before it."""
         uncut = self._uncut.encode_records([record])
-        marked = self._marked(record)
+        marked = self._render(record)
         by_kind = self._by_kind.encode_records([record]) if not isinstance(record, TokenizedRecord) else encoded
         found: list[SequencePreview] = []
         place = 0
@@ -238,8 +238,8 @@ class RecordPreviewer:
                 place += 1
                 if self._is_cut_from(tokens, whole):
                     break
-            made_of = marked[place - 1] if 0 < place <= len(marked) else None
-            found.append(self._one(tokens, kinds, whole, made_of))
+            rendered = marked[place - 1] if 0 < place <= len(marked) else None
+            found.append(self._one(tokens, kinds, whole, rendered))
         if not found:
             found = [
                 self._one(tokens, (), tokens, marked[number] if number < len(marked) else None)
@@ -260,18 +260,18 @@ class RecordPreviewer:
         return options.truncation in BY_TURNS or _ids(whole[: len(tokens)]) == _ids(tokens)
 
     def _one(
-        self, tokens: Sequence[Token], kinds: Sequence[int], whole: Sequence[Token], made_of: MarkedRecord | None
+        self, tokens: Sequence[Token], kinds: Sequence[int], whole: Sequence[Token], rendered: RenderedSequence | None
     ) -> SequencePreview:
         encode = self.config.encode
-        is_turn = made_of is not None and made_of.is_turn
+        is_turn = rendered is not None and rendered.is_turn
         cuts: list[Cut] = []
         kept_messages: Sequence[int] | None = None
         num_before = 0
         limit = f"encode.max_len={encode.max_len}"
-        conversation = None if made_of is None else made_of.conversation
+        conversation = None if rendered is None else rendered.conversation
         is_cut = len(tokens) < len(whole)
-        if is_cut and encode.truncation in BY_TURNS and made_of is not None and conversation is not None:
-            made_of, kept_messages = self._shorter(conversation, tokens)
+        if is_cut and encode.truncation in BY_TURNS and rendered is not None and conversation is not None:
+            rendered, kept_messages = self._shorter(conversation, tokens)
             whole = tokens
         elif is_cut and encode.truncation == "left":
             num_before = len(whole) - len(tokens)
@@ -281,33 +281,33 @@ class RecordPreviewer:
         packed, drop, chunks, packing_cut = self._packed(tokens)
         cuts += packing_cut
         turns: list[TurnTokens] = []
-        if made_of is not None and made_of.conversation is not None:
+        if rendered is not None and rendered.conversation is not None:
             kept = num_before, num_before + len(packed)
-            turns = turn_tokens(self._encoder.marker(made_of.conversation), made_of, whole, kinds, kept)
+            turns = turn_tokens(self._encoder.marker(rendered.conversation), rendered, whole, kinds, kept)
         left_out: list[int] = []
         if kept_messages is not None and conversation is not None:
             turns = [one._replace(message=kept_messages[one.message]) for one in turns]
             left_out = [number for number in range(len(conversation.messages)) if number not in kept_messages]
-        escaped = escaped_texts(made_of.marked, turns) if made_of is not None else []
+        escaped = escaped_texts(rendered.marked, turns) if rendered is not None else []
         return SequencePreview(packed, kinds[: len(packed)], turns, cuts, left_out, chunks, drop, escaped, is_turn)
 
     def _shorter(
         self, conversation: Conversation, tokens: Sequence[Token]
-    ) -> tuple[MarkedRecord | None, list[int] | None]:
+    ) -> tuple[RenderedSequence | None, list[int] | None]:
         """Return the shorter conversation that a sequence was made of, and the numbers of its messages."""
         for shorter in shorter_by_turns(conversation, self.config.encode.truncation):
             encoded = self._uncut.encode_records([shorter])
             if len(encoded.sequences.lengths) == 1 and encoded.sequences.input_ids.tolist() == _ids(tokens):
                 kept = {id(message) for message in shorter.messages}
                 numbers = [number for number, one in enumerate(conversation.messages) if id(one) in kept]
-                return self._uncut.marked(shorter)[-1], numbers
+                return self._uncut.render(shorter)[-1], numbers
         return None, None
 
-    def _marked(self, record: Record) -> list[MarkedRecord]:
+    def _render(self, record: Record) -> list[RenderedSequence]:
         if isinstance(record, TokenizedRecord):
             return []
         try:
-            return self._uncut.marked(record)
+            return self._uncut.render(record)
         except RecordRefusedError:
             return []
 
@@ -388,7 +388,7 @@ def _ids(tokens: Sequence[Token]) -> list[int]:
 
 def turn_tokens(
     marker: ChatMarker,
-    made_of: MarkedRecord,
+    rendered: RenderedSequence,
     tokens: Sequence[Token],
     kinds: Sequence[int] = (),
     kept: tuple[int, int] | None = None,
@@ -397,24 +397,24 @@ def turn_tokens(
 
     Args:
         marker: what rendered the conversation.
-        made_of: the rendered text and its conversation.
+        rendered: the rendered text and its conversation.
         tokens: of the whole text, before any cut.
         kinds: of the remaining tokens; may be empty.
         kept: the range of tokens that remains after a cut, by default all; positions count from its start.
     """
-    if made_of.conversation is None:
+    if rendered.conversation is None:
         return []
     try:
-        outline = marker.outline(made_of.conversation)
+        outline = marker.outline(rendered.conversation)
     except RecordRefusedError:
         return []
-    if outline.chat.text != made_of.marked.text:
+    if outline.chat.text != rendered.marked.text:
         return []
-    starts = _character_starts(tokens, made_of.marked.text)
+    starts = _character_starts(tokens, rendered.marked.text)
     low, high = kept or (0, len(tokens))
     found = []
     for turn in outline.turns:
-        before, after = _edges(turn, made_of.marked, marker.ends)
+        before, after = _edges(turn, rendered.marked, marker.ends)
         one = TurnTokens(turn.message, turn.role, None, None, before, after)
         one = one._replace(is_inside=turn.is_inside, characters=(turn.start, turn.end))
         if starts is not None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.storage.bins import PackedBin
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # decoders write it for a part of a character

@@ -30,11 +30,7 @@ from megatron_packed_sft.prepare.encode_worker import (
     receipt_of,
     start_encoder,
 )
-from megatron_packed_sft.prepare.remote_work import (
-    RemoteWorkDirectory,
-    encode_slice_and_send,
-    start_sending_encoder,
-)
+from megatron_packed_sft.prepare.remote_work import RemoteWorkDirectory, encode_slice_and_send, start_sending_encoder
 from megatron_packed_sft.prepare.sources import ScannedSource
 from megatron_packed_sft.prepare.work_directory import WorkDirectory, fingerprint_of, part_number, slice_receipt
 from megatron_packed_sft.records.files import InputFile

@@ -17,8 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, ShardError
 from megatron_packed_sft.packing.plan import PackPlan
 from megatron_packed_sft.prepare.array import ArrayCall, InputListing, Share, ShareReport

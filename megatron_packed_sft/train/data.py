@@ -26,8 +26,7 @@ from megatron_packed_sft.data.order.sample_order import Order, SampleOrder
 from megatron_packed_sft.data.shard_readers import shortage
 from megatron_packed_sft.data.static_packs import StaticPackDataset, is_packed
 from megatron_packed_sft.encode.templates.load import load_template_if_any
-from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError, ShardFileError
 from megatron_packed_sft.megatron.weights.layout import ModelShape
 from megatron_packed_sft.packing.parallel_layout import ParallelLayout

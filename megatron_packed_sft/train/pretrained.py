@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.megatron.weights.families import shape_family
 from megatron_packed_sft.megatron.weights.folder import CONFIG, HuggingFaceFolder, joint_checksum

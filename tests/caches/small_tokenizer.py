@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_packed_sft import train_sentencepiece
 from megatron_packed_sft.caches import SPECIAL_TOKENS, Message
-from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 
 SENTENCE = "the quick brown fox jumps over a lazy dog while seven clever wizards quietly mix jugs of liquid gold"
 WORDS = SENTENCE.split()

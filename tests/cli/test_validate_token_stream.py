@@ -10,7 +10,7 @@ import pytest
 
 from megatron_packed_sft import train_sentencepiece
 from megatron_packed_sft.cli.main import main
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from tests.packed_bins import make_bins, write_shard
 
 

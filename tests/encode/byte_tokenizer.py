@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Segment
+from megatron_packed_sft.encode.sequences import MarkedText, Segment, Sequences
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from megatron_packed_sft.encode.sequences import Sequences
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 from megatron_packed_sft.encode.tokenizers.gigatoken_path import GigatokenPath
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.encode import tiny_tokenizers as tiny
 

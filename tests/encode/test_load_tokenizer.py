@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed_sft.encode.tokenizers.interface import ControlTokens
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, load_tokenizer
 from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny
@@ -52,7 +51,7 @@ def test_a_wrong_path_or_kind_is_one_clear_sentence(folder: Path, tmp_path: Path
 
 def test_loading_a_folder_imports_neither_transformers_nor_torch(folder: Path) -> None:
     script = (
-        "import sys\nfrom megatron_packed_sft.encode.tokenizers.load import load_tokenizer\n"
+        "import sys\nfrom megatron_packed_sft.encode.tokenizers.interface import load_tokenizer\n"
         f"assert load_tokenizer({str(folder)!r}).fast_path == 'gigatoken'\n"
         "print({'transformers', 'torch', 'numba'} & set(sys.modules))"
     )

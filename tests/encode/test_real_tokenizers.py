@@ -16,9 +16,9 @@ import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
 from megatron_packed_sft.encode.options import EncodeOptions
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.records.record import Conversation

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError
 from tests.encode import tiny_tokenizers as tiny

@@ -16,7 +16,7 @@ from megatron_packed_sft.encode.masks.rendering_marker import MarkedChat
 from megatron_packed_sft.encode.options import EncodeOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.records.record import Conversation
 from tests.encode import chat_templates
 from tests.encode.byte_tokenizer import CHATML, MISTRAL, ByteTokenizer

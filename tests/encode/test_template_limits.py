@@ -12,7 +12,7 @@ import pytest
 from megatron_packed_sft.encode.encoder import RecordEncoder
 from megatron_packed_sft.encode.masks.traced_renderer import TracedRenderer
 from megatron_packed_sft.encode.options import EncodeOptions
-from megatron_packed_sft.encode.templates import limits
+from megatron_packed_sft.encode.templates import environment
 from megatron_packed_sft.encode.templates.load import ChatTemplate, load_template
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from megatron_packed_sft.errors import InvalidInputError
@@ -48,11 +48,11 @@ ATTACKS = [
 
 @pytest.fixture(autouse=True)
 def _reached_soon(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 2)
-    monkeypatch.setattr(limits, "MAX_CHARACTERS", 6_000_000)
+    monkeypatch.setattr(environment, "MAX_SECONDS", 2)
+    monkeypatch.setattr(environment, "MAX_CHARACTERS", 6_000_000)
     problem = request.getfixturevalue("problem") if "problem" in request.fixturenames else None
     expects_time = "source" not in request.fixturenames or problem == SLOW
-    monkeypatch.setattr(limits, "_TICK", 0.05 if expects_time else 5)
+    monkeypatch.setattr(environment, "_TICK", 0.05 if expects_time else 5)
 
 
 @pytest.mark.parametrize(("source", "problem"), ATTACKS)
@@ -96,10 +96,10 @@ def test_the_timer_leaves_handlers_and_timers_as_they_were() -> None:
     before = signal.signal(signal.SIGVTALRM, lambda number, frame: calls.append(number))
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000, 5)
     try:
-        with limits.time_limited(), limits.time_limited():
+        with environment.time_limited(), environment.time_limited():
             with pytest.raises(RecordRefusedError, match="took longer"):
                 Renderer(LOOP).render(CHAT)
-            limits.restart_timer()
+            environment.restart_timer()
             assert Renderer(MINE).render(CHAT)
         left, interval = signal.getitimer(signal.ITIMER_VIRTUAL)
         assert 900 < left < 1001  # the kernel rounds up
@@ -113,10 +113,10 @@ def test_the_timer_leaves_handlers_and_timers_as_they_were() -> None:
 
 def test_time_that_our_own_code_takes_interrupts_nothing() -> None:
     renderer = Renderer("")
-    with limits.time_limited():
-        limits._timer.seconds_left = 1
-        limits._tick(signal.SIGVTALRM, None)
-        limits._tick(signal.SIGVTALRM, None)  # nothing is being rendered
+    with environment.time_limited():
+        environment._timer.seconds_left = 1
+        environment._tick(signal.SIGVTALRM, None)
+        environment._tick(signal.SIGVTALRM, None)  # nothing is being rendered
         with pytest.raises(RecordRefusedError, match="took longer"):
             renderer.render(CHAT)
 
@@ -124,8 +124,8 @@ def test_time_that_our_own_code_takes_interrupts_nothing() -> None:
 def test_other_threads_render_without_a_time_limit() -> None:
     texts = []
     thread = threading.Thread(target=lambda: texts.append(Renderer(MINE).render(CHAT)))
-    with limits.time_limited():
-        limits._timer.seconds_left = 0
+    with environment.time_limited():
+        environment._timer.seconds_left = 0
         thread.start()
         thread.join()
     assert texts == ["<bot>Hello there<end><bot>Hi<end>"]

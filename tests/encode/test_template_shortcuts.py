@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_packed_sft.encode.templates.renderer import (
-    BLOCK_BEGINS,
-    BLOCK_ENDS,
-    RecordRefusedError,
-    Renderer,
-    prepare_environment,
-)
+from megatron_packed_sft.encode.templates.environment import BLOCK_BEGINS, BLOCK_ENDS, prepare_environment
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
 from tests.encode.template_families import FAMILIES
 from tests.encode.template_matrix import SHAPES, TOOLS
 from tests.real_data import IS_WHOLE, templates_folder

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed_sft.encode.tokenizers.huggingface_folder import read_tokenizer_folder
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from tests.encode import tiny_tokenizers as tiny
 

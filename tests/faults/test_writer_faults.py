@@ -27,7 +27,7 @@ ROWS = make_bins(4, 16, seed=6)
 def test_an_exception_inside_a_writer_leaves_nothing_behind(storage: str, tmp_path: Path) -> None:
     def fail() -> None:
         with create_shard_writer(storage, tmp_path / "out.npy", num_bins=4, pack_size=16) as writer:
-            writer.write_bin(2, *ROWS[2])
+            writer.write_bin(0, *ROWS[0])
             raise RuntimeError("of the caller's own")
 
     with pytest.raises(RuntimeError, match="of the caller's own"):

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_packed_sft import PackPlan, create_sft_dataset
 from megatron_packed_sft.data.order.sample_order import SampleOrder
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from tests.inspect.previewing import packed_sft, preview_json, tokenizer_path
 from tests.prepare.preparing import chat, prepare, write_records
 

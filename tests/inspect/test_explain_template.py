@@ -88,10 +88,10 @@ def test_stripped_blanks_own_words_and_dates_are_found() -> None:
 def test_what_the_prompt_opens_is_given_and_not_trained() -> None:
     explanation = explained(chat_templates.PROMPT_OPENS_THINKING)
     assert around(explanation)["generation prompt"][0] == "<|im_start|>assistant\n<think>\n"
-    made_of = explanation.example
-    assert made_of is not None
-    text = made_of.made_of.marked.text
-    assert all(not text[start:end].startswith("<|im_start|>") for start, end in made_of.made_of.marked.trained)
+    example = explanation.example
+    assert example is not None
+    text = example.rendered.marked.text
+    assert all(not text[start:end].startswith("<|im_start|>") for start, end in example.rendered.marked.trained)
 
 
 def test_variables_are_those_that_come_from_outside() -> None:

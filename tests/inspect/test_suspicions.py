@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedBin, load_tokenizer
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.inspect.opened_data import open_data
 from megatron_packed_sft.inspect.report.read_bins import read_tokens
 from megatron_packed_sft.inspect.report.suspicions import Suspicion, find_suspicions

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import PackedBin, load_tokenizer
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.inspect.opened_data import find_tokenizer
 from megatron_packed_sft.inspect.tokens_of_bin import TokenDecoder, escape_invisible, tokens_of_bin

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_packed_sft import open_dataset
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.sequences import MarkedText
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from tests.prepare.preparing import chat, prepare, write_records
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import create_sft_dataset, open_dataset, open_token_store, validate
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.prepare import pipeline, work_directory
 from tests.packed_bins import files_of
 from tests.prepare.preparing import chat, prepare, write_records

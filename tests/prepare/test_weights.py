@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft import EncodeOptions, TemplateOptions, publish_store
-from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
 from megatron_packed_sft.prepare.encode_worker import EncodeSettings, SliceEncoder, SliceTask
 from megatron_packed_sft.prepare.sources import Source, SplitRule
 from megatron_packed_sft.records.files import find_files

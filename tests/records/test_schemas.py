@@ -93,7 +93,8 @@ def test_a_registered_schema_is_recognised_after_the_built_in_ones(monkeypatch: 
 
 def test_the_schema_of_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
     (tmp_path / "stories.py").write_text(
-        "from megatron_packed_sft import Schema, TextRecord\n"
+        "from megatron_packed_sft import Schema\n"
+        "from megatron_packed_sft.records.record import TextRecord\n"
         "STORY = Schema(lambda record: 'story' in record, lambda record: TextRecord(((record['story'], True),)))\n"
     )
     info = tmp_path / "stories-1.0.dist-info"

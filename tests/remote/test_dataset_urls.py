@@ -227,7 +227,7 @@ def test_a_copy_that_is_damaged_in_the_cache_is_an_error_when_its_bin_is_read(pu
     ids = np.load(path, mmap_mode="r+")
     ids[3, 0] ^= 1
     ids.flush()
-    with pytest.raises(ShardFileError, match=r"input_ids.npy is damaged at bin 3.*after `packed-sft cache clear`"):
+    with pytest.raises(ShardFileError, match=r"input_ids.npy is damaged at bin 3.*run `packed-sft cache clear`"):
         dataset.fetch_batch([6, 9])
     dataset.fetch_batch([6, 8])
 

@@ -98,7 +98,7 @@ def test_prepare_reads_and_writes_there_and_a_rerun_sends_nothing(
     if place.proxy is not None:
         assert not [name for method, name in place.proxy.requests if method == place.upload_method]
         place.proxy.is_down = True
-        monkeypatch.setattr("megatron_packed_sft.remote.cache_eviction._PATIENCE", 0.5)
+        monkeypatch.setattr("megatron_packed_sft.remote.node_cache._SECONDS_FOR_AN_ANSWER", 0.5)
         assert contents(create_sft_dataset(output, 0)) == contents(here), "a warm cache needs no network"
         place.proxy.is_down = False
     assert main([*there, "packing.pack_size=128"]) == 1, "made differently"

@@ -12,7 +12,7 @@ import torch
 
 from megatron_packed_sft import TokenPartWriter, convert, pack, publish_store
 from megatron_packed_sft.data.bin_readers import BinReader
-from megatron_packed_sft.encode.tokenizers.load import load_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import load_tokenizer
 from megatron_packed_sft.encode.tokenizers.sentencepiece import train_sentencepiece
 from megatron_packed_sft.errors import InvalidInputError, ShardFileError
 from megatron_packed_sft.storage.bins import PackedBin

@@ -22,7 +22,7 @@ from megatron_packed_sft.encode.masks.authored_text import (
     plain_text,
     source_of,
 )
-from megatron_packed_sft.encode.templates.renderer import JsonSettings, json_text
+from megatron_packed_sft.encode.templates.environment import JsonSettings, json_text
 
 
 def signature(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed_sft.encode.masks.authored_text import MESSAGES_NAME, TOOLS, Recorder
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedText
-from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
+from megatron_packed_sft.encode.templates.renderer import REASONING_KEYS
 
 TOOL_CALL, REASONING, CONTENT, MESSAGE, ALL_TOOLS = "tool_call", "reasoning", "content", "message", "tools"
 _SENTENCES = {

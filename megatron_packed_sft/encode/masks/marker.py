@@ -22,9 +22,10 @@ from megatron_packed_sft.encode.masks.traced_renderer import TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_parts import Range, join_ranges
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
 

@@ -13,8 +13,7 @@ from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
 from megatron_packed_sft.encode.masks.turn_parts import Range, block_name, is_own, join_ranges
-from megatron_packed_sft.encode.templates.message_forms import with_content_in_parts
-from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
+from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, with_content_in_parts
 from megatron_packed_sft.errors import InvalidInputError
 
 _PARAMETERS = {

@@ -31,15 +31,17 @@ from megatron_packed_sft.encode.masks.turn_parts import (
     scaffold_of,
 )
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
+from megatron_packed_sft.encode.sequences import MarkedText
 from megatron_packed_sft.encode.templates.load import ChatTemplate
-from megatron_packed_sft.encode.templates.message_forms import (
+from megatron_packed_sft.encode.templates.renderer import (
+    RecordRefusedError,
+    Renderer,
     forms_of,
     reasoning_key,
     with_content_in_parts,
     with_reasoning_under,
 )
-from megatron_packed_sft.encode.templates.renderer import RecordRefusedError, Renderer
-from megatron_packed_sft.encode.tokenizers.interface import MarkedText, Tokenizer, control_pattern
+from megatron_packed_sft.encode.tokenizers.interface import Tokenizer, control_pattern
 from megatron_packed_sft.records.record import Conversation
 from megatron_packed_sft.support.drop_reasons import DropReason
 

@@ -26,7 +26,7 @@ from megatron_packed_sft.encode.masks.authored_text import (
 )
 from megatron_packed_sft.encode.masks.authored_values import signature
 from megatron_packed_sft.encode.masks.traced_renderer import TracedText
-from megatron_packed_sft.encode.templates.renderer import json_inside, json_text
+from megatron_packed_sft.encode.templates.environment import json_inside, json_text
 
 Range = tuple[int, int]
 # messages, tools -> parts of the text, trained ranges; None where a guard fails

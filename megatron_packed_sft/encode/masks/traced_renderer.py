@@ -36,14 +36,15 @@ from megatron_packed_sft.encode.masks.authored_values import (
     to_json,
     without_authors,
 )
-from megatron_packed_sft.encode.templates.limits import LimitedEnvironment, limited_parts
-from megatron_packed_sft.encode.templates.renderer import (
+from megatron_packed_sft.encode.templates.environment import (
     BLOCK_BEGINS,
     BLOCK_ENDS,
-    Renderer,
+    LimitedEnvironment,
     compiling,
+    limited_parts,
     prepare_environment,
 )
+from megatron_packed_sft.encode.templates.renderer import Renderer
 
 _DICT_METHODS = frozenset({"items", "keys", "values", "get", "copy"})
 _LIST_METHODS = frozenset({"index", "count", "copy"})

@@ -20,9 +20,8 @@ from megatron_packed_sft.encode.masks.authored_text import Author
 from megatron_packed_sft.encode.masks.authored_values import AuthoredChat
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
 from megatron_packed_sft.encode.masks.turn_parts import Range, is_own
-from megatron_packed_sft.encode.templates.message_forms import REASONING_KEYS
-from megatron_packed_sft.encode.templates.renderer import RecordRefusedError
-from megatron_packed_sft.encode.tokenizers.interface import Segment
+from megatron_packed_sft.encode.sequences import Segment
+from megatron_packed_sft.encode.templates.renderer import REASONING_KEYS, RecordRefusedError
 from megatron_packed_sft.support.drop_reasons import DropReason
 
 

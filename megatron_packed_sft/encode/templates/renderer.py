@@ -1,36 +1,32 @@
-"""Chat templates rendered in Jinja's sandbox, set up as Hugging Face does; the text depends on no clock or machine."""
+"""Chat templates rendered: a compiled template, and the forms in which it may expect a chat."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from json import encoder as json_encoder
+from itertools import product
 from typing import Any
 
-import orjson
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
-from jinja2.utils import Namespace
+from jinja2 import Template, meta, nodes
 
-from megatron_packed_sft.encode.templates.limits import (
+from megatron_packed_sft.encode.templates.environment import (
+    BLOCK_BEGINS,
+    BLOCK_ENDS,
     LimitedEnvironment,
+    QuickNamespace,
+    ShortcutGenerator,
     TemplateLimitError,
+    compiling,
     interruptible,
     limited_parts,
+    prepare_environment,
+    use_shortcuts,
 )
 from megatron_packed_sft.errors import InvalidInputError, PackedSFTError
 from megatron_packed_sft.support.drop_reasons import DropReason
 from megatron_packed_sft.support.wording import shortened
-
-# Variables written where a generation block begins and ends: empty texts, which a traced render replaces by events.
-BLOCK_BEGINS, BLOCK_ENDS = "generation_block_begins", "generation_block_ends"
-_MOST_CHARACTERS = 200_000  # of a template; real ones have some thousands
 
 
 class RecordRefusedError(PackedSFTError):
@@ -40,28 +36,6 @@ class RecordRefusedError(PackedSFTError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-
-
-class _Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}` around what the assistant writes."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (BLOCK_BEGINS, BLOCK_ENDS))
-        return nodes.Scope([begin, *body, end], lineno=line)  # variables set inside are not visible outside
-
-
-class _Dict:
-    """The global `dict`, without access to the class."""
-
-    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*arguments, **named)
-
-    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*arguments)
 
 
 class Renderer:
@@ -158,25 +132,6 @@ class Renderer:
             raise RecordRefusedError(DropReason.TEMPLATE_ERROR, f"{self.name}: {reason}") from None
 
 
-@contextlib.contextmanager
-def compiling(name: str, source: str) -> Iterator[None]:
-    """Refuse a template that cannot be compiled."""
-    if len(source) > _MOST_CHARACTERS:
-        raise InvalidInputError(
-            f"{name} has {len(source):,} characters, but a chat template may have {_MOST_CHARACTERS:,}; choose another"
-        )
-    try:
-        with interruptible():
-            yield
-    except TemplateLimitError as error:
-        raise InvalidInputError(f"{name} {error}; fix the template or choose another") from None
-    except TemplateSyntaxError as error:
-        problem = shortened(error.message or "cannot be parsed")
-        raise InvalidInputError(f"{name}, line {error.lineno}: {problem}; fix the template or choose another") from None
-    except (RecursionError, MemoryError, SyntaxError):  # from Jinja's parser, or from Python's compiler
-        raise InvalidInputError(f"{name} is nested too deeply to be compiled; simplify it or choose another") from None
-
-
 @lru_cache(maxsize=16)
 def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template, Template, Mapping[str, Any]]:
     """Return a template's tree, the template and its globals; records with different variables share them."""
@@ -194,15 +149,6 @@ def _compiled(source: str, name: str, date: str | None) -> tuple[nodes.Template,
     return tree, template, defaults
 
 
-def prepare_environment(environment: Environment, name: str, date: str | None) -> None:
-    """Set a Jinja environment up as Hugging Face's chat templates expect it."""
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.add_extension(_Generation)
-    environment.add_extension(loopcontrols)
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_clock(name, date), dict=_Dict())
-
-
 def _generation_blocks(inside: nodes.Node) -> list[nodes.Scope]:
     return [block for block in inside.find_all(nodes.Scope) if _is_begin(block.body[0])]
 
@@ -213,238 +159,153 @@ def _is_begin(node: nodes.Node) -> bool:
     )
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+# The same chat in the different forms that templates expect.
+
+Message = dict[str, Any]
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OTHER_KEYS = {key: frozenset(REASONING_KEYS) - {key} for key in REASONING_KEYS}
+_ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_ID_LENGTH = 9  # as Mistral's templates require
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes HTML and sorts keys; chat templates expect neither.
-    return json_text(value, (ensure_ascii, indent, tuple(separators) if separators else None, sort_keys))
-
-
-def _clock(name: str, date: str | None) -> Callable[[str], str]:
-    if date is None:
-
-        def refuse(_: str) -> str:
-            raise InvalidInputError(
-                f"{name} writes today's date, so ids would differ between runs; set template.date, such as 2026-01-31"
-            )
-
-        return refuse
-    try:
-        now = datetime.datetime.strptime(date, "%Y-%m-%d")
-    except ValueError:
-        raise InvalidInputError(f"template.date is {date!r}; write it as YYYY-MM-DD, such as '2026-01-31'") from None
-    return now.strftime
-
-
-# JSON as chat templates write it. The texts of tools, which repeat from record to record, are kept.
-
-JsonSettings = tuple[bool, Any, Any, bool]  # ensure_ascii, indent, separators, sort_keys
-
-_MAX_TEXTS = 4096
-_encoders: dict[JsonSettings, tuple[Callable[[Any], str], dict[bytes, str]]] = {}
-
-
-def json_text(value: Any, settings: JsonSettings) -> str:
-    """Return the JSON text of a plain value, as `tojson` with these settings writes it.
-
-    Tools repeat from record to record, so their texts are cached; orjson computes the key ten times as fast.
+def reasoning_key(tree: nodes.Template) -> str | None:
+    """Return the name under which a template reads a message's reasoning; None if it reads none.
 
     Example:
-        >>> json_text({"city": "Oslo", "days": [1, 2.5]}, (False, None, None, False))
-        '{"city": "Oslo", "days": [1, 2.5]}'
+        >>> from jinja2 import Environment
+        >>> reasoning_key(Environment().parse("{{ messages[0].thinking }}"))
+        'thinking'
     """
-    known = _encoders.get(settings)
-    if known is None:
-        known = _encoders[settings] = (_encoder(settings), {})
-    encode, texts = known
-    if not (type(value) is list or (type(value) is dict and "function" in value)):
-        return encode(value)
-    try:
-        key = orjson.dumps(value)
-    except TypeError:  # numbers beyond 64 bits, or half a surrogate pair
-        return encode(value)
-    if b"null" in key:  # None, or a NaN, which orjson writes alike
-        return encode(value)
-    text = texts.get(key)
-    if text is None:
-        if len(texts) >= _MAX_TEXTS:
-            texts.clear()
-        text = texts[key] = encode(value)
-    return text
+    read = {node.attr for node in tree.find_all(nodes.Getattr)}
+    read |= {node.arg.value for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const)}
+    for call in tree.find_all(nodes.Call):  # message.get('reasoning')
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "get":
+            read |= {argument.value for argument in call.args[:1] if isinstance(argument, nodes.Const)}
+    return next((key for key in REASONING_KEYS if key in read), None)
 
 
-def json_inside(text: str, ensure_ascii: bool) -> str:
-    """Return a text as JSON writes it between quotes."""
-    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
-    return escape(text)[1:-1]
+def with_reasoning_under(key: str | None, messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a chat with its reasoning under the key that a template reads."""
+    if key is None or all(map(_OTHER_KEYS[key].isdisjoint, messages)):
+        return messages
+    return [_rename_reasoning(key, message) for message in messages]
 
 
-def _encoder(settings: JsonSettings) -> Callable[[Any], str]:
-    ensure_ascii, indent, separators, sort_keys = settings
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    make: Any = getattr(json_encoder, "c_make_encoder", None)
-    if indent is not None or make is None:
-        return encoder.encode
-    # `encode` creates this for every value, which takes three times as long as encoding a small one.
-    escape = json_encoder.encode_basestring_ascii if ensure_ascii else json_encoder.encode_basestring
-    parts = make(
-        None, encoder.default, escape, None, encoder.key_separator, encoder.item_separator, sort_keys, False, True
-    )
-    return lambda value: "".join(parts(value, 0))
+def _rename_reasoning(key: str, message: Message) -> Message:
+    other = next((name for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
+    if other is None or isinstance(message.get(key), str):
+        return message
+    return {key if name == other else name: value for name, value in message.items() if name == other or name != key}
 
 
-# A code generator for Jinja with shorter code for what chat templates do most, which halves the time of a render.
-#
-# Jinja compiles `message.role` to a call of `environment.getattr`, which makes about twenty checks of types. A
-# message is nearly always a dict, so the generated code checks that first:
-#
-#     ((_it['role'] if 'role' in _it else undefined(obj=_it, name='role'))
-#      if type(_it := l_1_message) is dict else environment.getattr(_it, 'role'))
-#
-# The same goes for `loop.first`, attributes of namespaces, `content.split(...)` and `messages[0]`. A shortcut returns
-# what Jinja would return, and everything else still goes through Jinja, so the text never differs.
+def with_content_in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat whose contents are lists of parts, as templates of models that also see images read them.
 
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset({"index0", "index", "first", "last", "length", "revindex", "revindex0"})
-# Without `format`, through which a template could reach attributes of its arguments.
-_STRING_METHODS = frozenset(
-    {"endswith", "lower", "lstrip", "replace", "rstrip", "split", "startswith", "strip", "upper"}
-)
+    Example:
+        >>> with_content_in_parts([{"role": "user", "content": "Hi"}])
+        [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}]
+    """
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
-class QuickNamespace(Namespace):
-    """A `namespace` that keeps its values as Python keeps attributes."""
+def forms_of(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield a chat as it is, and then in other forms, until the template renders one of them.
 
-    __getattribute__ = object.__getattribute__
-
-    def __init__(*arguments: Any, **named: Any) -> None:  # a value may be called `self`
-        arguments[0].__dict__.update(dict(*arguments[1:], **named))
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
-
-    def __repr__(self) -> str:
-        return f"<Namespace {self.__dict__!r}>"
-
-
-class QuickLoop(LoopContext):
-    """A `loop` that a generator drives while it runs over a list."""
-
-    def __iter__(self) -> Any:
-        return self._over_list(self._iterable) if type(self._iterable) is list else self
-
-    def _over_list(self, items: list[Any]) -> Iterator[tuple[Any, QuickLoop]]:
-        self._length = len(items)
-        for self.index0, item in enumerate(items):
-            self._before, self._current = self._current, item
-            yield item, self
-
-    def _peek_next(self) -> Any:
-        if type(self._iterable) is not list:
-            return super()._peek_next()
-        following = self._iterable[self.index0 + 1 : self.index0 + 2]
-        return following[0] if following else self._after  # `missing`
+    The forms differ in how missing content is written (no key, null, an empty text), in the arguments of a call (an
+    object or JSON text) and in its id (nine letters or digits).
+    """
+    yield list(messages)
+    seen = [list(messages)]
+    if not any("tool_calls" in message or message.get("content") is None for message in messages):
+        return
+    contents: tuple[Callable[[Message], Message], ...] = (_same, _null_content, _empty_content)
+    for change_ids, change_call, change_content in product((False, True), (_same, _other_arguments), contents):
+        form = [change_content(_with_calls(message, change_call)) for message in messages]
+        if change_ids:
+            form = _with_short_ids(form)
+        if form not in seen:
+            seen.append(form)
+            yield form
 
 
-class ShortcutGenerator(CodeGenerator):
-    """Writes code with the shortcuts above."""
-
-    _namespaces: frozenset[str] = frozenset()
-    _conditions: frozenset[int] = frozenset()
-
-    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 (Jinja's name)
-        """Write a template."""
-        self._namespaces = frozenset(_namespaces(node))
-        self._conditions = frozenset(map(id, _conditions(node)))
-        super().visit_Template(node, frame)
-
-    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
-        """Write an attribute."""
-        name, owner = node.attr, node.node.name if isinstance(node.node, nodes.Name) else None
-        if name in _DICT_ATTRIBUTES or name.startswith("_"):
-            super().visit_Getattr(node, frame)
-        elif owner == "loop" and name in _LOOP_ATTRIBUTES:
-            self._choose(f"_it.{name}", node.node, "is LoopContext", f"getattr(_it, {name!r})", frame)
-        elif owner in self._namespaces:
-            is_there = f"is QuickNamespace and {name!r} in _it.__dict__"
-            self._choose(f"_it.{name}", node.node, is_there, f"getattr(_it, {name!r})", frame)
-        else:
-            missing = "False" if id(node) in self._conditions else f"undefined(obj=_it, name={name!r})"
-            item = f"(_it[{name!r}] if {name!r} in _it else {missing})"
-            self._choose(item, node.node, "is dict", f"getattr(_it, {name!r})", frame)
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
-        """Write an item."""
-        key = node.arg.value if isinstance(node.arg, nodes.Const) else None
-        if type(key) is str:
-            self._choose(f"_it[{key!r}]", node.node, f"is dict and {key!r} in _it", f"getitem(_it, {key!r})", frame)
-        elif type(key) is int and key >= 0:
-            self._choose(f"_it[{key}]", node.node, f"is list and len(_it) > {key}", f"getitem(_it, {key})", frame)
-        else:
-            super().visit_Getitem(node, frame)
-
-    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Write a call; methods of plain strings need no check by the sandbox."""
-        function = node.node
-        is_plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs or forward_caller)
-        if not (isinstance(function, nodes.Getattr) and function.attr in _STRING_METHODS and is_plain):
-            super().visit_Call(node, frame, forward_caller=forward_caller)
-            return
-        self.write(f"(_it.{function.attr}(")
-        for argument in node.args:
-            self.visit(argument, frame)
-            self.write(", ")
-        self.write(") if type(_it := ")
-        self.visit(function.node, frame)
-        self.write(") is str else ")
-        self.write(f"environment.call(context, environment.getattr(_it, {function.attr!r})")
-        flags = {"_loop_vars": frame.loop_frame, "_block_vars": frame.block_frame}
-        self.signature(node, frame, {name: name for name, is_set in flags.items() if is_set})
-        self.write("))")
-
-    def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802 (Jinja's name)
-        """Write a test; `message.key is defined` asks the dict."""
-        value = node.node
-        if node.name != "defined" or not isinstance(value, nodes.Getattr) or value.attr in _DICT_ATTRIBUTES:
-            super().visit_Test(node, frame)
-            return
-        test, name = self.tests["defined"], repr(value.attr)
-        self.write(f"(({name} in _it and {test}(_it[{name}])) if type(_it := ")
-        self.visit(value.node, frame)
-        self.write(f") is dict else {test}(environment.getattr(_it, {name})))")
-
-    def _choose(self, shortcut: str, value: nodes.Expr, kind: str, call: str, frame: Frame) -> None:
-        """Write a shortcut that a value's kind allows, and the call of the environment for all others."""
-        self.write(f"({shortcut} if type(_it := ")
-        self.visit(value, frame)
-        self.write(f") {kind} else environment.{call})")
+def _same(value: Any) -> Any:
+    return value
 
 
-def use_shortcuts(template: Template) -> None:
-    """Add the names that the shortcuts use to a compiled template."""
-    template.root_render_func.__globals__.update(LoopContext=QuickLoop, QuickNamespace=QuickNamespace)
+def _null_content(message: Message) -> Message:
+    if message.get("content") or (message.get("content") == "" and "tool_calls" not in message):
+        return message
+    return {"role": message.get("role"), **message, "content": None}
 
 
-def _conditions(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield expressions whose truth is all that the template needs."""
-    waiting: list[nodes.Node | None] = [node.test for node in tree.find_all(nodes.If)]
-    waiting += [node.test for node in tree.find_all(nodes.CondExpr)]
-    waiting += [node.node for node in tree.find_all(nodes.Not)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, nodes.And | nodes.Or):
-            waiting += [node.left, node.right]
-        elif node is not None:
-            yield node
+def _empty_content(message: Message) -> Message:
+    return message if message.get("content") is not None else {"role": message.get("role"), **message, "content": ""}
 
 
-def _namespaces(tree: nodes.Template) -> Iterator[str]:
-    """Yield the variables that a template makes with `namespace(...)`."""
-    for assign in tree.find_all(nodes.Assign):
-        function = assign.node.node if isinstance(assign.node, nodes.Call) else None
-        if isinstance(function, nodes.Name) and function.name == "namespace" and isinstance(assign.target, nodes.Name):
-            yield assign.target.name
+def _with_calls(message: Message, change: Callable[[Any], Any]) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+
+
+def _other_arguments(call: Any) -> Any:
+    """Return a call with its arguments as JSON text instead of an object, or the other way round."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call
+    else:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give every call an id of nine letters or digits, the same for the call and its result."""
+    numbers: dict[str, str] = {}
+
+    def short(identifier: Any) -> str:
+        text = str(identifier)
+        if len(text) == _ID_LENGTH and text.isalnum():
+            return text
+        if text not in numbers:
+            numbers[text] = _number_as_id(len(numbers))
+        return numbers[text]
+
+    result, position = [], 0
+    waiting: list[str] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                identifier = short(call.get("id", f"call {position}")) if isinstance(call, dict) else ""
+                position += 1
+                waiting.append(identifier)
+                calls.append({**call, "id": identifier} if isinstance(call, dict) else call)
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool":
+            known = message.get("tool_call_id")
+            identifier = short(known) if known is not None else waiting[0] if waiting else short("call")
+            if identifier in waiting:
+                waiting.remove(identifier)
+            message = {**message, "tool_call_id": identifier}
+        result.append(message)
+    return result
+
+
+def _number_as_id(number: int) -> str:
+    digits = ""
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        digits = _ID_CHARACTERS[digit] + digits
+    return digits

@@ -1,4 +1,4 @@
-"""The fast path through gigatoken, used only if it gives the same ids as `tokenizers`.
+"""The fast path: gigatoken, used only if it gives the same ids as `tokenizers`, and tokens whose lengths are known.
 
     tokenizer.json ─ gigatoken loads it ─ token_lengths ─ difference ─▶ used
                            │                   │              │
@@ -13,19 +13,19 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import secrets
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from megatron_packed_sft.encode.tokenizers.interface import SPACE_MARK
-from megatron_packed_sft.encode.tokenizers.token_positions import TokenLengths, byte_alphabet
 from megatron_packed_sft.support.own_directories import private_temporary_directory, user_cache
 
 if TYPE_CHECKING:
@@ -180,6 +180,145 @@ def vocabulary_texts(document: dict[str, Any], *, marks_spaces: bool) -> list[st
             spelled.append(token.translate(alphabet).encode("latin-1").decode(errors="ignore"))
     parts = [spelled[first : first + 100] for first in range(0, len(spelled), 100)]
     return [joint.join(part) for part in parts for joint in ("", " ")]
+
+
+# How many bytes of text each id stands for, where a tokenizer.json tells.
+#
+# Tokens that spell the unchanged text follow each other without gaps, so their lengths give their positions, and the
+# tokenizer need not compute offsets. This holds for two families: byte-level BPE (Qwen, Llama 3, GPT-2), whose tokens
+# are bytes in disguise, and BPE that writes a space as a mark and rare characters as bytes (Gemma, Llama 2).
+
+# Model settings with which a token may stand for bytes other than its spelling.
+_NOT_BYTES = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+_SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+class TokenLengths(NamedTuple):
+    """The lengths of a tokenizer's tokens.
+
+    Args:
+        num_bytes: of each id.
+        composes: whether the normalizer composes characters (NFC), which changes some texts.
+        marks_spaces: whether spaces become marks, so that a mark in the text looks like a space.
+        takes_prefix: whether the tokenizer may put a space in front of a text, as part of its first token.
+    """
+
+    num_bytes: npt.NDArray[np.int64]
+    composes: bool = False
+    marks_spaces: bool = False
+    takes_prefix: bool = False
+
+    def hold_for(self, text: str) -> bool:
+        r"""Return whether the tokens of a text spell it as it is.
+
+        Example:
+            >>> lengths = TokenLengths(np.ones(3, np.int64), composes=True)
+            >>> lengths.hold_for("e\u0301"), lengths.hold_for("\u00e9")
+            (False, True)
+        """
+        if text.isascii():
+            return True
+        if self.marks_spaces and SPACE_MARK in text:
+            return False
+        return not self.composes or unicodedata.is_normalized("NFC", text)
+
+
+def byte_alphabet() -> dict[int, int]:
+    """Return the byte that each printable character of a byte-level vocabulary stands for: code point -> byte.
+
+    Example:
+        >>> alphabet = byte_alphabet(); alphabet[ord("a")] == ord("a"), alphabet[ord("Ġ")] == ord(" ")
+        (True, True)
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + index: byte for index, byte in enumerate(hidden)}
+
+
+def token_lengths(document: dict[str, Any]) -> TokenLengths | None:
+    """Return the lengths of all tokens, or None if they depend on more than the id.
+
+    Example:
+        >>> level = {"type": "ByteLevel", "add_prefix_space": False}
+        >>> model = {"type": "BPE", "vocab": {"a": 0, "Ġa": 1}}
+        >>> token_lengths(
+        ...     {"model": model, "pre_tokenizer": level, "added_tokens": [{"id": 2, "content": "<s>"}]}
+        ... ).num_bytes
+        array([1, 2, 3])
+    """
+    model = document["model"]
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        return None
+    added = {token["content"]: token["id"] for token in document["added_tokens"]}
+    vocabulary = {token: number for token, number in model["vocab"].items() if token not in added}
+    if _is_byte_level(document):
+        # A token not spelled in bytes (Command R has emoji) never occurs; if it did, the lengths would not add up.
+        sizes = list(map(len, vocabulary))
+        disguises = "".join(map(chr, byte_alphabet()))
+        if not set("".join(vocabulary)) <= set(disguises):
+            sizes = [0 if token.strip(disguises) else len(token) for token in vocabulary]
+        return TokenLengths(_table(vocabulary, sizes, added), composes=_composes(document))
+    prefix = _prefix_of_marked_spaces(document)
+    if prefix is None or not all(
+        f"<0x{value:02X}>" in vocabulary or (value < 0x80 and chr(value) in vocabulary) for value in range(256)
+    ):
+        return None  # some characters have no token
+    sizes = [
+        1 if token[0] == "<" and _BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE_MARK, " ").encode())
+        for token in vocabulary
+    ]
+    return TokenLengths(_table(vocabulary, sizes, added), marks_spaces=True, takes_prefix=prefix)
+
+
+def merge_product(merge: str | list[str]) -> str:
+    """Return the token that a merge makes; files hold merges as text or as pairs.
+
+    Example:
+        >>> merge_product("Ġ a"), merge_product(["Ġ", "a"])
+        ('Ġa', 'Ġa')
+    """
+    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+
+
+def _is_byte_level(document: dict[str, Any]) -> bool:
+    normalizer = document.get("normalizer")
+    if normalizer and not _composes(document) and normalizer.get("normalizers") != []:
+        return False
+    if any(document["model"].get(name) for name in _NOT_BYTES):
+        return False
+    pre_tokenizer = document.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return bool(steps) and steps[-1].get("type") == "ByteLevel" and not steps[-1].get("add_prefix_space", True)
+
+
+def _composes(document: dict[str, Any]) -> bool:
+    return bool(document.get("normalizer") == {"type": "NFC"})
+
+
+def _prefix_of_marked_spaces(document: dict[str, Any]) -> bool | None:
+    """Return whether a text gets a space in front; None if spaces are marked in another way, or not at all."""
+    normalizer, pre_tokenizer = document.get("normalizer"), document.get("pre_tokenizer")
+    if not document["model"].get("byte_fallback"):
+        return None
+    if normalizer is None and pre_tokenizer is not None and pre_tokenizer.get("type") == "Metaspace":
+        if pre_tokenizer.get("replacement") != SPACE_MARK:
+            return None
+        return {"first": True, "never": False}.get(str(pre_tokenizer.get("prepend_scheme")))
+    if normalizer is not None and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) == 1:
+        normalizer = normalizer["normalizers"][0]
+    # After spaces have become marks, a split at spaces finds none.
+    is_idle = pre_tokenizer is None or (
+        pre_tokenizer.get("type") == "Split" and pre_tokenizer.get("pattern") == {"String": " "}
+    )
+    return False if normalizer == _SPACES_TO_MARKS and is_idle else None
+
+
+def _table(vocabulary: dict[str, int], sizes: list[int], added: dict[str, int]) -> npt.NDArray[np.int64]:
+    result = np.zeros(1 + max([*vocabulary.values(), *added.values()]), np.int64)
+    result[list(vocabulary.values())] = sizes
+    result[list(added.values())] = [len(text.encode()) for text in added]
+    return result
 
 
 # Tokenizers that passed the comparison on this machine are remembered, one small file each: the comparison needs the

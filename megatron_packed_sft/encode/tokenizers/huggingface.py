@@ -16,13 +16,23 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from megatron_packed_sft.encode.sequences import Sequences, in_record_order
+from megatron_packed_sft.encode.sequences import (
+    MarkedText,
+    Sequences,
+    in_record_order,
+    trained_ranges,
+    utf8_lengths,
+    with_train_mask,
+)
 from megatron_packed_sft.encode.tokenizers.gigatoken_path import (
     GigatokenPath,
+    TokenLengths,
     checked_by,
+    merge_product,
     open_gigatoken_path,
     recall,
     remember,
+    token_lengths,
 )
 from megatron_packed_sft.encode.tokenizers.huggingface_folder import (
     INSTALL,
@@ -31,16 +41,7 @@ from megatron_packed_sft.encode.tokenizers.huggingface_folder import (
     document_of_folder,
     read_tokenizer_folder,
 )
-from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, MarkedText, is_control_text
-from megatron_packed_sft.encode.tokenizers.load import local_tokenizer
-from megatron_packed_sft.encode.tokenizers.token_positions import (
-    TokenLengths,
-    merge_product,
-    token_lengths,
-    trained_ranges,
-    utf8_lengths,
-    with_train_mask,
-)
+from megatron_packed_sft.encode.tokenizers.interface import ControlTokens, is_control_text, local_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError
 from megatron_packed_sft.remote.copies import origin_of
 

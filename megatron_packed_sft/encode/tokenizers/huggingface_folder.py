@@ -10,7 +10,7 @@ import orjson
 import xxhash
 
 from megatron_packed_sft.encode.tokenizers.gigatoken_path import recall, remember
-from megatron_packed_sft.encode.tokenizers.load import belongs_to_tokenizer
+from megatron_packed_sft.encode.tokenizers.interface import belongs_to_tokenizer
 from megatron_packed_sft.errors import InvalidInputError, MissingDependencyError, PackedSFTError
 from megatron_packed_sft.support.paths import refuse_special_file
 

@@ -1,69 +1,19 @@
-"""The interface of tokenizers: marked texts in, sequences out; and how control tokens are found in a text."""
+"""The interface of tokenizers, how one is loaded, and how control tokens are found in a text."""
 
 from __future__ import annotations
 
+import os
 import re
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron_packed_sft.encode.sequences import Sequences
-
-
-class Segment(NamedTuple):
-    """Trained characters of one weight and kind.
-
-    Args:
-        start, end: a half-open range of characters.
-        weight: how much the loss of its tokens counts, above 0.
-        kind: what it is part of, a `TurnKind`; audits count it.
-    """
-
-    start: int
-    end: int
-    weight: float = 1.0
-    kind: int = 0
-
-
-class MarkedText(NamedTuple):
-    """A rendered text and which of its characters are trained.
-
-    Args:
-        text: what is tokenized; no token is added at either end.
-        trained: half-open character ranges, ascending, not touching or overlapping.
-        literal: half-open character ranges, ascending, in which no control token may begin or end: text of a message
-            that only looks like one.
-        segments: the trained ranges cut at every change of weight or kind, ascending; empty if all have weight 1 and
-            kinds were not requested.
-    """
-
-    text: str
-    trained: Sequence[tuple[int, int]] = ()
-    literal: Sequence[tuple[int, int]] = ()
-    segments: Sequence[Segment] = ()
-
-    def composed(self) -> MarkedText | None:
-        r"""Return the text with composed characters (NFC), or None if that would compose across the edge of a range.
-
-        Example:
-            >>> MarkedText("e\u0301 e\u0301", [(2, 5)]).composed()
-            MarkedText(text='é é', trained=[(1, 3)], literal=[], segments=[])
-        """
-        ranges = [*self.trained, *self.literal, *(segment[:2] for segment in self.segments)]
-        edges = sorted({0, len(self.text), *(edge for both in ranges for edge in both)})
-        parts = [unicodedata.normalize("NFC", self.text[start:end]) for start, end in pairwise(edges)]
-        text = "".join(parts)
-        if text != unicodedata.normalize("NFC", self.text):
-            return None
-        at = dict(zip(edges, accumulate(map(len, parts), initial=0), strict=True))
-        return MarkedText(
-            text,
-            [(at[start], at[end]) for start, end in self.trained],
-            [(at[start], at[end]) for start, end in self.literal],
-            [segment._replace(start=at[segment.start], end=at[segment.end]) for segment in self.segments],
-        )
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences
+from megatron_packed_sft.errors import InvalidInputError
+from megatron_packed_sft.remote.copies import copy_of
+from megatron_packed_sft.support.paths import is_url
 
 
 class Tokenizer(Protocol):
@@ -245,3 +195,67 @@ def _pattern_of(node: dict[str, Any]) -> str:
         return branches[0]
     # A word that ends here matches only if no longer one does.
     return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+
+
+# Loading: from a path, or from a URL through the cache of the node; never from a hub.
+
+_HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, kind: str = "auto", fast: bool = True) -> Tokenizer:
+    """Load a tokenizer from a file or folder.
+
+    Args:
+        path: a SentencePiece .model file, a folder with one, or a Hugging Face tokenizer folder; or the URL of one of
+            these, of which only the tokenizer's own files are fetched.
+        kind: sentencepiece, huggingface, or auto to decide by the files.
+        fast: for Hugging Face, use gigatoken if it gives the same ids.
+    """
+    if kind not in ("auto", "sentencepiece", "huggingface"):
+        raise InvalidInputError(f"tokenizer.kind {kind!r} is unknown; use one of auto, sentencepiece, huggingface")
+    location = local_tokenizer(path)
+    if not location.exists():
+        raise InvalidInputError(
+            f"{path} does not exist; give a local tokenizer folder or .model file (nothing is downloaded from a hub, "
+            "so fetch a tokenizer from there first)"
+        )
+    models = [location] if location.is_file() else sorted(location.glob("*.model"))
+    if kind == "auto":
+        kind = "huggingface" if _looks_like_huggingface(location) else "sentencepiece"
+    if kind == "huggingface":
+        from megatron_packed_sft.encode.tokenizers.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(location, fast=fast)
+    if len(models) != 1:
+        if not models:
+            raise InvalidInputError(
+                f"{path} has no tokenizer.json and no SentencePiece .model file; give the folder or file of a tokenizer"
+            )
+        names = ", ".join(model.name for model in models)
+        raise InvalidInputError(f"{path} holds several SentencePiece models ({names}); give the path of one of them")
+    from megatron_packed_sft.encode.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(models[0])
+
+
+def _looks_like_huggingface(location: Path) -> bool:
+    if location.is_file():
+        return location.name in _HUGGINGFACE_FILES
+    return any((location / name).is_file() for name in _HUGGINGFACE_FILES)
+
+
+# What a tokenizer in an object store consists of: its own files, not the weights beside them.
+_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_MOST_BYTES = 512 << 20
+
+
+def local_tokenizer(path: str | os.PathLike[str]) -> Path:
+    """Return the local path of a tokenizer, fetching it if it is a URL."""
+    if not is_url(path):
+        return Path(path)
+    return copy_of(os.fspath(path), wanted=belongs_to_tokenizer, most_bytes=_MOST_BYTES, kind="a tokenizer")
+
+
+def belongs_to_tokenizer(name: str) -> bool:
+    """Return whether a file of a folder is one of its tokenizer's."""
+    return "/" not in name and name.endswith(_SUFFIXES) and not name.endswith(".index.json")

@@ -19,10 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron_packed_sft.encode.sequences import Sequences
-from megatron_packed_sft.encode.tokenizers.interface import SPACE_MARK, ControlTokens, MarkedText, is_control_text
-from megatron_packed_sft.encode.tokenizers.load import local_tokenizer
-from megatron_packed_sft.encode.tokenizers.token_positions import trained_ranges, utf8_lengths, with_train_mask
+from megatron_packed_sft.encode.sequences import MarkedText, Sequences, trained_ranges, utf8_lengths, with_train_mask
+from megatron_packed_sft.encode.tokenizers.interface import SPACE_MARK, ControlTokens, is_control_text, local_tokenizer
 from megatron_packed_sft.errors import InvalidInputError
 from megatron_packed_sft.remote.copies import origin_of
 from megatron_packed_sft.support.paths import local_path, refuse_special_file
