@@ -67,7 +67,7 @@ def read_object(url: str, limit: int) -> bytes:
     """
     data = read_range(url, 0, limit + 1)
     if len(data) > limit:
-        raise StorageIOError(f"{redacted(url)} has more than the {limit:,} bytes it may have; restore the original")
+        raise StorageIOError(f"{redacted(url)} has more than the {limit:,} bytes allowed; restore the original")
     return data
 
 

@@ -1,4 +1,4 @@
-"""`convert`: packed data from one storage to another; bins stay equal, token by token.
+"""`convert`: rewrite packed data from one storage to another; every bin keeps its tokens, masks and boundaries.
 
 One shard or file becomes one shard or file. Several become a dataset directory, published together or not at all.
 """
@@ -40,7 +40,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What `convert` did."""
+    """The result of `convert`."""
 
     target: str
     packed_storage: str
@@ -55,7 +55,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The arguments of `convert` that say what to write."""
+    """The arguments of `convert` that describe the output."""
 
     storage: Storage
     pack_size: int | None
@@ -70,15 +70,15 @@ class _Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One shard to convert, and the place of its result: a split's shard `number`, or the target itself (None)."""
+    """One shard to convert, and where the result goes: shard `number` of a split, or the target itself (None)."""
 
     path: Path
     storage: Storage
     split: str
     number: int | None = None
-    entry: ShardEntry | None = None  # what a dataset.json says of it
-    recorded: BinFigures | None = None  # what that dataset.json says of its split
-    remote: RemoteShard | None = None  # its place in an object store
+    entry: ShardEntry | None = None  # its entry in a dataset.json
+    recorded: BinFigures | None = None  # the figures of its split in that dataset.json
+    remote: RemoteShard | None = None  # set for a shard in an object store
 
     def open(self) -> PackedShard:
         """Open the shard."""
@@ -105,22 +105,22 @@ def convert(
 
     Args:
         sources: files, shards, dataset directories, directories of such files, or globs.
-        target: where the result appears, whole or not at all. For `megatron_indexed` it is a prefix, and splits are
-            added to it (PREFIX_train, PREFIX_validation) if there are several.
+        target: where the result is published, whole or not at all. For `megatron_indexed` it is a prefix, to which the
+            names of several splits are added (PREFIX_train, PREFIX_validation).
         to: the name of a storage: `memmap_v1`, `legacy`, `parquet`, `megatron_indexed`, or a registered one.
-        pack_size: the width of the shards; when not given, the longest bin.
+        pack_size: the width of the shards; by default the longest bin.
         overlong: bins longer than `pack_size` (Megatron-Bridge packs by length - 1, so it writes such bins) make the
             width grow to fit, or are an error.
-        vocab_size: ids must be below it; when not given, what the sources recorded, or the largest id + 1.
-        pad_id: fills the bins up; when not given, what the sources recorded, or 0.
-        split: the split that the shards of several files go to.
-        drop_masks: for `megatron_indexed`, which keeps no loss masks: accept tokens that are not trained; they are
-            trained by whatever reads the result.
+        vocab_size: ids must be below it; by default as recorded in the sources, or the largest id + 1.
+        pad_id: the padding id; by default as recorded in the sources, or 0.
+        split: the split for the shards of several files.
+        drop_masks: for `megatron_indexed`, which keeps no loss masks: accept untrained tokens; readers of the
+            result train on them.
         overwrite: replace an existing target.
         progress: show a bar over the bins.
 
     Megatron-Bridge leaves the loss mask at 1 on the last token of a sequence for data without a chat template. No
-    collate reads that place (it predicts nothing); here it becomes 0, and the report counts how many were cleared.
+    collate function reads that position (it has no prediction); `convert` sets it to 0 and the report counts these.
     """
     storage = storage_named(to)
     if overlong not in ("grow", "error"):
@@ -128,7 +128,7 @@ def convert(
     if pack_size is not None and pack_size < 1:
         raise InvalidInputError(f"pack_size is {pack_size}; it must be at least 1")
     if drop_masks and storage.keeps_masks:
-        raise InvalidInputError(f"{storage.name} keeps loss masks, so there are none to drop; leave --drop-masks out")
+        raise InvalidInputError(f"{storage.name} keeps loss masks; remove --drop-masks")
     settings = _Settings(storage, pack_size, overlong, vocab_size, pad_id, split, drop_masks, overwrite, progress)
     if not is_url(target):
         return _convert(sources, local_path(target, "target"), settings)
@@ -150,7 +150,7 @@ def _convert(sources: PathLike | Sequence[PathLike], target: Path, settings: _Se
     storage, found = settings.storage, _find(sources, settings.split)
     for source in found:
         if source.storage.name == storage.name:
-            raise InvalidInputError(f"{source.path} is {storage.name} already; choose another storage to convert to")
+            raise InvalidInputError(f"{source.path} is already {storage.name}; choose another storage with --to")
     conversion = _Conversion(settings)
     conversion.survey(found)
     with Progress(f"convert to {storage.name}", conversion.num_bins, "bin", quiet=not settings.progress) as bar:
@@ -172,7 +172,7 @@ def _convert(sources: PathLike | Sequence[PathLike], target: Path, settings: _Se
 
 
 def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) -> ShardManifest:
-    """Convert one pickled .npy file to one memmap_v1 shard, and return its manifest."""
+    """Convert one pickled .npy file to a memmap_v1 shard, and return its manifest."""
     if is_url(output_dir):
         with uploading(os.fspath(output_dir)) as local:
             return convert_legacy_to_memmap(legacy_npy_path, local)
@@ -181,7 +181,7 @@ def convert_legacy_to_memmap(legacy_npy_path: PathLike, output_dir: PathLike) ->
 
 
 class _Conversion:
-    """The figures that one call collects."""
+    """The state of one call."""
 
     def __init__(self, settings: _Settings) -> None:
         self._settings = settings
@@ -197,7 +197,7 @@ class _Conversion:
         self.num_bins = 0
 
     def survey(self, sources: Sequence[_Source]) -> None:
-        """Learn the width, the vocabulary and the padding id that suit every source, so that all shards agree."""
+        """Find the width, the vocabulary and the padding id that fit every source, so that all shards agree."""
         # Legacy and Parquet files are read whole, so each is opened twice rather than all held in memory at once.
         bounds = []
         for source in sources:
@@ -229,7 +229,7 @@ class _Conversion:
             self._vocab_size = max(self._pad_id + 1, *bounds)
 
     def _survey_masks(self, source: _Source, shard: PackedShard, figures: BinFigures) -> None:
-        """Count predictions that are not trained, and refuse them now rather than after all of it was written."""
+        """Count untrained predictions, and refuse them before anything is written."""
         multiple = self._known(source, "pad_seq_to_mult") or 1
         if multiple > 1:
             raise InvalidInputError(
@@ -245,7 +245,7 @@ class _Conversion:
         self._num_untrained += num_untrained
 
     def join(self, sources: Sequence[_Source], target: Path, bar: Progress) -> ConversionReport:
-        """Write all bins of each split into one shard; all are published when all are written."""
+        """Write all bins of each split into one shard; publish once all are written."""
         by_split: dict[str, list[_Source]] = {}
         for source in sources:
             by_split.setdefault(source.split, []).append(source)
@@ -265,12 +265,12 @@ class _Conversion:
         return self.report(", ".join(map(str, targets)), len(sources))
 
     def _known(self, source: _Source, name: str) -> Any:
-        """Return a figure of a source: what its dataset.json says, else what the shard says."""
+        """Return a figure of a source, from its dataset.json or else from the shard."""
         recorded = None if source.recorded is None else source.recorded[name]
         return self._figures[source.path][name] if recorded is None else recorded
 
     def options(self, source: _Source) -> WriterOptions:
-        """Return how the bins of one source are written."""
+        """Return the writer's options for one source."""
         provenance = {
             name: value
             for name in ("tokenizer", "chat_template_fingerprint", "pad_seq_to_mult")
@@ -287,7 +287,7 @@ class _Conversion:
         )
 
     def copy(self, source: _Source, writer: PackedShardWriter, bar: Progress, first_bin: int = 0) -> int:
-        """Write all bins of a source, as bins from `first_bin` on; return the next one."""
+        """Write all bins of a source, starting at bin `first_bin`; return the number of the next bin."""
         shard = self._opened.pop(source.path, None) or source.open()
         for block in shard.blocks(self._pack_size, self._pad_id or 0):
             self._num_cleared += clear_sequence_ends(block)
@@ -318,11 +318,11 @@ class _Conversion:
 def _find(sources: PathLike | Sequence[PathLike], split: str) -> list[_Source]:
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not given:
-        raise InvalidInputError("there is nothing to convert; name at least one file")
+        raise InvalidInputError("nothing to convert; name at least one file")
     paths = [path for item in given for path in _expand(item)]
     found = [source for path in paths for source in _sources_at(path, split)]
     if len(given) == len(found) == 1 and found[0].path == paths[0]:
-        return found  # one shard, named itself: it becomes one shard
+        return found  # a shard that was named directly becomes one shard
     counts: dict[str, int] = {}
     numbered = []
     for source in found:
@@ -360,7 +360,7 @@ def _sources_at(path: Path | str, split: str) -> list[_Source]:
 
 
 def _expand(source: PathLike) -> list[Path] | list[str]:
-    """Return the paths that a source stands for; a URL of a dataset stays one, other URLs are fetched."""
+    """Return the paths that a source matches; the URL of a dataset is kept, other URLs are fetched."""
     if is_url(source):
         return [os.fspath(source)] if has_dataset(source) else [local_copy(os.fspath(source))]
     path = indexed_path(local_path(source, "source"))

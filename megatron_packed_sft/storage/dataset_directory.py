@@ -75,7 +75,7 @@ _COMMON = ("tokenizer", "chat_template_fingerprint")  # shards of one split must
 class DatasetDirectory:
     """An opened dataset.json. The shards are opened on demand.
 
-    For a dataset in an object store, `url` says where it is and `cache` where its shards are fetched to.
+    For a dataset in an object store, `url` is its address and `cache` the cache that its shards are fetched into.
     """
 
     path: Path
@@ -91,20 +91,20 @@ class DatasetDirectory:
 
     @property
     def location(self) -> str:
-        """Where it is, for messages: a path or a URL without credentials."""
+        """The path, or the URL without credentials, for messages."""
         return str(self.path) if self.url is None else redacted(self.url)
 
     def shard_path(self, split: str, entry: ShardEntry) -> Path:
-        """Return the local path of a shard; one of an object store is there while `remote_shard` holds it."""
+        """Return the local path of a shard; a remote one exists there only while it is held (see `remote_shard`)."""
         remote = self.remote_shard(split, entry)
         return self.path / split / entry.name if remote is None else remote.path
 
     def remote_shard(self, split: str, entry: ShardEntry) -> RemoteShard | None:
-        """Return how to fetch a shard, or None when it is local."""
+        """Return the remote shard to fetch, or None if the dataset is local."""
         return None if self.url is None else _remote_shard(self.storage, self.url, self.cache, split, entry)
 
     def open_shard(self, split: str, entry: ShardEntry) -> PackedShard:
-        """Open one shard and make sure that it is the one dataset.json means."""
+        """Open one shard and check that it is the one listed in dataset.json."""
         remote = self.remote_shard(split, entry)
         shard = open_listed_shard(self.storage, self.shard_path(split, entry), entry, remote)
         shard.read_with(self.reading)
@@ -123,7 +123,7 @@ class DatasetDirectory:
         return [self.open_shard(split, entry) for entry in self.entries(split)]
 
     def is_whole(self) -> bool:
-        """Return whether every shard is there and is the one listed, as far as names, sizes and manifests tell."""
+        """Return whether every listed shard exists and matches, judging by names, sizes and manifests."""
         try:
             for split, entries in self.splits.items():
                 for entry in entries:
@@ -148,9 +148,9 @@ def _remote_shard(storage: Storage, url: str, cache: NodeCache | None, split: st
 def open_listed_shard(
     storage: Storage, path: Path, entry: ShardEntry, remote: RemoteShard | None = None
 ) -> PackedShard:
-    """Open a shard that a dataset.json lists; another shard, or one that was changed, is refused.
+    """Open a shard listed in a dataset.json; refuse a different or changed one.
 
-    One of an object store is fetched first. While it is mapped it stays in the cache.
+    A remote shard is fetched first, and stays in the cache while it is mapped.
     """
     if remote is not None:
         hold = remote.hold()
@@ -175,8 +175,8 @@ def open_listed_shard(
 
 def _not_listed(path: Path, problem: str) -> ShardError:
     return ShardError(
-        f"{path} is not the shard that its dataset.json lists: {problem}; it was swapped or written again, so restore "
-        "it or publish the dataset again"
+        f"{path} is not the shard that its dataset.json lists: {problem}; it was replaced or rewritten: restore "
+        "it, or publish the dataset again"
     )
 
 
@@ -186,8 +186,8 @@ def open_dataset(
     """Open a dataset directory: dataset.json is read and checked, shards are not touched yet.
 
     Args:
-        path: of the directory, or its URL.
-        cache: where the shards of a URL are fetched to; by default the user's cache.
+        path: the directory, or its URL.
+        cache: where the shards of a URL are stored; by default the user's cache.
         verify: when bins of its shards are compared with their checksums; see `ReadOptions`.
     """
     reading = ReadOptions(verify)
@@ -209,7 +209,7 @@ def open_dataset(
 
 
 def has_dataset(path: str | os.PathLike[str], cache: NodeCache | None = None) -> bool:
-    """Return whether there is a dataset.json at a path or a URL; a cache that has a copy of it needs no network."""
+    """Return whether a path or URL has a dataset.json; a copy in the cache counts, without asking the network."""
     if is_url(path):
         url = child(os.fspath(path), DATASET)
         return (cache is not None and cache.has_document(url)) or object_info(url) is not None
@@ -228,7 +228,7 @@ class DatasetWriter(StagedWriter):
     Args:
         target: the directory to publish.
         storage: the storage of its shards.
-        overwrite: replace whatever is published at the target, in one step.
+        overwrite: replace an existing target in one step.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -253,7 +253,7 @@ class DatasetWriter(StagedWriter):
 
     @property
     def path(self) -> Path:
-        """Where the dataset is staged until `finalize`; other processes may also write shards there."""
+        """The staging directory until `finalize`; other processes may write shards into it, too."""
         return self._staging.path
 
     def shard_path(self, split: str, number: int) -> Path:
@@ -282,12 +282,12 @@ class DatasetWriter(StagedWriter):
         return writer
 
     def record(self, path: Path, figures: BinFigures, entry: ShardEntry | None = None) -> None:
-        """Note the figures of a shard that another process wrote, so that it need not be read again.
+        """Record the figures of a shard that another process wrote, so that it is not read again.
 
         Args:
             path: where it is staged.
             figures: of its bins.
-            entry: of a shard that was sent to an object store and is not here.
+            entry: for a shard that was uploaded to an object store and is not in the staging directory.
         """
         self._figures[path] = figures
         if entry is not None:
@@ -299,8 +299,8 @@ class DatasetWriter(StagedWriter):
         """List every staged shard in dataset.json and publish.
 
         Args:
-            provenance: sources, tokenizer, plan, configuration: whatever the dataset was made from.
-            card: text of README.md, the dataset card.
+            provenance: what the dataset was made from: sources, tokenizer, plan, configuration.
+            card: the text of README.md, the dataset card.
         """
         self._require_open()
         self._figures |= {path: writer.figures for path, writer in self._writers if writer.figures is not None}
@@ -329,7 +329,7 @@ class DatasetWriter(StagedWriter):
         return open_dataset(self.target)
 
     def _describe_split(self, split: str) -> dict[str, Any]:
-        """Return what dataset.json says of a split, and write the files that belong beside its shards."""
+        """Return the entry of a split for dataset.json, and write the files that belong beside its shards."""
         storage, folder = self.storage, self.path / split
         with os_errors("list", folder):
             paths = [path for path in folder.iterdir() if storage.recognises(path)]
@@ -352,7 +352,7 @@ class DatasetWriter(StagedWriter):
         return description
 
     def _write_recorded(self, name: str, content: bytes) -> None:
-        """Write a file that dataset.json vouches for."""
+        """Write a file whose size and checksum go into dataset.json."""
         write_file(self.path / name, content)
         self._files[name] = FileRecord(len(content), checksum(content))
 
@@ -366,12 +366,12 @@ def _describe_shard(storage: Storage, path: Path, figures: BinFigures, elsewhere
 
 
 def _agreed(paths: Sequence[Path], figures: Sequence[BinFigures], name: str) -> Any:
-    """Return what all shards of a split have in common; shards that differ cannot be one split."""
+    """Return a value that all shards of a split share; refuse shards that differ."""
     values = [getattr(one, name) for one in figures]
     for path, value in zip(paths, values, strict=True):
         if value != values[0]:
             raise InvalidInputError(
                 f"{path.name} has {name} {value!r}, {paths[0].name} has {values[0]!r}; "
-                "shards of one split must be made with the same"
+                "all shards of a split must have the same"
             )
     return values[0]

@@ -1,4 +1,4 @@
-"""dataset.json: what it says, checked. Names that become paths are plain names, and every number is in its range."""
+"""Parse and check dataset.json: names that become paths are plain names, and every number is in its range."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardEntry:
 
 
 class DatasetDocument(NamedTuple):
-    """What dataset.json says."""
+    """The content of a dataset.json."""
 
     storage: Storage
     splits: dict[str, tuple[ShardEntry, ...]]
@@ -47,7 +47,7 @@ class DatasetDocument(NamedTuple):
 
 
 def parse_dataset(data: bytes, file: str) -> DatasetDocument:
-    """Parse and check the bytes of a dataset.json; `file` is what messages call it."""
+    """Parse and check the bytes of a dataset.json; `file` is its name in messages."""
     document = json_document.parse(data, file)
     values = json_document.Fields(document, file)
     kind, version = values.text("format"), values.text("version")
@@ -121,7 +121,7 @@ def _parse_entry(storage: Storage, listed: Any, place: str) -> ShardEntry:
     key = checksum_key(storage)
     name, digest = fields.text("name"), fields.text(key)
     if not PLAIN_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
-        raise fields.error(f"name or {key}", "is not of the right form")
+        raise fields.error(f"name or {key}", "is malformed")
     num_bytes = fields.optional_integer("bytes", 0, _MAX_NUMBER)
     return ShardEntry(name, fields.integer("num_bins", 1, MAX_NUM_BINS), digest, num_bytes)
 

@@ -34,11 +34,11 @@ STORAGES: Registry[Storage] = Registry(
 
 
 def register_storage(storage: Storage, *, replace: bool = False) -> None:
-    """Add a storage, so that the factory, `prepare`, `convert` and `validate` know it.
+    """Add a storage to those that the factory, `prepare`, `convert` and `validate` know.
 
     Args:
-        storage: found by its `name` and its `aliases`.
-        replace: allow it to take the place of a storage of the same name.
+        storage: the storage; it is found by its `name` and its `aliases`.
+        replace: let it replace a storage with the same name.
     """
     for name in (storage.name, *storage.aliases):
         taken = _find(name)
@@ -50,7 +50,7 @@ def register_storage(storage: Storage, *, replace: bool = False) -> None:
 
 
 def storage_named(name: str) -> Storage:
-    """Return the storage of that name or alias; an unknown name is one sentence about those there are.
+    """Return the storage with this name or alias; an unknown name is an error that lists the known ones.
 
     Example:
         >>> storage_named("legacy_npy_pickle").name
@@ -63,26 +63,26 @@ def storage_named(name: str) -> Storage:
 
 
 def dataset_storage(name: str) -> Storage:
-    """Return the storage of that name; one that dataset directories cannot be written in is an error.
+    """Return the storage with this name; raise an error if dataset directories cannot use it.
 
     Example:
         >>> dataset_storage("megatron_indexed")
         Traceback (most recent call last):
-        megatron_packed_sft.errors.InvalidInputError: storage 'megatron_indexed' keeps no loss masks, so no dataset \
-directory is made of it; write memmap_v1, and then run packed-sft convert --to megatron_indexed
+        megatron_packed_sft.errors.InvalidInputError: storage 'megatron_indexed' keeps no loss masks, so a dataset \
+directory cannot use it; write memmap_v1, then run packed-sft convert --to megatron_indexed
     """
     storage = storage_named(name)
     if not storage.keeps_masks:
         raise InvalidInputError(
-            f"storage {storage.name!r} keeps no loss masks, so no dataset directory is made of it; write "
-            f"{DEFAULT_STORAGE}, and then run packed-sft convert --to {storage.name}"
+            f"storage {storage.name!r} keeps no loss masks, so a dataset directory cannot use it; write "
+            f"{DEFAULT_STORAGE}, then run packed-sft convert --to {storage.name}"
         )
     storage.refuse_read_only()
     return storage
 
 
 def storage_names() -> tuple[str, ...]:
-    """Return the names of all storages; nothing is imported.
+    """Return the names of all storages, without importing any.
 
     Example:
         >>> storage_names()[:3]
@@ -92,12 +92,12 @@ def storage_names() -> tuple[str, ...]:
 
 
 def storage_of(path: Path) -> Storage | None:
-    """Return the storage that `path` is a shard of, or None. Built-in storages are asked first."""
+    """Return the storage that can read `path`, or None. Built-in storages are tried first."""
     return next((storage for storage in STORAGES.usable() if storage.recognises(path)), None)
 
 
 def shards_inside(directory: Path) -> list[tuple[Path, Storage]]:
-    """Return the shards that lie directly in a directory, in the order of their names."""
+    """Return the shards directly inside a directory, sorted by name."""
     try:
         entries = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     except OSError:
@@ -108,8 +108,8 @@ def shards_inside(directory: Path) -> list[tuple[Path, Storage]]:
 def open_shard(path: str | os.PathLike[str]) -> PackedShard:
     """Open one shard of any storage for reading.
 
-    A memmap_v1 shard is checked and opened in a millisecond whatever its size, and nothing is mapped until the first
-    read. Legacy and Parquet files are read whole (a legacy file's pickle is never executed).
+    A memmap_v1 shard of any size is checked and opened in about a millisecond and mapped at the first read. Legacy and
+    Parquet files are read into memory (a legacy file's pickle is never executed).
     """
     location = indexed_path(local_path(path))
     storage = storage_of(location)
@@ -156,7 +156,7 @@ def create_shard_writer(
 
 
 def not_a_shard(path: Path) -> PackedSFTError:
-    """Return the error for a path that no storage recognises: one sentence that says what it is instead."""
+    """Return the error for a path that no storage recognises; its message says what the path is instead."""
     from megatron_packed_sft.storage.dataset_directory import DATASET
 
     if not os.path.lexists(path):

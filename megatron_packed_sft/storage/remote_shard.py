@@ -1,4 +1,4 @@
-"""Shards in object stores: fetched into the cache of the node and checked, or written straight to a file system."""
+"""Shards in object stores: fetched into the node's cache and checked, or written to an fsspec file system."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from megatron_packed_sft.support.wording import byte_count
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One shard of a store. It can be pickled: every process opens the cache for itself.
+    """One shard in an object store. It can be pickled; each process opens the cache itself.
 
     Args:
-        storage: of the shard.
-        url: of the shard.
-        checksum: as dataset.json records it.
-        num_bytes: of a shard that is one file.
+        storage: the shard's storage.
+        url: the shard's address.
+        checksum: the checksum in dataset.json.
+        num_bytes: the size of a shard that is one file.
         group: the URL of the dataset.
-        cache_directory, cache_size: of the cache of the node.
+        cache_directory, cache_size: where the node's cache is, and its limit.
     """
 
     storage: Storage
@@ -51,28 +51,28 @@ class RemoteShard:
 
     @property
     def cache(self) -> NodeCache:
-        """The cache of the node."""
+        """The node's cache."""
         return node_cache(self.cache_directory, self.cache_size)
 
     @functools.cached_property
     def item(self) -> CacheItem:
-        """What the cache calls it."""
+        """The shard's key in the cache."""
         return CacheItem(self.url, self.checksum, lambda: self.contents, self.group)
 
     @property
     def path(self) -> Path:
-        """Where it is once it was fetched."""
+        """The local path after fetching."""
         return self.cache.path_of(self.item)
 
     def hold(self) -> Hold:
-        """Fetch the shard unless it is there, and keep it while the returned object lives."""
+        """Fetch the shard if needed; it stays in the cache while the returned object lives."""
         hold = self.cache.hold(self.item)
-        self.__dict__.pop("contents", None)  # of thousands of shards they would add up
+        self.__dict__.pop("contents", None)  # kept for thousands of shards they would add up
         return hold
 
     @functools.cached_property
     def contents(self) -> Contents:
-        """Its files, as its manifest lists them: read once until it is here, however often the cache looks for room."""
+        """The files listed in its manifest, which is read once per fetch, however often the cache asks."""
 
         def read(name: str, limit: int) -> bytes:
             return read_object(child(self.url, name), limit)
@@ -84,9 +84,9 @@ class RemoteShard:
 
 
 def local_copy(url: str, cache: NodeCache | None = None) -> Path:
-    """Return the local path of a single shard or file of an object store: fetched, checked and kept from now on.
+    """Fetch a single shard or file from an object store, check it, and return its local path; it stays in the cache.
 
-    A memmap_v1 shard is checked against its manifest. Other files are known by what the store says of them.
+    A memmap_v1 shard is checked against its manifest, other files against the store's metadata.
     """
     cache = cache or node_cache()
     if object_info(child(url, MANIFEST)) is not None:
@@ -97,7 +97,7 @@ def local_copy(url: str, cache: NodeCache | None = None) -> Path:
         return kept_copy(shard.item, cache)
     if object_info(url) is None:
         if any(letter in url for letter in "*?["):
-            raise InvalidInputError(f"{redacted(url)} is a pattern, and those work with local paths; name each URL")
+            raise InvalidInputError(f"{redacted(url)} is a pattern, which works for local paths only; name each URL")
         refuse_unfinished(url)
         raise InvalidInputError(f"{redacted(url)} is not a dataset, shard or file; check the URL")
     return copy_of(url, cache)
@@ -111,14 +111,14 @@ def fetch_dataset(
     on_total: Callable[[int], object] | None = None,
     on_bytes: Callable[[int], object] | None = None,
 ) -> tuple[int, int]:
-    """Fetch the shards of a dataset into the cache; return how many there are and their bytes.
+    """Fetch the shards of a dataset into the cache; return their number and total bytes.
 
     Args:
-        url: of the dataset.
-        cache: of the node.
-        splits: which; empty for all.
-        on_total: called with the bytes of all shards before any is fetched.
-        on_bytes: called with the bytes of each shard that is there.
+        url: the dataset's address.
+        cache: the node's cache.
+        splits: the splits to fetch; empty for all.
+        on_total: called with the bytes of all shards before the first is fetched.
+        on_bytes: called with the bytes of each shard once it has been fetched.
     """
     from megatron_packed_sft.storage.dataset_directory import open_dataset
 
@@ -135,24 +135,24 @@ def fetch_dataset(
         if num_bytes > limit:
             raise InvalidInputError(
                 f"{redacted(url)} has {byte_count(num_bytes)}, more than the whole cache of {byte_count(limit)}; raise "
-                "cache_size, or let training fetch what it needs"
+                "cache_size, or let training fetch shards as it needs them"
             )
         if on_total is not None:
             on_total(num_bytes)
-        holds = []  # until all are there, so that none of them makes room for another
+        holds = []  # kept until all are fetched, so that no shard evicts another
         try:
             for size, hold in zip(sizes, threads.map(RemoteShard.hold, shards), strict=True):
                 holds.append(hold)
                 if on_bytes is not None:
                     on_bytes(size)
-        except BaseException:  # Ctrl-C, too: shards that were not begun are not waited for
+        except BaseException:  # including Ctrl-C: do not wait for shards that have not been started
             threads.shutdown(wait=True, cancel_futures=True)
             raise
     return len(shards), num_bytes
 
 
 def _num_bytes(shard: RemoteShard) -> int:
-    """Return the size of a shard: as the cache knows it, or as its manifest says."""
+    """Return the size of a shard, from the cache or from its manifest."""
     return shard.cache.size_of(shard.item.key) if shard.cache.has(shard.item) else shard.contents.num_bytes
 
 
@@ -164,12 +164,13 @@ def write_memmap_to_cloud(
     total_seq_starts: int | None,
     write_fn: Callable[[MemmapShardWriter], object],
 ) -> ShardManifest:
-    """Write one memmap_v1 shard to a file system of fsspec, and return its manifest.
+    """Write one memmap_v1 shard to an fsspec file system, and return its manifest.
 
-    The shard is written to local scratch and uploaded: the arrays first, each checked in the store, the manifest last.
+    The shard is written to local scratch space and uploaded: first the arrays, each verified in the store, then the
+    manifest.
 
     Args:
-        output_fs: an fsspec file system; on a local one the shard is written where it belongs.
+        output_fs: an fsspec file system; on a local one the shard is written in place, without a copy.
         output_dir: the shard's path there.
         num_bins, pack_size, total_seq_starts: as in `MemmapShardWriter`.
         write_fn: called with the writer; writes all bins.

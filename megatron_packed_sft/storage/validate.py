@@ -1,4 +1,4 @@
-"""`validate`: is packed data complete and sound? Findings name the file, the bin and the field.
+"""`validate`: check that packed data is complete and valid. Findings name the file, the bin and the field.
 
 `structure` checks names, sizes, manifests and headers (milliseconds for memmap_v1). `full` also reads every byte,
 compares it with its checksum and checks every invariant of every bin.
@@ -46,7 +46,7 @@ Level = Literal["structure", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem."""
 
     file: str
     message: str
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(slots=True)
 class ValidationReport:
-    """What `validate` looked at and found."""
+    """What `validate` checked and found."""
 
     path: str
     level: Level
@@ -77,27 +77,27 @@ class ValidationReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing was found."""
+        """Return whether there are no findings."""
         return self.num_findings == 0
 
     def add(self, finding: Finding) -> None:
-        """Count a finding, and keep it while there are not too many."""
+        """Count a finding, and keep it unless `max_findings` are kept already."""
         self.num_findings += 1
         if len(self.findings) < self.max_findings:
             self.findings.append(finding)
 
     def add_strangers(self, directory: Path, expected: Collection[str]) -> None:
-        """Add a finding for every file in a directory of ours that is not part of it."""
+        """Add a finding for every file in a dataset's directory that is not part of the dataset."""
         try:
             names = sorted(os.listdir(directory))
         except OSError:
-            return  # what is missing is reported by whoever opens it
+            return  # opening the dataset reports what is missing
         for name in names:
             if name not in expected:
-                self.add(Finding(str(directory / name), "is not part of the dataset; move it somewhere else"))
+                self.add(Finding(str(directory / name), "is not part of the dataset; move it away"))
 
     def rename(self, path: str, at_home: Callable[[str], str]) -> None:
-        """Speak of the place that the data came from, and not of a copy that was looked at."""
+        """Replace the paths of a temporary copy by the place that the data came from."""
         self.path = path
         self.findings = [replace(one, file=at_home(one.file), message=at_home(one.message)) for one in self.findings]
         self.notes = [at_home(note) for note in self.notes]
@@ -118,16 +118,16 @@ def validate(
     progress: bool = False,
     stream: StreamOptions | None = None,
 ) -> ValidationReport:
-    """Check a shard, a dataset directory, a directory of shards, of any storage, or a token stream.
+    """Check a shard, a dataset directory or a directory of shards of any storage, or a token stream.
 
     Args:
         path: a shard, a directory with dataset.json (a dataset), a directory with shards in it, or the URL of one of
-            these. Of a URL `structure` reads documents and headers only, and `full` downloads one shard after the
-            other: the cache is left out, since it would hide damage.
+            these. For a URL, `structure` reads documents and headers only, and `full` downloads one shard after the
+            other, bypassing the cache, which would hide damage.
         level: `structure` or `full`.
         max_findings: keep at most this many; the rest are only counted.
         progress: show a bar over the bytes read.
-        stream: the dtype, vocabulary, EOS id and length that a token stream is meant to be read with.
+        stream: the dtype, vocabulary, EOS id and window length to check a token stream with.
     """
     if level not in get_args(Level):
         raise InvalidInputError(f"level {level!r} is unknown; use one of {', '.join(get_args(Level))}")
@@ -147,7 +147,7 @@ def validate(
 
 
 def _validate_url(url: str, report: ValidationReport, progress: bool, stream: StreamOptions | None) -> ValidationReport:
-    """Check data in a store by its outline, and whole shards where their bytes count."""
+    """Check data in an object store by its outline, and download whole shards where their bytes are checked."""
     info = object_info(url)
     if info is not None:
         with scratch_directory() as scratch, Progress("validate", None, "B", quiet=not progress) as bar:
@@ -173,7 +173,7 @@ def _validate_url(url: str, report: ValidationReport, progress: bool, stream: St
 def _bytes_of(
     outline: Outline | None, storage: Storage, path: Path, report: ValidationReport
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a shard has all the bytes that its check reads."""
+    """Return a context in which all bytes that the check reads are local."""
     if outline is None or (report.level == "structure" and storage.has_manifest):
         return contextlib.nullcontext()
     return outline.whole("" if path == outline.path else path.relative_to(outline.path).as_posix())
@@ -182,7 +182,7 @@ def _bytes_of(
 def _configured(
     shards: list[tuple[Path, Storage]], location: str, options: StreamOptions | None
 ) -> list[tuple[Path, Storage]]:
-    """Tell token streams how to be read; refuse options if there is none."""
+    """Apply the stream options to token streams; refuse options if there is no token stream."""
     if options is None:
         return shards
     if any(storage.stream_options for _, storage in shards):
@@ -190,7 +190,7 @@ def _configured(
     defaults = StreamOptions()
     named = [name for name in _STREAM_OPTIONS if getattr(options, name) != getattr(defaults, name)]
     raise InvalidInputError(
-        f"{location} is not a token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} says nothing about it; "
+        f"{location} is not a token stream, so {options.spelled((named or _STREAM_OPTIONS)[0])} does not apply; "
         "leave it out"
     )
 
@@ -241,7 +241,7 @@ def _validate_dataset(location: Path, report: ValidationReport, bar: Progress, o
 
 
 def _validate_files(dataset: DatasetDirectory, report: ValidationReport, outline: Outline | None) -> None:
-    """Compare README.md and the files beside shards with what dataset.json says of them."""
+    """Compare README.md and the files beside shards with their records in dataset.json."""
     for name in sorted({CARD, *dataset.files}):
         path, record = dataset.path / name, dataset.files.get(name)
         if _name_link(path, report) or record is None:
@@ -256,10 +256,10 @@ def _validate_files(dataset: DatasetDirectory, report: ValidationReport, outline
 
 
 def _name_link(path: Path, report: ValidationReport) -> bool:
-    """Add a finding for a part of a dataset that lies elsewhere: it is not copied with it, and changes without it."""
+    """Add a finding for a symbolic link: its target is not copied with the dataset and can change independently."""
     if not path.is_symlink():
         return False
-    message = f"is a symbolic link to {os.readlink(path)}; what is in a dataset must be its own, so copy it there"
+    message = f"is a symbolic link to {os.readlink(path)}; a dataset holds its own files, so replace the link by a copy"
     report.add(Finding(str(path), message))
     return True
 
@@ -285,7 +285,7 @@ def _compare_split_totals(dataset: DatasetDirectory, split: str, found: BinFigur
 def validate_bins(
     storage: Storage, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
 ) -> BinFigures | None:
-    """Check one shard of any storage: it opens, unless it is open already, and every bin obeys the rules."""
+    """Check one shard of any storage: it must open (unless an open one is given), and every bin must be valid."""
     try:
         shard = storage.open(path) if shard is None else shard
         report.num_bins += len(shard)
@@ -318,8 +318,8 @@ def _check_bins(path: Path, shard: PackedShard, report: ValidationReport) -> Non
     report.num_loss_tokens += totals.num_loss_tokens
     if num_cleared:
         report.notes.append(
-            f"{path}: {num_cleared:,} sequences have a loss mask of 1 at their last token; it predicts nothing, and "
-            "batches leave it out"
+            f"{path}: {num_cleared:,} sequences have a loss mask of 1 at their last token, which has no prediction; "
+            "batches ignore it"
         )
 
 

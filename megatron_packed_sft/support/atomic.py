@@ -1,10 +1,10 @@
-"""Publish whole or not at all: everything is written into a hidden sibling and appears by one rename.
+"""Publish whole or not at all: everything is written into a hidden sibling and published by one rename.
 
-    my_dir/.shard_000000.staging-host-4711-9f3c/   written here, fsynced; held by an flock while its writer lives
+    my_dir/.shard_000000.staging-host-4711-9f3c/   written and fsynced here; locked by flock while its writer lives
     my_dir/shard_000000/                           ... and renamed to this, with fsyncs before and after
 
 A staging directory whose writer died is unlocked; the next writer of the same target on that host removes it. Staging
-names never collide, so leftovers of another host do not block anybody either.
+names never collide, so leftovers from another host never block a writer.
 
 All calls go through `os`, one by one: tests/faults kills the process before and after each of them.
 """
@@ -43,7 +43,7 @@ _RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def os_errors(action: str, path: str | os.PathLike[str], needed: int | None = None) -> Iterator[None]:
-    """Turn an OSError inside the block into ours: what was tried, on which path, and what would help.
+    """Turn an OSError inside the block into ours: what was tried, on which path, and a remedy.
 
     Example:
         >>> with os_errors("read", "/no/such/file"):  # doctest: +IGNORE_EXCEPTION_DETAIL
@@ -60,7 +60,7 @@ def os_errors(action: str, path: str | os.PathLike[str], needed: int | None = No
 
 
 def translated(error: OSError, action: str, path: str | os.PathLike[str], needed: int | None = None) -> StorageIOError:
-    """Our error for one of the operating system's.
+    """Return our error for one of the operating system's.
 
     Example:
         >>> translated(OSError(28, "ENOSPC"), "write", "x.npy", 10).args[0]
@@ -86,7 +86,7 @@ def translated(error: OSError, action: str, path: str | os.PathLike[str], needed
 
 
 def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of `data` at `offset`, however many calls that takes."""
+    """Write all of `data` at `offset`, in as many calls as needed."""
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, offset)
@@ -95,13 +95,13 @@ def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def preallocate(fd: int, size: int) -> None:
-    """Reserve the disk blocks now, so that a full disk is an error here and never half a file later."""
+    """Reserve the disk blocks now, so that a full disk is an error here and not halfway through the file."""
     if size == 0 or not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        # A file system without fallocate: writes still report a full disk themselves.
+        # On a file system without fallocate the writes report a full disk.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
@@ -127,7 +127,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a small file in place in one step, whether or not there was one before."""
+    """Write or replace a small file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         write_file(temporary, data)
@@ -141,9 +141,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class Staging:
-    """A hidden directory beside `target` that becomes `target`, or vanishes.
+    """A hidden directory beside `target` that becomes `target` or is removed.
 
-    As a context manager it is discarded unless published.
+    The context manager discards it unless it was published.
 
     Example:
         >>> import tempfile; home = Path(tempfile.mkdtemp())
@@ -168,7 +168,7 @@ class Staging:
             self.path = self._create()
 
     def publish(self) -> None:
-        """Make the directory's content durable under the target's name. Its files must be fsynced already."""
+        """Publish the directory under the target's name, durably. Its files must be fsynced already."""
         with os_errors("publish", self.target):
             fsync_directory(self.path)
             if self._overwrite and os.path.lexists(self.target):
@@ -198,7 +198,7 @@ class Staging:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was staged; harmless after `publish` and when called twice."""
+        """Remove the staging directory; harmless after `publish` and when called twice."""
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
@@ -227,7 +227,7 @@ class Staging:
             self._release()
 
     def _replace(self) -> None:
-        """Swap with what is published, in one step where the system can; then remove the old one."""
+        """Swap with the existing target, in one step where the system can, and remove the old one."""
         old = self.path
         if not _exchange(self.path, self.target):
             old = self.path.with_name(f"{self.path.name}-old")
@@ -239,7 +239,7 @@ class Staging:
             os.unlink(old)
 
     def _refuse_existing(self) -> None:
-        # An empty directory holds no data: rename replaces it, and callers often make their output folder first.
+        # Rename replaces an empty directory, and callers often create their output folder first.
         if self._overwrite or not os.path.lexists(self.target):
             return
         if self.target.is_dir() and not self.target.is_symlink():
@@ -260,11 +260,11 @@ class Staging:
 
 
 def remove_leftovers(directory: Path, target: str | None = None) -> list[str]:
-    """Remove what writers of this host that died have left, and return the names.
+    """Remove the staging directories of dead writers on this host, and return their names.
 
     Args:
         directory: where their targets are.
-        target: only what should have become this name; by default all.
+        target: only those meant for this name; by default all.
     """
     removed = []
     for entry in os.listdir(directory):
@@ -274,7 +274,7 @@ def remove_leftovers(directory: Path, target: str | None = None) -> list[str]:
             try:
                 fd = _open_locked(path, must_lock=True)
             except OSError:
-                continue  # its writer lives, or this file system has no locks to tell
+                continue  # its writer lives, or this file system has no locks
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
             removed.append(entry)
@@ -306,7 +306,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 class StagedWriter:
-    """A staging directory and the open files in it, tidied up together.
+    """A staging directory and the open files in it, cleaned up together.
 
     Subclasses write into `self._staging.path`, register what must be closed with `self._cleanup.callback`, and publish
     from their `finalize`. As a context manager a writer leaves nothing behind unless it was published.
@@ -355,7 +355,7 @@ class StagedWriter:
 
     @contextlib.contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
-        """For steps that leave no clean state behind when they fail."""
+        """Abort if the block fails, for steps that cannot be repeated."""
         try:
             yield
         except BaseException:
@@ -364,7 +364,7 @@ class StagedWriter:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """For the last step: the writer is closed after it, and what was not published is gone."""
+        """Close the writer after the block, and remove what it did not publish."""
         try:
             yield
         finally:

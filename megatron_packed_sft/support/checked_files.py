@@ -1,4 +1,4 @@
-"""Opening files that may be damaged, hostile or half copied: every check comes before the first byte is mapped."""
+"""Open files that may be damaged, hostile or half copied: all checks run before the first byte is mapped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class CheckedFile(NamedTuple):
-    """An open array file whose size, dtype and shape are what they should be."""
+    """An open array file whose size, dtype and shape have been checked."""
 
     path: Path
     fd: int
@@ -50,7 +50,7 @@ class CheckedFile(NamedTuple):
 class CheckedDirectory:
     """Opens the files of one directory through one descriptor, and closes all of them at the end.
 
-    A directory that is replaced meanwhile is seen whole: old or new, never half of each.
+    If the directory is replaced meanwhile, all files come from the same one, old or new.
     """
 
     def __init__(self, path: Path, fd: int, closing: contextlib.ExitStack) -> None:
@@ -68,7 +68,7 @@ class CheckedDirectory:
             except FileNotFoundError:
                 raise ShardError(f"{path} does not exist; check the path") from None
             except NotADirectoryError:
-                raise ShardError(f"{path} is not a directory; name the directory that holds the manifest") from None
+                raise ShardError(f"{path} is not a directory; pass the directory that holds the manifest") from None
             except ValueError:
                 raise ShardError(f"{str(path)!r} is not a path; check it for odd characters") from None
             except OSError as error:
@@ -77,17 +77,17 @@ class CheckedDirectory:
             yield cls(path, fd, closing)
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of a small file, which may have at most `limit` of them."""
+        """Return the content of a small file of at most `limit` bytes."""
         fd = self._open_regular(name)
         size = os.fstat(fd).st_size
         path = self.path / name
         if size > limit:
-            raise ManifestError(f"{path} has {size:,} bytes, more than the {limit:,} it may have; restore the original")
+            raise ManifestError(f"{path} has {size:,} bytes, more than the {limit:,} allowed; restore the original")
         with os_errors("read", path):
             return os.read(fd, size)
 
     def array(self, spec: ArraySpec, record: FileRecord | None) -> CheckedFile:
-        """Open an array file that must agree with `spec`, and in size with what the manifest recorded."""
+        """Open an array file, and check it against `spec` and the size recorded in the manifest."""
         path = self.path / spec.name
         fd = self._open_regular(spec.name)
         size = os.fstat(fd).st_size
@@ -118,7 +118,7 @@ class CheckedDirectory:
         except OSError as error:
             if path.is_symlink():
                 raise ShardFileError(
-                    f"{path} is a symbolic link; files must be the shard's own, copy it there"
+                    f"{path} is a symbolic link; a shard must contain its files, so replace the link by a copy"
                 ) from None
             raise translated(error, "open", path) from error
         self._closing.callback(os.close, fd)
@@ -128,7 +128,7 @@ class CheckedDirectory:
 
 
 class HashingReader:
-    """Reads a file from front to back into the caller's buffers and hashes what it reads."""
+    """Read a file from front to back into the caller's buffers, hashing the bytes."""
 
     def __init__(self, file: CheckedFile, algorithm: str, bar: Progress) -> None:
         self._path = file.path

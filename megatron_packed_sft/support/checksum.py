@@ -1,4 +1,4 @@
-"""Content checksums: the same bytes give the same text on every machine, whatever the block sizes."""
+"""Content checksums: the same bytes give the same text on every machine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_packed_sft.support.atomic import os_errors
 
 
 class Hasher(Protocol):
-    """What hashlib and xxhash objects have in common."""
+    """The common interface of hashlib and xxhash objects."""
 
     def update(self, data: Any, /) -> None:
-        """Take in more bytes."""
+        """Add bytes."""
 
     def hexdigest(self) -> str:
         """Return the checksum so far, as lower-case hexadecimal text."""
@@ -60,7 +60,7 @@ def checksum(data: bytes, algorithm: str = DEFAULT_ALGORITHM) -> str:
 
 
 def file_checksum(path: Path, algorithm: str = DEFAULT_ALGORITHM) -> str:
-    """Return the checksum of a file, or of all files below a directory together with their names."""
+    """Return the checksum of a file, or of the names and contents of all files below a directory."""
     if not path.is_dir():
         hasher = new_hasher(algorithm)
         with os_errors("read", path), open(path, "rb", buffering=0) as file:
@@ -81,13 +81,13 @@ def stored_size(path: Path) -> int:
         return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, some in os.walk(path) for name in some)
 
 
-# The first one chooses the vector instructions of this machine.
+# The first uses the machine's best vector instructions.
 _SYMBOLS = ("XXH3_64bits_dispatch", "XXH3_64bits")
 
 
 @functools.cache
 def hash_function() -> int:
-    """Return the address of XXH3_64bits(bytes, size) with seed 0, or 0 if nobody exports it."""
+    """Return the address of XXH3_64bits(bytes, size) with seed 0, or 0 if xxhash does not export it."""
     try:
         library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
     except (AttributeError, OSError):

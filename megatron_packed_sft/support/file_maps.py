@@ -1,9 +1,9 @@
 """Read-only file maps that cost no file descriptor, and a bounded pool of them.
 
-Python's own `mmap` keeps a duplicate of the descriptor for as long as the map lives: five per shard, which ends at
+Python's own `mmap` keeps a duplicate of the descriptor while the map lives: five per shard, which limits a process to
 about 200 shards under the usual limit of 1,024. Here the descriptor is closed at once; the map lives until the last
 array over it is gone. The kernel's own limit is 65,530 maps per process, so a pool keeps the number of mapped shards
-bounded: a shard that was not used lately is unmapped, and mapped again on demand.
+bounded: a shard that was not used recently is unmapped, and mapped again on demand.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def map_file(fd: int, size: int, *, random_access: bool = False, keep: object = 
     """Map the first `size` bytes of an open file, read-only; the descriptor may be closed afterwards.
 
     Args:
-        fd: a regular file of at least `size` bytes (the caller has checked, or reading would be SIGBUS).
-        size: how many bytes, at least one.
+        fd: a regular file of at least `size` bytes (the caller checks; otherwise reading raises SIGBUS).
+        size: the number of bytes, at least one.
         random_access: tell the kernel not to read ahead (MADV_RANDOM): rows are picked in shuffled order.
         keep: lives as long as the map.
 
@@ -83,7 +83,7 @@ class Holder(Protocol):
     """Makes sure that files exist before they are mapped."""
 
     def hold(self) -> object:
-        """Return when the files are there; they stay while the returned object lives."""
+        """Wait until the files exist; they stay while the returned object lives."""
 
 
 class LazyMaps(abc.ABC, Generic[Arrays]):
@@ -149,7 +149,7 @@ class MapPool:
         self._mapped: OrderedDict[weakref.ref[LazyMaps[Any]], None] = OrderedDict()
 
     def add(self, shard: LazyMaps[Any]) -> None:
-        """Note that a shard has just been mapped; unmap others if there are too many. Call under `lock`."""
+        """Register a shard that has just been mapped; unmap others if there are too many. Call under `lock`."""
         while len(self._mapped) >= self.limit:
             oldest, _ = self._mapped.popitem(last=False)
             other = oldest()

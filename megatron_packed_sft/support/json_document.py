@@ -1,7 +1,7 @@
-"""JSON documents that protect themselves: manifests and dataset.json are parsed with limits and rendered one way.
+"""JSON documents with a checksum of themselves: manifests and dataset.json have limits and one canonical rendering.
 
 The rendering is canonical (sorted keys, one line per top-level key, no NaN), and `self_checksum` covers every other
-byte of it, so that a flipped bit anywhere in the document is noticed when it is read.
+byte of it, so that reading detects any flipped bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _lines(document: Mapping[str, Any]) -> bytes:
 
 
 def parse(data: bytes, file: str) -> dict[str, Any]:
-    """Parse a document; refuse what no writer of ours would have made.
+    """Parse a document; refuse anything that our writers cannot have written.
 
     Duplicate keys, NaN, damage anywhere in a document that carries its checksum, and anything that is not one JSON
     object are a ManifestError. The caller caps the size of `data` before reading it.
@@ -82,7 +82,7 @@ def parse(data: bytes, file: str) -> dict[str, Any]:
 def _is_intact(document: Mapping[str, Any], data: bytes) -> bool:
     try:
         return render(document) == data
-    except ValueError:  # a float like 1e999 parses as infinity and renders as nothing
+    except ValueError:  # a float like 1e999 parses as infinity, which cannot be rendered
         return False
 
 
@@ -159,7 +159,7 @@ class FileRecord(NamedTuple):
 def parse_file_records(values: Fields, names: Sequence[str]) -> tuple[str, dict[str, FileRecord]]:
     """Return the checksum algorithm and the record of each file.
 
-    Names come from the caller and never from the document: a document that lists others is refused.
+    The caller gives the names; a document that lists others is refused.
 
     Example:
         >>> record = {"bytes": 3, "checksum": "06b05ab6733a618578af5f94892f3950"}

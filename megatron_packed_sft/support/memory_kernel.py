@@ -1,7 +1,7 @@
-"""Compiled code over addresses: arrays of any number of files in one call, and XXH3 of bytes where they lie.
+"""Compiled code over addresses: arrays of any number of files in one call, and XXH3 of bytes in place.
 
 A kernel that takes arrays must be called once for each file. One that takes addresses is called once, but nothing
-checks them: whoever passes an address has compared it with the size of what is mapped there, and keeps that alive.
+checks them: the caller must compare an address with the size of the mapped memory, and keep that memory alive.
 
 Imported lazily (numba costs 0.2 s).
 """

@@ -39,13 +39,13 @@ def private_temporary_directory() -> str | None:
 
 
 def own_directory(base: str | os.PathLike[str], name: str, *, owners: Collection[int] | None = None) -> str | None:
-    """Return the directory `name` of `base`, made with mode 0700 if it is not there; None when it is not safe to use.
+    """Return the directory `name` in `base`, created with mode 0700 if missing; None if it is not safe to use.
 
-    It must be this user's, no link, closed to everybody else, and writable. `base` must belong to one of `owners`, and
-    neither it nor a directory above it may let everybody rename what is inside.
+    It must belong to this user, be writable and closed to others, and not be a link. `base` must belong to one of
+    `owners`, and other users must not be able to rename entries in it or in a directory above it.
 
     Args:
-        base: made if it is not there.
+        base: created if it does not exist.
         name: of the directory.
         owners: user ids; None for any.
 
@@ -59,7 +59,7 @@ def own_directory(base: str | os.PathLike[str], name: str, *, owners: Collection
     try:
         _make(Path(base))
         place = os.path.realpath(base)  # so that what is looked at is what is used
-        if (owners is not None and os.stat(place).st_uid not in owners) or _lets_everybody_rename(Path(place)):
+        if (owners is not None and os.stat(place).st_uid not in owners) or _others_can_rename(Path(place)):
             return None
         directory = os.path.join(place, name)
         try:
@@ -87,7 +87,7 @@ def _make(path: Path) -> None:
                 raise
 
 
-def _lets_everybody_rename(path: Path) -> bool:
-    """Return whether everybody may write to a directory or to one above it, and no sticky bit keeps what is inside."""
+def _others_can_rename(path: Path) -> bool:
+    """Return whether others may write to a directory or to one above it without a sticky bit."""
     modes = (os.stat(place).st_mode for place in (path, *path.parents))
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)

@@ -23,12 +23,12 @@ class Progress:
 
     Args:
         stage: the name of the work, such as "encode".
-        total: how much there is to do; None if that is unknown.
-        unit: what is counted, such as "bin"; "B" for bytes.
+        total: the amount of work; None if unknown.
+        unit: the unit of work, such as "bin", or "B" for bytes.
         quiet: show nothing.
         interval: seconds between two lines in a log.
         stream: where to show it; stderr by default.
-        done: how much is done already.
+        done: the amount of work done already.
 
     Example:
         >>> with Progress("encode", total=100, unit="B", stream=sys.stdout, interval=0.0) as progress:
@@ -58,7 +58,7 @@ class Progress:
             self._bar = _Bar(self._stream, stage, total, unit, done)
 
     def update(self, amount: int, **notes: int | str) -> None:
-        """Add finished work. Notes are shown with it: numbers add up, a text replaces the one before."""
+        """Add finished work. Notes are shown beside it: numbers add up, a text replaces the previous one."""
         self._done += amount
         for name, value in notes.items():
             before = self._notes.get(name, 0)
@@ -70,14 +70,14 @@ class Progress:
             print(self._line(), file=self._stream, flush=True)
 
     def begin(self, stage: str) -> None:
-        """Start again at zero for another stage over the same work."""
+        """Restart at zero for another stage over the same work."""
         self._stage, self._done, self._notes = stage, 0, {}
         self._start = self._last = time.monotonic()
         if self._bar is not None:
             self._bar.restart(stage)
 
     def expect(self, total: int) -> None:
-        """Replace the total, once it is known better."""
+        """Replace the total with a better estimate."""
         self._total = total
         if self._bar is not None:
             self._bar.expect(total)

@@ -165,6 +165,6 @@ def parse_store(data: bytes, file: str) -> list[ListedPart]:
         num_sequences = fields.optional_integer("num_sequences", 1, _MAX_COUNT)
         part = ListedPart(fields.text("name"), fields.text("manifest_checksum"), num_sequences)
         if not PART_NAME.fullmatch(part.name) or not _DIGEST.fullmatch(part.manifest_checksum):
-            raise fields.error("name or manifest_checksum", "is not of the right form")
+            raise fields.error("name or manifest_checksum", "is malformed")
         parts.append(part)
     return parts

@@ -39,7 +39,7 @@ def test_the_sound_one_opens(tmp_path: Path) -> None:
         (SOUND + b"\0\0", "is multimodal: it has a mode for each of its 2 sequences"),
         (index_bytes([4, 6], [0, 1, 2], version=2), "has version 2 and dtype code 8; megatron-core writes version 1"),
         (index_bytes([4, 6], [0, 1, 2], code=9), "has version 1 and dtype code 9"),
-        (index_bytes([4, 6], [0, 1, 2], code=7), "is the index of float32, and token ids are integers"),
+        (index_bytes([4, 6], [0, 1, 2], code=7), "is the index of float32, but token ids are integers"),
         (index_bytes([4, 6], [0, 1, 2], num_sequences=2**62), IN_HEADER),
         (
             index_bytes([4, 6], [0, 1, 2], num_sequences=2**64 - 1, num_edges=2**64 - 1),
@@ -57,15 +57,15 @@ def test_the_sound_one_opens(tmp_path: Path) -> None:
         (index_bytes([4, 6], [1, 2]), "its documents do not rise from sequence 0 to 2"),
         (index_bytes([4, 6], [0, -5, 2]), "its documents do not rise from sequence 0 to 2"),
         (index_bytes([4, 6], []), "its documents do not rise from sequence 0 to 2"),
-        (index_bytes([], [0]), "is the index of no token at all"),
-        (index_bytes([0, 0], [0, 1, 2]), "is the index of no token at all"),
+        (index_bytes([], [0]), "is the index of an empty dataset"),
+        (index_bytes([0, 0], [0, 1, 2]), "is the index of an empty dataset"),
         (index_bytes([4, 7], [0, 1, 2]), "web.bin has 20 bytes instead of the 22 in web.idx"),
         (
             index_bytes([2**31 - 1, 2**31 - 1], [0, 1, 2]),
             "web.bin has 20 bytes instead of the 8,589,934,588 in web.idx",
         ),
-        (b"", "is not the index of an indexed dataset of Megatron"),
-        (b"MMIDIDX" + SOUND, "is not the index of an indexed dataset of Megatron"),
+        (b"", "is not the index of a Megatron indexed dataset"),
+        (b"MMIDIDX" + SOUND, "is not the index of a Megatron indexed dataset"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "index",
 )
@@ -81,7 +81,7 @@ def test_a_broken_index_is_one_sentence(index: bytes, sentence: str, tmp_path: P
 
 def test_a_missing_bin_is_one_sentence(tmp_path: Path) -> None:
     path = save(tmp_path, SOUND, None)
-    with pytest.raises(ShardError, match=r"web\.bin is missing, and web\.idx is only its index; copy both"):
+    with pytest.raises(ShardError, match=r"web\.bin is missing; web\.idx is only its index, so copy both"):
         open_shard(path)
 
 

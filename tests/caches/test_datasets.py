@@ -182,7 +182,7 @@ def test_a_split_without_examples_is_refused(model: str, tmp_path: Path) -> None
 
 def test_a_meta_that_is_wrong_is_named(chats: Path, model: str) -> None:
     write_meta(chats / "meta.json", {"token_dtype": "float16", "special_token_ids": {"asst": 1, "eot": 2}})
-    with pytest.raises(InvalidInputError, match=r"meta\.json: the dtype is 'float16', which is no integer dtype"):
+    with pytest.raises(InvalidInputError, match=r"meta\.json: the dtype is 'float16', which is not an integer dtype"):
         examples(chats, special_ids(model)["eot"])
     write_meta(chats / "meta.json", {"special_token_ids": {"asst": "x"}})
     with pytest.raises(PackedSFTError, match=r"meta\.json: asst is 'x', not an integer"):

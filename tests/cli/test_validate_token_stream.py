@@ -52,10 +52,10 @@ def test_flags_speak_of_flags(tokens: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["validate", str(tokens), "--seq-length", "500"]) == 1
     assert "the longest has 100; lower --seq-length to at most 99" in capsys.readouterr().out
     assert main(["validate", str(tokens), "--dtype", "float32"]) == 2
-    assert "--dtype is 'float32', which is no integer dtype; write uint16 or uint32" in capsys.readouterr().err
+    assert "--dtype is 'float32', which is not an integer dtype; write uint16 or uint32" in capsys.readouterr().err
 
 
 def test_flags_of_token_streams_are_refused_for_packed_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "shard", make_bins(3, 8), 8)
     assert main(["validate", str(tmp_path / "shard"), "--eos-id", "2"]) == 2
-    assert "is not a token stream, so --eos-id says nothing about it; leave it out" in capsys.readouterr().err
+    assert "is not a token stream, so --eos-id does not apply; leave it out" in capsys.readouterr().err

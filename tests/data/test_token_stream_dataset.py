@@ -397,7 +397,7 @@ def test_what_concerns_streams_is_refused_where_there_is_none(tmp_path: Path) ->
 def test_an_empty_directory_and_a_forced_storage_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="is an empty directory; check the path"):
         create_sft_dataset(tmp_path, EOS)
-    with pytest.raises(InvalidInputError, match=r"is an empty directory; name one that holds .npy or .bin files"):
+    with pytest.raises(InvalidInputError, match=r"is an empty directory; pass one that holds .npy or .bin files"):
         create_sft_dataset(tmp_path, EOS, opening=OpenOptions(storage="token_stream"))
     write_stream(tmp_path, [40])
     with pytest.raises(InvalidInputError, match="is token_stream, but storage asks for 'memmap_v1'"):
@@ -413,7 +413,7 @@ def test_what_is_skipped_and_unused_is_announced_once_and_not_by_workers(
     dataset = create_sft_dataset(tmp_path, EOS, seq_length=SEQ_LENGTH)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert ["1 of 2 files is shorter than a window" in record.getMessage() for record in warnings] == [True]
-    assert "8 of 105 tokens (7.6%), behind the last window of each file, are not used" in caplog.text
+    assert "8 of 105 tokens (7.6%), after the last window of each file, are not used" in caplog.text
     caplog.clear()
     again = pickle.loads(pickle.dumps(dataset))
     assert_same_batch(again.fetch_batch([0, 3]), dataset.fetch_batch([0, 3]))

@@ -223,7 +223,7 @@ def test_masks_are_refused_with_a_count_unless_they_may_go(tmp_path: Path, capsy
     assert main([*command, "--drop-masks"]) == 0
     assert f"readers will train on {num_untrained:,} predictions" in capsys.readouterr().out
     assert read_with_megatron_core(tmp_path / "out") == sequences_of(bins)
-    with pytest.raises(InvalidInputError, match="memmap_v1 keeps loss masks, so there are none to drop"):
+    with pytest.raises(InvalidInputError, match="memmap_v1 keeps loss masks; remove --drop-masks"):
         convert(tmp_path / "out", tmp_path / "back", drop_masks=True)
 
 
@@ -380,7 +380,7 @@ def test_validate_checks_the_vocabulary_and_counts_documents_by_their_eos(
     assert main([*command, "--vocab-size", "50"]) == 1
     assert "not in 0..49" in capsys.readouterr().out
     assert main([*command, "--dtype", "uint16"]) == 2
-    assert "--dtype says nothing about" in capsys.readouterr().err
+    assert "--dtype does not apply to" in capsys.readouterr().err
 
 
 def test_validate_finds_a_token_that_is_no_id(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_validate_finds_a_token_that_is_no_id(tmp_path: Path) -> None:
 
 def test_prepare_and_datasets_say_that_this_storage_has_no_masks(tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidInputError, match="keeps no loss masks, so no dataset directory is made of it; write memmap"
+        InvalidInputError, match="keeps no loss masks, so a dataset directory cannot use it; write memmap"
     ):
         DatasetWriter(tmp_path / "data", storage="megatron_indexed")
 

@@ -243,7 +243,7 @@ def test_validate_by_url_reads_headers_or_every_byte(published: FaultProxy, loca
     write_object(f"{URL}/{name}", data[:-1] + bytes([data[-1] ^ 1]))
     write_object(f"{URL}/train/notes.txt", b"")
     [stranger] = validate(URL, level="structure").findings
-    assert str(stranger) == f"{URL}/train/notes.txt: is not part of the dataset; move it somewhere else"
+    assert str(stranger) == f"{URL}/train/notes.txt: is not part of the dataset; move it away"
     found = [str(one) for one in validate(URL).findings]
     assert any(f"{URL}/{name}" in one for one in found), found
     with pytest.raises(InvalidInputError, match="does not exist"):

@@ -225,7 +225,7 @@ def test_a_token_store_whose_part_is_a_path_is_refused(store: FaultProxy, token_
     document = json_document.parse((token_store / "store.json").read_bytes(), "store.json")
     document["parts"][0]["name"] = "../../secret"
     write_object("s3://bucket/sly/store.json", json_document.render(document))
-    with pytest.raises(Exception, match="is not of the right form"):
+    with pytest.raises(Exception, match="is malformed"):
         open_token_store("s3://bucket/sly")
 
 

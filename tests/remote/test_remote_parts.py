@@ -78,7 +78,7 @@ def test_a_dataset_json_whose_shard_is_a_path_is_refused(tmp_path: Path, monkeyp
     document = json_document.parse(read_object(f"{url}/dataset.json", 1 << 20), "dataset.json")
     document["splits"]["train"]["shards"][0]["name"] = "../../secret"
     write_object(f"{url}/dataset.json", json_document.render(document))
-    with pytest.raises(ManifestError, match="is not of the right form"):
+    with pytest.raises(ManifestError, match="is malformed"):
         create_sft_dataset(url, 0)
 
 

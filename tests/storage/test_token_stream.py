@@ -162,7 +162,7 @@ def test_a_dtype_may_be_spelled_as_people_spell_it(spelling: str, code: str) -> 
 
 @pytest.mark.parametrize("spelling", ["float32", "uint24", "O", "object", "", "<f4", "bool"])
 def test_a_dtype_that_is_no_integer_is_refused(spelling: str) -> None:
-    with pytest.raises(InvalidInputError, match="which is no integer dtype; write uint16 or uint32"):
+    with pytest.raises(InvalidInputError, match="which is not an integer dtype; write uint16 or uint32"):
         parse_dtype(spelling, "dtype")
 
 
@@ -194,7 +194,7 @@ def test_without_a_word_the_sizes_of_bin_files_decide_and_that_is_said(
     write_stream(tmp_path / "wide", [40, 41], suffix=".bin", dtype="uint32")
     write_stream(tmp_path / "narrow", [41, 40], suffix=".bin", dtype="uint16")
     assert open_token_stream(tmp_path / "wide", StreamOptions(seq_length=8)).dtype == "uint32"
-    assert "nothing records the dtype of these 2 .bin files; by their sizes it is uint32" in caplog.text
+    assert "the dtype of these 2 .bin files is not recorded; their sizes suggest uint32" in caplog.text
     # The second file alone would be uint32 by its size; the first cannot be, and one program wrote both.
     narrow = open_token_stream(tmp_path / "narrow", StreamOptions(seq_length=8))
     assert (narrow.dtype, narrow.files[1].num_tokens) == ("uint16", 40)
@@ -215,9 +215,11 @@ def test_file_pattern_chooses_files(tmp_path: Path) -> None:
     assert open_token_stream(tmp_path, StreamOptions(seq_length=4, file_pattern="*.bin", dtype="u2")).num_tokens == 30
     with pytest.raises(InvalidInputError, match=r"has no file that matches '\*.arrow'; check the pattern"):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.arrow"))
-    with pytest.raises(InvalidInputError, match=r"notes.txt is not a .npy or .bin file; let the pattern name those"):
+    with pytest.raises(
+        InvalidInputError, match=r"notes.txt is not a .npy or .bin file; choose a pattern for token files"
+    ):
         open_token_stream(tmp_path, StreamOptions(file_pattern="*.txt"))
-    with pytest.raises(InvalidInputError, match=r"file_pattern is '\*\*/x'; it names files of the directory"):
+    with pytest.raises(InvalidInputError, match=r"file_pattern is '\*\*/x'; it must match file names"):
         StreamOptions(file_pattern="**/x")
 
 
@@ -229,13 +231,13 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
     home = tmp_path / "empty"
     home.mkdir()
-    refused(InvalidInputError, "empty is an empty directory; name one that holds .npy or .bin files")
+    refused(InvalidInputError, "empty is an empty directory; pass one that holds .npy or .bin files")
     home = tmp_path / "absent"
     refused(PackedSFTError, "absent does not exist; check the path")
     home = tmp_path / "both"
     write_stream(home, [20])
     write_stream(home, [20], suffix=".bin")
-    refused(InvalidInputError, "holds .bin and .npy files, and a stream is made of one kind; choose with file_pattern")
+    refused(InvalidInputError, "holds .bin and .npy files, but a stream has one kind; choose with file_pattern")
     home = tmp_path / "dtypes"
     write_stream(home, [20])
     np.save(home / "z.npy", np.arange(20, dtype=np.uint32))
@@ -251,7 +253,7 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     home = tmp_path / "matrix"
     home.mkdir()
     np.save(home / "a.npy", np.zeros((4, 5), np.uint16))
-    refused(UnsupportedFormatError, r"a.npy holds uint16 of shape \(4, 5\), but a stream is made of one-dimensional")
+    refused(UnsupportedFormatError, r"a.npy holds uint16 of shape \(4, 5\), but a stream consists of one-dimensional")
     np.save(home / "a.npy", np.zeros(20, np.float32))
     refused(UnsupportedFormatError, r"a.npy holds float32 of shape \(20,\)")
     np.save(home / "a.npy", np.array([{}, {}], object), allow_pickle=True)
@@ -265,13 +267,13 @@ def test_what_is_no_stream_is_refused_in_one_sentence(tmp_path: Path) -> None:
     home = tmp_path / "dtype"
     write_stream(home, [20])
     refused(InvalidInputError, "dtype is 'uint32', but the header of .* says uint16; leave it out", dtype="uint32")
-    refused(InvalidInputError, "pack_sequences tells .* no EOS id is known; pass", pack_sequences=True)
+    refused(InvalidInputError, "pack_sequences separates .* no EOS id is known; pass", pack_sequences=True)
     for text in ("{", "[1,"):
         (home / "metadata.yaml").write_text(text)
         refused(ManifestError, "metadata.yaml is not valid YAML .*; repair it or move it away")
     (home / "metadata.yaml").unlink()
     (home / "meta.json").write_text('{"token_dtype": "float32"}')
-    refused(InvalidInputError, "meta.json: the dtype is 'float32', which is no integer dtype")
+    refused(InvalidInputError, "meta.json: the dtype is 'float32', which is not an integer dtype")
     (home / "meta.json").write_text('{"vocab_size": "many"}')
     refused(ManifestError, "meta.json: vocab_size is 'many', not a whole number")
 
@@ -344,7 +346,7 @@ def test_a_file_that_was_cut_or_removed_before_it_is_mapped_is_one_sentence(tmp_
     with pytest.raises(ShardChangedError, match=r"has 5,000 bytes instead of the 80,128 when it was opened"):
         stream.window(0)
     os.remove(tmp_path / "shard_00001.npy")
-    with pytest.raises(ShardFileError, match=r"shard_00001.npy is missing, although it was there when its stream"):
+    with pytest.raises(ShardFileError, match=r"shard_00001.npy is missing, but existed when its stream"):
         stream.window(5000)
 
 
@@ -499,8 +501,8 @@ def test_the_printed_lines_are_taken_by_a_shell_the_recipe_and_python(name: str,
 def test_validate_says_what_nobody_knows(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.full(300, 7, np.uint16))
     notes = "\n".join(validate(tmp_path).notes)
-    assert "the largest id is 7; nobody says how large the vocabulary is: pass --vocab-size or --tokenizer" in notes
-    assert "nobody says which id is EOS" in notes
+    assert "the largest id is 7; the size of the vocabulary is unknown: pass --vocab-size or --tokenizer" in notes
+    assert "the EOS id is unknown" in notes
     assert "data.sequence_length=299 model.vocab_size=8" in notes
     report = validate(tmp_path, stream=StreamOptions(eos_id=EOS))
     assert report.ok

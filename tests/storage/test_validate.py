@@ -242,7 +242,7 @@ def test_a_part_of_a_dataset_that_lies_elsewhere_is_named_and_a_linked_dataset_i
     for level in ("structure", "full"):
         [finding] = validate(tmp_path / "dataset", level=level).findings  # type: ignore[arg-type]
         assert finding.file == str(tmp_path / "dataset" / name)
-        assert f"is a symbolic link to {tmp_path}/elsewhere; what is in a dataset must be its own" in finding.message
+        assert f"is a symbolic link to {tmp_path}/elsewhere; a dataset holds its own files" in finding.message
 
 
 def test_a_linked_card_of_an_earlier_release_is_named_and_an_own_one_is_fine(tmp_path: Path) -> None:
@@ -256,4 +256,4 @@ def test_a_linked_card_of_an_earlier_release_is_named_and_an_own_one_is_fine(tmp
     assert (finding.file, finding.message[:37]) == (str(card), "is a symbolic link to /etc/hostname; ")
     (tmp_path / "dataset" / "notes.txt").write_text("mine")
     stranger, _ = validate(tmp_path / "dataset").findings
-    assert stranger.message == "is not part of the dataset; move it somewhere else"
+    assert stranger.message == "is not part of the dataset; move it away"

@@ -105,7 +105,7 @@ def test_missing_or_foreign_weights_are_found(tmp_path: Path) -> None:
     write_shard(tmp_path / "plain", PLAIN, 16)
     (tmp_path / "plain" / "loss_weights.npy").write_bytes((tmp_path / "shard" / "loss_weights.npy").read_bytes())
     assert [finding.message for finding in validate(tmp_path / "plain").findings] == [
-        "is not part of the dataset; move it somewhere else"
+        "is not part of the dataset; move it away"
     ]
     (tmp_path / "shard" / "loss_weights.npy").unlink()
     with pytest.raises(PackedSFTError, match=r"loss_weights.npy"):

@@ -101,11 +101,11 @@ def test_streams_may_be_validated_on_beside_packed_data(home: Path) -> None:
     ("settings", "sentence"),
     [
         ({"sequence_length": None}, "is a token stream, which needs data.sequence_length, the length of its windows"),
-        ({"pack_sequences": True}, "data.pack_sequences tells the documents of .* pass a tokenizer or data.eos_id"),
+        ({"pack_sequences": True}, "data.pack_sequences separates the documents of .* pass a tokenizer or data.eos_id"),
         ({"pack_sequences": True, "eos_id": 3}, "data.pack_sequences is on, but the EOS id 3 is not among"),
         ({"file_pattern": "*.bin"}, "has no file that matches '.*.bin'; check the pattern"),
         ({"dtype": "uint32"}, "data.dtype is 'uint32', but the header of .* says uint16; leave it out"),
-        ({"dtype": "float"}, "data.dtype is 'float', which is no integer dtype"),
+        ({"dtype": "float"}, "data.dtype is 'float', which is not an integer dtype"),
         ({"sequence_length": 10**6}, "the longest has .*; lower data.sequence_length to at most"),
         ({"path": "chats", "pack_sequences": True}, "data.pack_sequences is True, but .* is not a token stream"),
     ],

@@ -1,4 +1,4 @@
-"""The .idx file of an indexed dataset: read whole, and compared with itself and its .bin before it is used."""
+"""The .idx file of an indexed dataset: read it, and check it for consistency and against its .bin."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LENGTH, _PLACE, _EDGE, _MODE = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<i8"
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """What an .idx file says, checked.
+    """The checked content of an .idx file.
 
     Args:
         path: the .idx file.
         tokens: the .bin file.
-        document_offsets: the first token of each document that is not empty, and the number of all tokens.
-        num_sequences: of all documents.
-        num_empty: documents without a token; they are left out.
+        document_offsets: the first token of each non-empty document, and the total number of tokens.
+        num_sequences: the number of sequences in all documents.
+        num_empty: the number of empty documents, which are left out.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class _Arrays(NamedTuple):
 
 
 def indexed_path(path: Path) -> Path:
-    """Return the .idx file that a path means: of a prefix, or of the .bin beside it; any other path as it is.
+    """Return the .idx file for a prefix or a .bin file; any other path is returned unchanged.
 
     Example:
         >>> import tempfile; home = Path(tempfile.mkdtemp())
@@ -82,7 +82,7 @@ def _prefix(path: Path) -> Path:
 
 
 def read_index(path: Path) -> DocumentIndex:
-    """Read and check an index, and look at the size of its .bin; nothing of the latter is read.
+    """Read and check an index, and check the size of its .bin without reading it.
 
     Args:
         path: the .idx file, the .bin file, or their common prefix.
@@ -93,7 +93,7 @@ def read_index(path: Path) -> DocumentIndex:
     offsets = _checked(arrays, np.dtype(dtype).itemsize, index_path)
     num_tokens = int(offsets[-1])
     if not num_tokens:
-        raise InvalidInputError(f"{index_path} is the index of no token at all; write the data again")
+        raise InvalidInputError(f"{index_path} is the index of an empty dataset; write the data again")
     size = num_tokens * np.dtype(dtype).itemsize
     _check_size(tokens_path, size, index_path)
     documents = offsets[arrays.edges]
@@ -111,16 +111,16 @@ def _open_regular(path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK)  # a FIFO under that name must not hang the reader
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ShardFileError(f"{path} is not a regular file; an index is one")
+        raise ShardFileError(f"{path} is not a regular file; pass the .idx file of an indexed dataset")
     return fd
 
 
 def _read(file: BinaryIO, path: Path) -> tuple[str, _Arrays]:
-    """Return the dtype and the arrays; the header's counts are believed only if the file has their size."""
+    """Return the dtype and the arrays; the header's counts must agree with the file's size."""
     size = os.fstat(file.fileno()).st_size
     header = file.read(_HEADER.size)
     if not header.startswith(MAGIC):
-        raise ShardFileError(f"{path} is not the index of an indexed dataset of Megatron; check the path")
+        raise ShardFileError(f"{path} is not the index of a Megatron indexed dataset; check the path")
     if len(header) < _HEADER.size:
         raise truncated_file(path, size, _HEADER.size, "that its header alone takes")
     _, version, code, num_sequences, num_edges = _HEADER.unpack(header)
@@ -131,7 +131,7 @@ def _read(file: BinaryIO, path: Path) -> tuple[str, _Arrays]:
             "to 8: write it again with that"
         )
     if np.dtype(dtype).kind == "f":
-        raise UnsupportedFormatError(f"{path} is the index of {np.dtype(dtype).name}, and token ids are integers")
+        raise UnsupportedFormatError(f"{path} is the index of {np.dtype(dtype).name}, but token ids are integers")
     expected = _HEADER.size + num_sequences * (_LENGTH.itemsize + _PLACE.itemsize) + num_edges * _EDGE.itemsize
     if size == expected + num_sequences * _MODE.itemsize and num_sequences:
         raise UnsupportedFormatError(
@@ -148,7 +148,7 @@ def _read(file: BinaryIO, path: Path) -> tuple[str, _Arrays]:
 
 
 def _checked(arrays: _Arrays, itemsize: int, path: Path) -> npt.NDArray[np.int64]:
-    """Return the first token of each sequence, and the number of all; an index that contradicts itself is refused."""
+    """Return the first token of each sequence and the total number; refuse an inconsistent index."""
     lengths, places, edges = arrays
     if (wrong := np.flatnonzero(lengths < 0)).size:
         raise _damaged(path, f"sequence {wrong[0]:,} has the length {lengths[wrong[0]]}")
@@ -169,6 +169,6 @@ def _check_size(tokens: Path, expected: int, index: Path) -> None:
     try:
         status: Any = os.stat(tokens)
     except FileNotFoundError:
-        raise ShardFileError(f"{tokens} is missing, and {index.name} is only its index; copy both") from None
+        raise ShardFileError(f"{tokens} is missing; {index.name} is only its index, so copy both") from None
     if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
         raise truncated_file(tokens, status.st_size, expected, f"in {index.name}")

@@ -1,6 +1,6 @@
 """Indexed datasets as a storage: PREFIX.idx is a shard; its documents, or windows of its tokens, are the bins.
 
-Of a document every prediction is trained, because the files keep no loss masks.
+Every prediction in a document is trained, because the files keep no loss masks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, file_checksu
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 
-_NUM_SAMPLES = 64  # places all over the tokens that are part of the fingerprint
+_NUM_SAMPLES = 64  # positions across the tokens that are part of the fingerprint
 _SAMPLE_BYTES = 4096
 
 
 def open_indexed_dataset(path: str | os.PathLike[str]) -> IndexedDocuments:
-    """Open Megatron's PREFIX.bin and PREFIX.idx; the index is read and checked, the tokens are mapped later.
+    """Open Megatron's PREFIX.bin and PREFIX.idx; the index is read and checked, tokens are mapped on first use.
 
     Args:
         path: the prefix, or either file.
@@ -41,13 +41,13 @@ def open_indexed_dataset(path: str | os.PathLike[str]) -> IndexedDocuments:
 
 
 class IndexedDocuments(PackedShard):
-    """The documents that are not empty, in their order.
+    """The non-empty documents, in order.
 
     Args:
-        index: the index, checked.
+        index: the checked index.
 
     Attributes:
-        index: likewise.
+        index: the checked index.
         lengths: tokens of each document, as `pack` takes them.
     """
 
@@ -66,7 +66,7 @@ class IndexedDocuments(PackedShard):
 
     @property
     def document_offsets(self) -> npt.NDArray[np.int64]:
-        """The first token of each document, and the number of all tokens."""
+        """The first token of each document, and the total number of tokens."""
         return self.index.document_offsets
 
     def __getitem__(self, index: int) -> PackedBin:
@@ -78,7 +78,7 @@ class IndexedDocuments(PackedShard):
         return PackedBin(ids, loss_mask, np.zeros(1, np.uint32))
 
     def document(self, index: int) -> IntArray:
-        """Return the ids of a document; one that cannot be an id is an error."""
+        """Return the ids of a document; a value that cannot be an id is an error."""
         start, stop = self.index.document_offsets[index : index + 2].tolist()
         ids = self.index.tokens.tokens(start, stop)
         if ids.dtype.kind == "u":
@@ -93,7 +93,7 @@ class IndexedDocuments(PackedShard):
         return ids.astype(ID_DTYPE, copy=False)
 
     def longest_input(self) -> int:
-        """Return the predictions of the longest document."""
+        """Return the number of predictions in the longest document."""
         return self.pack_size - 1
 
     def sequence_lengths(self) -> tuple[Lengths, Lengths]:
@@ -101,13 +101,13 @@ class IndexedDocuments(PackedShard):
         return self.lengths, np.ones(len(self), np.int64)
 
     def advise(self, documents: Iterable[int]) -> None:
-        """Have the kernel read these documents ahead: they are needed soon."""
+        """Ask the kernel to read these documents ahead."""
         for index in documents:
             self.index.tokens.advise(*self.index.document_offsets[index : index + 2].tolist())
 
     @property
     def figures(self) -> BinFigures:
-        """What is known of all documents."""
+        """The figures of all documents."""
         num_tokens = int(self.index.document_offsets[-1])
         return BinFigures(
             num_bins=len(self),
@@ -122,7 +122,7 @@ class IndexedDocuments(PackedShard):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the documents' lengths, the dtype and 64 samples of the tokens, not all of them."""
+        """A checksum of the documents' lengths, the dtype and 64 samples of the tokens."""
         hasher = new_hasher(DEFAULT_ALGORITHM)
         tokens = self.index.tokens
         hasher.update(f"{tokens.dtype}\0{tokens.size}\n".encode())
@@ -139,7 +139,7 @@ if TYPE_CHECKING:
     from megatron_packed_sft.storage.validate import ValidationReport
     from megatron_packed_sft.support.progress import Progress
 
-# By name, as the registry names storages: what imports megatron.core lives in that room, and nobody else pays for it.
+# By name, as in the registry: only code in the megatron room may import megatron.core, and only writing needs it.
 _WRITER = ("megatron_packed_sft.megatron.indexed_writer", "IndexedDatasetWriter")
 
 
@@ -161,7 +161,7 @@ class MegatronIndexedStorage(Storage):
         self.options = options
 
     def configured(self, options: StreamOptions) -> MegatronIndexedStorage:
-        """Return this storage, reading windows or documents as `options` say."""
+        """Return this storage with other options: windows or documents."""
         return MegatronIndexedStorage(options)
 
     def recorded(self, path: Path) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class MegatronIndexedStorage(Storage):
         return vars(self.open(path).figures).copy()
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the path is an .idx file of Megatron, sound or not."""
+        """Return whether the path is an .idx file of Megatron, damaged or not."""
         if path.suffix != INDEX or not path.is_file():
             return False
         try:
@@ -186,26 +186,22 @@ class MegatronIndexedStorage(Storage):
         """Read the index; the tokens are mapped when they are first needed."""
         index = read_index(path)
         if self.options is None or self.options.documents:
-            from megatron_packed_sft.storage.megatron_indexed.storage import IndexedDocuments
-
             return IndexedDocuments(index)
-        from megatron_packed_sft.storage.token_stream.reader import TokenStream
-
         return TokenStream(path, [index.tokens], self.options, StreamMetadata(index.path, index.tokens.dtype))
 
     def create_writer(self, path: str | os.PathLike[str], options: WriterOptions) -> PackedShardWriter:
-        """Create an `IndexedDatasetWriter`; `drop_masks` accepts tokens that were not trained, and trains them."""
+        """Create an `IndexedDatasetWriter`; with `drop_masks` it accepts untrained tokens, which readers train on."""
         module, name = _WRITER
         writer: PackedShardWriter = getattr(importlib.import_module(module), name)(path, options)
         return writer
 
     def stored_bytes(self, figures: BinFigures) -> int:
-        """Return the bytes of the tokens and of the index, in which a sequence takes 20 bytes."""
+        """Return the bytes of the tokens and of the index, which takes 20 bytes per sequence."""
         width = 2 if figures.vocab_size is not None and figures.vocab_size < 65_500 else 4
         return figures.most_tokens * width + figures.least_sequences * 20
 
     def checksum(self, path: Path) -> str:
-        """Return what identifies both files."""
+        """Return one checksum over both files."""
         hasher = new_hasher(DEFAULT_ALGORITHM)
         for file in pair_of(path):
             hasher.update(file_checksum(file, DEFAULT_ALGORITHM).encode())
@@ -214,9 +210,7 @@ class MegatronIndexedStorage(Storage):
     def validate(
         self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
-        """Look at every token; see `validate_indexed`."""
-        from megatron_packed_sft.storage.megatron_indexed.storage import validate_indexed
-
+        """Check every token; see `validate_indexed`."""
         return validate_indexed(path, self.options or StreamOptions(), report, bar)
 
 
@@ -224,12 +218,12 @@ STORAGE = MegatronIndexedStorage()
 
 
 def validate_indexed(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
-    """Check an indexed dataset: that it opens, and with level `full` every token, as of a stream.
+    """Check that an indexed dataset opens and, with level `full`, every token, as for a stream.
 
     Args:
         path: the .idx file.
         options: the vocabulary and the EOS id to check against, and the length of windows.
-        report: takes the findings, the counts, and how to train on the data.
+        report: receives the findings, the counts, and how to train on the data.
         bar: shows the bytes read.
     """
     from megatron_packed_sft.storage.token_stream.validate import check_stream, fitted
@@ -238,7 +232,7 @@ def validate_indexed(path: Path, options: StreamOptions, report: ValidationRepor
     for name in ("dtype", "file_pattern"):
         if getattr(options, name) is not None:
             raise InvalidInputError(
-                f"{options.spelled(name)} says nothing about {path}, which knows its own; leave it out"
+                f"{options.spelled(name)} does not apply to {path}, whose index records it; leave it out"
             )
     try:
         documents = open_indexed_dataset(path)

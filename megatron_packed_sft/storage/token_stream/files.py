@@ -1,4 +1,4 @@
-"""The files of a token stream: found, sorted and checked before anything is mapped; their dtype comes first.
+"""The files of a token stream: find, sort and check them before anything is mapped.
 
 The dtype, the vocabulary and the EOS id may be recorded beside them: in tatm's metadata.yaml, or in the meta.json of a
 token cache.
@@ -42,9 +42,9 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
 
     Args:
         path: the file.
-        dtype: of the ids, as NumPy's code.
-        num_tokens: how many there are.
-        data_offset: bytes before the first.
+        dtype: NumPy's code of the ids.
+        num_tokens: the number of ids.
+        data_offset: bytes before the first id.
         size: bytes of the whole file.
     """
 
@@ -60,18 +60,18 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
         return self.arrays[start:stop]
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield (place of its first, tokens) of consecutive blocks from start to stop, each read ahead in one go."""
+        """Yield (position of the first token, tokens) for consecutive blocks from start to stop, reading ahead."""
         for first in range(start, stop, _BLOCK_TOKENS):
             last = min(first + _BLOCK_TOKENS, stop)
             self.advise(first, min(last + _BLOCK_TOKENS, stop))
             yield first, self.tokens(first, last)
 
     def advise(self, start: int, stop: int) -> None:
-        """Have the kernel read these tokens ahead: they are needed soon."""
+        """Ask the kernel to read these tokens ahead."""
         will_need(self.arrays[start:stop])
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return bytes of the file without mapping it, for a look at a few of them."""
+        """Return a few bytes of the file without mapping it."""
         fd = self._open()
         try:
             return os.pread(fd, num_bytes, offset)
@@ -101,7 +101,7 @@ class FlatFile(LazyMaps[npt.NDArray[Any]]):
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise ShardFileError(
-                f"{self.path} is missing, although it was there when its stream was opened; put it back"
+                f"{self.path} is missing, but existed when its stream was opened; put it back"
             ) from None
         except OSError as error:
             raise translated(error, "open", self.path) from error
@@ -116,20 +116,20 @@ logger = logging.getLogger(__name__)
 
 NPY, BIN = ".npy", ".bin"
 SUFFIXES = (NPY, BIN)
-# Beside these, arrays belong to a shard, a token store or a dataset directory.
+# A directory with one of these is a shard, a token store or a dataset directory.
 _FOREIGN = ("manifest.json", "dataset.json")
-_INDEX = ".idx"  # with it, a .bin file is Megatron's indexed dataset
-_ZIP = b"PK\x03\x04"  # what torch.save writes begins so: the pytorch_model.bin of a model's folder
+_INDEX = ".idx"  # a .bin file beside one is Megatron's indexed dataset
+_ZIP = b"PK\x03\x04"  # torch.save writes zip files, such as a model's pytorch_model.bin
 _PICKLED = b"'descr': '|O'"
 _SMALL_HEADER = 256  # that of a one-dimensional array has 128 bytes
-# No tokenizer has so many ids, but pairs of uint16 that are read as uint32 give nearly no others.
+# No tokenizer has this many ids, but nearly all pairs of uint16 that are read as one uint32 are larger.
 GUESSED_ID_LIMIT = 1 << 20
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether a path is a flat file of ids, or a directory of such files and of nothing that is packed data.
+    """Return whether a path is a flat file of ids, or a directory of such files without packed data.
 
-    Only the first file is looked at, and only its header.
+    Only the header of the first file is read.
     """
     if not path.is_dir():
         return path.suffix in SUFFIXES and _is_flat(path)
@@ -155,12 +155,12 @@ def _is_flat(path: Path) -> bool:
 
 
 def find_files(path: Path, options: StreamOptions, metadata: StreamMetadata) -> list[FlatFile]:
-    """Return the files of a stream in the order of their names, all of one dtype.
+    """Return the files of a stream, sorted by name and all of one dtype.
 
     Args:
         path: a directory, or one file.
-        options: give the pattern and the dtype, if the user does.
-        metadata: what is recorded beside the files.
+        options: the user's pattern and dtype, if any.
+        metadata: as recorded beside the files.
     """
     paths = _matching(path, options)
     if paths[0].suffix == NPY:
@@ -169,7 +169,7 @@ def find_files(path: Path, options: StreamOptions, metadata: StreamMetadata) -> 
         if options.dtype is not None and parse_dtype(options.dtype, "dtype") != files[0].dtype:
             raise InvalidInputError(
                 f"{options.spelled('dtype')} is {options.dtype!r}, but the header of {paths[0]} says "
-                f"{_name(files[0].dtype)}; leave it out, a .npy file knows its own"
+                f"{_name(files[0].dtype)}; leave it out: .npy files record their dtype"
             )
         return files
     sizes = [_size(one) for one in paths]
@@ -192,18 +192,18 @@ def _matching(path: Path, options: StreamOptions) -> list[Path]:
         if not names:
             raise InvalidInputError(f"{path} has no file that matches {options.file_pattern!r}; check the pattern")
     elif not names:
-        raise InvalidInputError(f"{path} is an empty directory; name one that holds .npy or .bin files of tokens")
+        raise InvalidInputError(f"{path} is an empty directory; pass one that holds .npy or .bin files of tokens")
     else:
         names = [name for name in names if name.endswith(SUFFIXES)]
         if not names:
             raise InvalidInputError(f"{path} holds no .npy or .bin file, so it is not a token stream; check the path")
     if len(suffixes := {os.path.splitext(name)[1] for name in names}) > 1:
         raise InvalidInputError(
-            f"{path} holds {' and '.join(sorted(suffixes))} files, and a stream is made of one kind; choose with "
+            f"{path} holds {' and '.join(sorted(suffixes))} files, but a stream has one kind; choose with "
             f"{options.spelled('file_pattern')}, such as *.npy"
         )
     if not suffixes <= set(SUFFIXES):
-        raise InvalidInputError(f"{path / names[0]} is not a .npy or .bin file; let the pattern name those with tokens")
+        raise InvalidInputError(f"{path / names[0]} is not a .npy or .bin file; choose a pattern for token files only")
     return [path / name for name in names]
 
 
@@ -233,8 +233,8 @@ def _npy_header(path: Path) -> tuple[NpyHeader, int]:
 
 def _not_flat(path: Path, what: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"{path} holds {what}, but a stream is made of one-dimensional arrays of integers; move the file away, or "
-        "choose the others with file_pattern"
+        f"{path} holds {what}, but a stream consists of one-dimensional arrays of integers; move the file away, or "
+        "exclude it with file_pattern"
     )
 
 
@@ -242,7 +242,7 @@ def _open_regular(path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK)  # a FIFO under that name must not hang the reader
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ShardFileError(f"{path} is not a regular file; a stream is made of .npy or .bin files")
+        raise ShardFileError(f"{path} is not a regular file; a stream consists of .npy or .bin files")
     return fd
 
 
@@ -252,7 +252,7 @@ def _size(path: Path) -> int:
     except OSError as error:
         raise translated(error, "open", path) from error
     if not stat.S_ISREG(status.st_mode):
-        raise ShardFileError(f"{path} is not a regular file; a stream is made of .npy or .bin files")
+        raise ShardFileError(f"{path} is not a regular file; a stream consists of .npy or .bin files")
     return status.st_size
 
 
@@ -261,10 +261,10 @@ def _bin_dtype(paths: Sequence[Path], sizes: Sequence[int], options: StreamOptio
         return parse_dtype(options.dtype, "dtype")
     if metadata.dtype is not None:
         return metadata.dtype
-    # One file that cannot be uint32 decides for all: they were written by one program.
+    # One program wrote all files, so one that cannot be uint32 decides for all.
     dtype = "<u4" if all(size % 4 == 0 for size in sizes) else "<u2"
     logger.info(
-        "%s: nothing records the dtype of these %s .bin files; by their sizes it is %s, pass dtype if it is not",
+        "%s: the dtype of these %s .bin files is not recorded; their sizes suggest %s, pass dtype if that is wrong",
         paths[0].parent,
         f"{len(paths):,}",
         _name(dtype),

@@ -1,4 +1,4 @@
-"""What is said about a token stream: by its user (`StreamOptions`), and by a file beside it (`StreamMetadata`).
+"""How to read a token stream: the user's `StreamOptions`, and the `StreamMetadata` recorded in a file beside it.
 
 That file is tatm's metadata.yaml, or the meta.json of a token cache.
 """
@@ -23,21 +23,21 @@ _ID_LIMIT = 1 << 31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamOptions:
-    """How a token stream is read.
+    """How to read a token stream.
 
     Args:
-        seq_length: predictions of a window, which holds one token more.
-        pack_sequences: tell the documents of a window apart; needs an EOS id.
-        eos_id: the token that ends a document; None takes the one recorded beside the files.
-        tokenizer_eos_id: the EOS of the tokenizer in use, for files beside which nothing is recorded.
-        file_pattern: which files of the directory; None takes all .npy files, or all .bin files.
+        seq_length: predictions per window; a window holds one token more.
+        pack_sequences: treat each document of a window as a sequence of its own; needs an EOS id.
+        eos_id: the token that ends a document; None uses the one recorded beside the files.
+        tokenizer_eos_id: the EOS of the tokenizer in use, for files without recorded metadata.
+        file_pattern: which files of the directory; None uses all .npy files, or all .bin files.
         file_names: exactly these files of the directory, instead of a pattern.
-        dtype: of .bin files, such as `uint16`; None takes what is recorded beside them, else their sizes decide.
-        vocab_size: a window with a larger id is an error; None takes the one recorded beside the files.
-        documents: of Megatron's indexed datasets: a bin is a whole document instead of a window.
-        overlap: windows share one token, so that every token but a file's first is predicted once. Without it they
-            share none, and the first token of each window is predicted by nobody.
-        spelling: how the caller's users write these, for messages: as an `argument`, a `key` of the recipe or a `flag`.
+        dtype: the dtype of .bin files, such as `uint16`; None uses the recorded one, or else a guess from their sizes.
+        vocab_size: an id outside it is an error; None uses the one recorded beside the files.
+        documents: for Megatron's indexed datasets: a bin is a whole document instead of a window.
+        overlap: consecutive windows share one token, so that every token but a file's first is predicted once. Without
+            it, the first token of each window has no prediction.
+        spelling: how messages write these options: as an `argument`, a `key` of the recipe or a `flag`.
 
     Example:
         >>> StreamOptions(seq_length=4, dtype="uint16-le").window_length
@@ -69,8 +69,7 @@ class StreamOptions:
             raise InvalidInputError(f"{self.spelled('vocab_size')} is {self.vocab_size}; it must be at least 1")
         if self.file_pattern is not None and (not self.file_pattern or os.sep in self.file_pattern):
             raise InvalidInputError(
-                f"{self.spelled('file_pattern')} is {self.file_pattern!r}; it names files of the directory, such as "
-                "*.npy"
+                f"{self.spelled('file_pattern')} is {self.file_pattern!r}; it must match file names, such as *.npy"
             )
         if self.documents and self.pack_sequences:
             raise InvalidInputError(
@@ -81,7 +80,7 @@ class StreamOptions:
             parse_dtype(self.dtype, self.spelled("dtype"))
 
     def spelled(self, name: str) -> str:
-        """Return how the caller's users write one of these options.
+        """Return one of these options as the user writes it.
 
         Example:
             >>> StreamOptions(spelling="key").spelled("seq_length"), StreamOptions(spelling="flag").spelled("eos_id")
@@ -93,7 +92,7 @@ class StreamOptions:
 
     @property
     def window_length(self) -> int:
-        """Tokens of a window."""
+        """Tokens per window."""
         return self.seq_length + 1
 
     @property
@@ -102,23 +101,23 @@ class StreamOptions:
         return self.seq_length if self.overlap else self.window_length
 
 
-# In a directory of tokens, in this order. A token cache keeps its meta.json above the directories of its splits.
+# In a directory of tokens, tried in this order. A token cache keeps its meta.json above its splits' directories.
 _NAMES = ("metadata.yaml", "metadata.yml", "metadata.json", "meta.json")
 _PARENT_NAME = "meta.json"
-_SECTIONS = ("tokenized_info",)  # where tatm keeps what concerns the tokens
+_SECTIONS = ("tokenized_info",)  # tatm's section about the tokens
 _DTYPE_KEYS = ("token_dtype", "dtype")
 _EOS_KEYS = ("eos_id", "eos_token_id", "eod_id", "eod")
 _SPECIAL_EOS_KEYS = ("eos", "eot", "eod")
-_MAX_BYTES = 16 << 20  # that of a token cache lists its shards
+_MAX_BYTES = 16 << 20  # the meta.json of a token cache lists its shards
 
 _SPELLED = re.compile(r"(?:np\.|numpy\.)?(u?)int(8|16|32|64)(?:[-_ ]?(le|be|little|big))?")
 _CODE = re.compile(r"([<>|=]?)([ui])([1248])")
 
 
 class StreamMetadata(NamedTuple):
-    """What is recorded, as far as it is."""
+    """The recorded metadata; None where it is missing."""
 
-    path: Path | None = None  # the file that says so
+    path: Path | None = None  # the file it was read from
     dtype: str | None = None
     vocab_size: int | None = None
     eos_id: int | None = None
@@ -126,7 +125,7 @@ class StreamMetadata(NamedTuple):
 
 
 def parse_dtype(text: str, where: str) -> str:
-    """Return the NumPy code of an integer dtype, however it is spelled; `where` names it in the message.
+    """Return the NumPy code of an integer dtype in any usual spelling; `where` names it in messages.
 
     Example:
         >>> parse_dtype("uint16-le", "token_dtype"), parse_dtype("np.int32", "dtype"), parse_dtype(">u4", "dtype")
@@ -139,11 +138,11 @@ def parse_dtype(text: str, where: str) -> str:
     if code := _CODE.fullmatch(lowered):
         order = ">" if code[1] == ">" else "<"
         return f"{order}{code[2]}{code[3]}"
-    raise InvalidInputError(f"{where} is {text!r}, which is no integer dtype; write uint16 or uint32")
+    raise InvalidInputError(f"{where} is {text!r}, which is not an integer dtype; write uint16 or uint32")
 
 
 def read_metadata(directory: Path) -> StreamMetadata:
-    """Return what the first of the known files beside the tokens says."""
+    """Return the metadata from the first known file beside the tokens."""
     candidates = [directory / name for name in _NAMES]
     candidates.append(directory.parent / _PARENT_NAME)
     for path in candidates:
@@ -184,9 +183,7 @@ def _load(path: Path) -> Any:
     with os_errors("read", path), open(path, "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise ManifestError(
-            f"{path} has more than {_MAX_BYTES:,} bytes; a description of tokens is short: move it away"
-        )
+        raise ManifestError(f"{path} has more than {_MAX_BYTES:,} bytes; metadata of tokens is smaller: move it away")
     if path.suffix == ".json":
         try:
             return json.loads(data)

@@ -1,7 +1,7 @@
-"""Windows of a token stream: cut out of the mapped files on demand, by binary search.
+"""Windows of a token stream, cut out of the mapped files on demand.
 
 A window is a bin: seq_length + 1 tokens of one file, whose documents are its sequences. With `pack_sequences` each
-document ends with its EOS; otherwise the window is one sequence, whatever it holds. Every prediction inside a document
+document ends with its EOS; otherwise the window is one sequence. Every prediction inside a document
 is trained.
 """
 
@@ -31,17 +31,17 @@ from megatron_packed_sft.support.checksum import DEFAULT_ALGORITHM, new_hasher
 from megatron_packed_sft.support.paths import local_path
 from megatron_packed_sft.support.wording import plural
 
-_NUM_SAMPLES = 64  # places all over the stream whose tokens are part of its fingerprint
+_NUM_SAMPLES = 64  # positions across the stream whose tokens are part of its fingerprint
 _SAMPLE_BYTES = 4096
-_NUM_TOKENS_SEARCHED = 1 << 24  # for the first EOS, where the samples have none
+_NUM_TOKENS_SEARCHED = 1 << 24  # for the first EOS, if the samples have none
 
 
 def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | None = None) -> TokenStream:
-    """Open a directory of flat files of token ids, or one such file; headers and a few samples are read.
+    """Open a directory of flat files of token ids, or one such file; only headers and a few samples are read.
 
     Args:
         path: the directory or file.
-        options: how to read it; by default windows of 2,048 predictions, without regard to documents.
+        options: how to read it; by default windows of 2,048 predictions that ignore document boundaries.
 
     Example:
         >>> import tempfile; home = tempfile.mkdtemp()
@@ -56,7 +56,7 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
     options = options or StreamOptions()
     if options.documents:
         raise InvalidInputError(
-            f"{location} has no .idx that tells its documents apart; leave {options.spelled('documents')} out, or use "
+            f"{location} has no .idx with document boundaries; leave {options.spelled('documents')} out, or use "
             f"{options.spelled('pack_sequences')} with the EOS id"
         )
     metadata = read_metadata(location if location.is_dir() else location.parent)
@@ -64,17 +64,17 @@ def open_token_stream(path: str | os.PathLike[str], options: StreamOptions | Non
 
 
 class TokenStream(PackedShard):
-    """The windows of flat files, numbered from the first of the first file on.
+    """The windows of flat files, numbered from the first window of the first file.
 
     Args:
-        path: where the files are, for messages.
-        files: in their order; all have one dtype.
+        path: the location of the files, for messages.
+        files: the files in order, all of one dtype.
         options: how to cut them.
-        metadata: what is recorded beside them.
+        metadata: as recorded beside them.
 
     Attributes:
-        warnings: files that are too short, if there are some.
-        notes: how many tokens no window holds.
+        warnings: about files that are too short.
+        notes: how many tokens are in no window.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TokenStream(PackedShard):
         self.files = tuple(files)
         self.options = options
         self.metadata = metadata
-        # What the stream was written with comes before what the tokenizer would end a text with.
+        # The EOS recorded with the stream takes precedence over the tokenizer's.
         known = (options.eos_id, metadata.eos_id, options.tokenizer_eos_id)
         self.eos_id = next((number for number in known if number is not None), None)
         self.vocab_size = metadata.vocab_size if options.vocab_size is None else options.vocab_size
@@ -100,7 +100,7 @@ class TokenStream(PackedShard):
         self._refuse_no_window()
         if options.pack_sequences and self.eos_id is None:
             raise InvalidInputError(
-                f"{options.spelled('pack_sequences')} tells the documents of {path} apart by their EOS, and no "
+                f"{options.spelled('pack_sequences')} separates the documents of {path} at their EOS, but no "
                 f"EOS id is known; pass a tokenizer or {options.spelled('eos_id')}"
             )
         samples = self._samples()
@@ -115,30 +115,30 @@ class TokenStream(PackedShard):
 
     @property
     def pack_size(self) -> int:
-        """Tokens of a window."""
+        """Tokens per window."""
         return self.options.window_length
 
     @property
     def fingerprint(self) -> str:
-        """Identifies names, sizes, dtype, options and 64 samples of the content.
+        """A checksum of names, sizes, dtype, options and 64 samples of the content.
 
-        A change between the samples that keeps all sizes is not noticed.
+        It does not change with content between the samples as long as all sizes stay the same.
         """
         return self._fingerprint
 
     @property
     def num_files(self) -> int:
-        """How many files the stream has."""
+        """The number of files."""
         return len(self.files)
 
     @property
     def dtype(self) -> str:
-        """Of the files, as NumPy's name."""
+        """NumPy's name of the files' dtype."""
         return np.dtype(self.files[0].dtype).name
 
     @property
     def figures(self) -> BinFigures:
-        """What is known of all windows without reading them: with `pack_sequences`, nothing of their documents."""
+        """The figures known without reading the windows; with `pack_sequences`, those of documents are unknown."""
         width, num_windows = self.pack_size, len(self)
         known: dict[str, Any] = {}
         if not self.options.pack_sequences:
@@ -173,7 +173,7 @@ class TokenStream(PackedShard):
         return PackedBin(gathered.input_ids[:length], loss_mask, starts)
 
     def place(self, index: int) -> tuple[FlatFile, int]:
-        """Return the file that holds a window, and the window's first token there."""
+        """Return the file that holds a window, and the position of the window's first token in it."""
         number = bisect.bisect_right(self._offsets_list, index) - 1
         return self.files[number], (index - self._offsets_list[number]) * self.options.stride
 
@@ -212,7 +212,7 @@ class TokenStream(PackedShard):
             raise self._outside(windows[window], position)
         return GatheredBins(
             ids.reshape(-1),
-            np.ones(ids.size, np.uint8),  # also at the last token of a document, which has no place in a batch
+            np.ones(ids.size, np.uint8),  # also at the last token of a document, which batches ignore
             seq_starts[: seq_offsets[-1]],
             np.arange(num_windows) * width,
             lengths,
@@ -222,11 +222,11 @@ class TokenStream(PackedShard):
         )
 
     def longest_input(self) -> int:
-        """Return the predictions of a window."""
+        """Return the number of predictions per window."""
         return self.pack_size - 1
 
     def advise(self, windows: Iterable[int]) -> None:
-        """Have the kernel read these windows ahead: they are needed soon."""
+        """Ask the kernel to read these windows ahead."""
         for index in windows:
             file, start = self.place(index)
             file.advise(start, start + self.pack_size)
@@ -257,7 +257,7 @@ class TokenStream(PackedShard):
             )
 
     def _samples(self) -> list[npt.NDArray[Any]]:
-        """Return a few tokens from places all over the stream, read and not mapped."""
+        """Return a few tokens from positions across the stream, read without mapping."""
         itemsize = np.dtype(self.files[0].dtype).itemsize
         count = _SAMPLE_BYTES // itemsize
         ends = np.cumsum([one.num_tokens for one in self.files])
@@ -277,7 +277,7 @@ class TokenStream(PackedShard):
         largest = max(int(one.max()) for one in samples)
         if largest >= GUESSED_ID_LIMIT:
             raise InvalidInputError(
-                f"{self.path}: by the sizes of its .bin files the tokens are {self.dtype}, but then there is the id "
+                f"{self.path}: the sizes of its .bin files suggest {self.dtype}, but then one id is "
                 f"{largest:,}, which no tokenizer has; set {self.options.spelled('dtype')} to uint16, or to "
                 f"{self.dtype} if that is right"
             )
@@ -309,7 +309,7 @@ class TokenStream(PackedShard):
         return hasher.hexdigest()
 
     def _remarks(self, counts: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Return what to warn of, and what else to say."""
+        """Return warnings and notes."""
         warnings, notes = [], []
         short = [one for one, count in zip(self.files, counts, strict=True) if not count]
         if short:
@@ -325,6 +325,6 @@ class TokenStream(PackedShard):
         if num_unused:
             notes.append(
                 f"{self.path}: {num_unused:,} of {self.num_tokens:,} tokens "
-                f"({100 * num_unused / self.num_tokens:.2g}%), behind the last window of each file, are not used"
+                f"({100 * num_unused / self.num_tokens:.2g}%), after the last window of each file, are not used"
             )
         return warnings, notes

@@ -23,7 +23,7 @@ class TokenStreamStorage(Storage):
     """Directories of flat .npy or .bin files; read-only.
 
     Args:
-        options: how streams are read; `create_sft_dataset` and the recipe bring their own.
+        options: how to read streams; `create_sft_dataset` and the recipe pass their own.
     """
 
     name = "token_stream"
@@ -43,11 +43,11 @@ class TokenStreamStorage(Storage):
         return f"shard_{number:06d}"
 
     def configured(self, options: StreamOptions) -> TokenStreamStorage:
-        """Return this storage, reading streams as `options` say."""
+        """Return this storage with other options for reading streams."""
         return TokenStreamStorage(options)
 
     def as_one_shard(self, paths: Sequence[Path]) -> tuple[Storage, Sequence[Path]]:
-        """Return how to read files of one directory as one stream: with one dtype, and without those too short."""
+        """Return how to read the files of one directory as one stream: one dtype, skipping files that are too short."""
         if len({path.parent for path in paths}) > 1 or any(path.is_dir() for path in paths):
             return self, paths
         names = tuple(path.name for path in paths)
@@ -65,7 +65,7 @@ class TokenStreamStorage(Storage):
         return open_token_stream(path, self.options)
 
     def recorded(self, path: Path) -> dict[str, Any]:
-        """Return what headers and metadata tell: dtype, files, their tokens, and how many windows they make."""
+        """Return what headers and metadata record: dtype, files, tokens, and the number of windows."""
         stream = self.open(path)
         return {
             **vars(stream.figures),
@@ -78,7 +78,7 @@ class TokenStreamStorage(Storage):
     def validate(
         self, path: Path, report: ValidationReport, bar: Progress, shard: PackedShard | None = None
     ) -> BinFigures | None:
-        """Look at every token; see `validate_stream`."""
+        """Check every token; see `validate_stream`."""
         from megatron_packed_sft.storage.token_stream.validate import validate_stream
 
         return validate_stream(path, self.options, report, bar)

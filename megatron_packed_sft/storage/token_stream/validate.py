@@ -1,4 +1,4 @@
-"""`validate` for token streams: check every id and every recorded file, and say how to train on the stream."""
+"""`validate` for token streams: check every id and every recorded file, and report how to train on the stream."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MAX_BYTES = 16 << 20
 
 
 class RecordedFiles:
-    """What a meta.json lists; nothing if it lists no files or is not there.
+    """The files that a meta.json lists; empty if it lists none or does not exist.
 
     Args:
-        path: of the meta.json.
+        path: the meta.json.
 
     Attributes:
-        algorithm: of the checksums, or None.
+        algorithm: the checksum algorithm, or None.
         files: size and checksum by the path of each file.
     """
 
@@ -46,17 +46,17 @@ class RecordedFiles:
         names = list(Fields(document, str(path)).optional_object("files") or {})
         for name in names:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ManifestError(f"{path}: files names {name!r}, which lies outside; restore the original")
+                raise ManifestError(f"{path}: files lists {name!r}, outside its directory; restore the original")
         if names:
             self.algorithm, records = parse_file_records(Fields(document, str(path)), names)
             self.files = {path.parent / name: record for name, record in records.items()}
 
     def inside(self, folder: Path) -> dict[Path, FileRecord]:
-        """Return the files that lie directly in a folder."""
+        """Return the files directly inside a folder."""
         return {path: record for path, record in self.files.items() if path.parent == folder}
 
     def findings(self, folder: Path, report: ValidationReport) -> Iterator[Finding]:
-        """Yield what is wrong with the files of a folder: missing, of another size, or with other content."""
+        """Yield a finding for each file of a folder that is missing or differs in size or content."""
         for path, record in self.inside(folder).items():
             if not path.is_file():
                 yield Finding(str(path), "is missing, but its meta.json lists it")
@@ -71,12 +71,12 @@ class RecordedFiles:
 if TYPE_CHECKING:
     from megatron_packed_sft.support.progress import Progress
 
-_PLAIN = re.compile(r"[\w./-]+")  # what neither a shell nor Hydra takes for something else
+_PLAIN = re.compile(r"[\w./-]+")  # characters that need no quoting in a shell or in Hydra
 
 
 @dataclass
 class _Seen:
-    """What the ids of a stream are."""
+    """Statistics of a stream's ids."""
 
     num_eos: int = 0
     num_trained: int = 0  # predictions that are not made at an EOS
@@ -84,12 +84,12 @@ class _Seen:
 
 
 def validate_stream(path: Path, options: StreamOptions, report: ValidationReport, bar: Progress) -> BinFigures | None:
-    """Check a stream: that it opens, and with level `full` that every id is one of the vocabulary.
+    """Check that a stream opens and, with level `full`, that every id is in the vocabulary.
 
     Args:
         path: the directory, or one file.
-        options: the dtype, vocabulary and EOS id to check against; what is recorded beside the files counts as well.
-        report: takes the findings, the counts, and how to train on the stream.
+        options: the dtype, vocabulary and EOS id to check against; metadata beside the files is used, too.
+        report: receives the findings, the counts, and how to train on the stream.
         bar: shows the bytes read.
     """
     try:
@@ -102,7 +102,7 @@ def validate_stream(path: Path, options: StreamOptions, report: ValidationReport
 
 
 def check_stream(stream: TokenStream, report: ValidationReport, bar: Progress) -> None:
-    """Check an open stream, and say how to train on it."""
+    """Check an open stream, and report how to train on it."""
     num_findings = report.num_findings
     report.notes += [*stream.warnings, *stream.notes]
     report.num_bins += len(stream)
@@ -121,13 +121,13 @@ def check_stream(stream: TokenStream, report: ValidationReport, bar: Progress) -
             bar.update(file.size)
         report.num_tokens += stream.num_tokens
         report.num_loss_tokens += seen.num_trained
-        report.notes += _words_about_ids(stream, seen)
+        report.notes += _describe_ids(stream, seen)
     if report.num_findings == num_findings:
         report.notes += _usage(stream, seen)
 
 
 def _recorded_findings(stream: TokenStream, report: ValidationReport) -> Iterator[Finding]:
-    """Compare the files with what the meta.json of a token cache says of them."""
+    """Compare the files with their records in the meta.json of a token cache."""
     described_by = stream.metadata.path
     if described_by is None or described_by.name != "meta.json":
         return
@@ -139,14 +139,14 @@ def _recorded_findings(stream: TokenStream, report: ValidationReport) -> Iterato
 
 
 def _opened(path: Path, options: StreamOptions) -> TokenStream:
-    """Open the stream; a length that nobody asked for is no reason to refuse short files."""
+    """Open the stream; the default window length adapts to short files instead of refusing them."""
     metadata = read_metadata(path if path.is_dir() else path.parent)
     files = find_files(path, options, metadata)
     return TokenStream(path, files, fitted(options, files), metadata)
 
 
 def fitted(options: StreamOptions, files: Sequence[FlatFile]) -> StreamOptions:
-    """Return the options to check files with: windows no longer than the files, unless somebody asked for them."""
+    """Return the options to check files with: a default window length is reduced to fit the longest file."""
     longest = max(file.num_tokens for file in files)
     if options.seq_length == DEFAULT_SEQ_LENGTH and 2 <= longest <= DEFAULT_SEQ_LENGTH:
         options = replace(options, seq_length=longest - 1)
@@ -154,13 +154,13 @@ def fitted(options: StreamOptions, files: Sequence[FlatFile]) -> StreamOptions:
 
 
 def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report: ValidationReport) -> None:
-    """Look at every id of one file; ids outside the vocabulary are one finding."""
+    """Check every id of one file; ids outside the vocabulary are reported as one finding."""
     from megatron_packed_sft.storage.token_stream import window_kernel
 
     eos_id = -1 if stream.eos_id is None else stream.eos_id
     limit = stream.vocab_size or ID_LIMITS[ID_DTYPE]
     num_windows = int(stream.window_offsets[number + 1] - stream.window_offsets[number])
-    num_inputs = num_windows * stream.options.seq_length  # the places at which a prediction is made, with overlap
+    num_inputs = num_windows * stream.options.seq_length  # positions that have a prediction, with overlap
     num_outside, place, value = 0, -1, 0
     for start, tokens in itertools.chain(file.blocks(0, num_inputs), file.blocks(num_inputs, file.num_tokens)):
         num_eos, largest, first_outside, outside = window_kernel.scan_tokens(
@@ -179,15 +179,15 @@ def _scan(stream: TokenStream, number: int, file: FlatFile, seen: _Seen, report:
         report.add(Finding(str(file.path), message, field="tokens"))
 
 
-def _words_about_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
+def _describe_ids(stream: TokenStream, seen: _Seen) -> Iterator[str]:
     known = (
-        "nobody says how large the vocabulary is: pass --vocab-size or --tokenizer"
+        "the size of the vocabulary is unknown: pass --vocab-size or --tokenizer"
         if stream.vocab_size is None
         else f"the vocabulary ends at {stream.vocab_size - 1:,}"
     )
     yield f"{stream.path}: the largest id is {seen.largest:,}; {known}"
     if stream.eos_id is None:
-        yield f"{stream.path}: nobody says which id is EOS, so documents were not counted: pass --eos-id or --tokenizer"
+        yield f"{stream.path}: the EOS id is unknown, so documents were not counted: pass --eos-id or --tokenizer"
     elif not seen.num_eos:
         yield (
             f"{stream.path}: the EOS id {stream.eos_id} does not occur, so documents cannot be told apart and "
@@ -226,7 +226,7 @@ def _usage(stream: TokenStream, seen: _Seen | None) -> Iterator[str]:
 
 
 def _override(key: str, value: Any) -> str:
-    """Return a setting as a shell takes it, and after it Hydra."""
+    """Return a setting quoted for the shell and for Hydra."""
     text = str(value)
     if not _PLAIN.fullmatch(text):
         text = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

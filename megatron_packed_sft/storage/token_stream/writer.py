@@ -1,7 +1,7 @@
-"""Flat shards of token ids, written as the tokens come: `shard_00000.bin`, `shard_00001.bin`, ...
+"""Flat shards of token ids, written as tokens arrive: `shard_00000.bin`, `shard_00001.bin`, ...
 
 A shard holds little-endian ids and nothing else: uint16 if every id of the vocabulary fits, else uint32. Each shard but
-the last has exactly as many tokens as fit into `shard_bytes`; documents run on from one shard into the next.
+the last has exactly as many tokens as fit into `shard_bytes`; documents may continue in the next shard.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def token_dtype_for(vocab_size: int) -> str:
 class TokenShardWriter:
     """Writes a directory of flat shards.
 
-    The caller publishes the directory, which lies in its staging directory; a context manager that closes its files.
+    The caller publishes the directory, which is inside its staging directory. As a context manager, closes its files.
 
     Args:
-        directory: made by the writer; its parent exists.
+        directory: created by the writer; its parent must exist.
         token_dtype: a key of `TOKEN_DTYPES`.
-        shard_bytes: the most bytes of a shard.
-        algorithm: of the checksums.
+        shard_bytes: the maximum size of a shard.
+        algorithm: the checksum algorithm.
 
     Example:
         >>> import tempfile
@@ -68,7 +68,7 @@ class TokenShardWriter:
             os.mkdir(directory)
 
     def append(self, ids: npt.NDArray[Any]) -> None:
-        """Write further tokens; they must fit the dtype."""
+        """Append tokens; they must fit the dtype."""
         stored = ids.astype(self._dtype, copy=False)
         while len(stored):
             place = self.num_tokens % self._tokens_per_shard
@@ -83,7 +83,7 @@ class TokenShardWriter:
             self.num_tokens += len(part)
 
     def finish(self) -> dict[str, FileRecord]:
-        """Make the shards durable; return the size and checksum of each."""
+        """Flush the shards to disk; return the size and checksum of each."""
         self._finish_shard()
         with os_errors("write", self._directory):
             fsync_directory(self._directory)
