@@ -1,4 +1,4 @@
-"""The parts of a turn: reasoning, answer, tool calls, end of turn; each with its weight.
+r"""The parts of a turn: reasoning, answer, tool calls, end of turn; each with its weight.
 
     <think>\nHm.\n</think>\n\nFour.<|im_end|>
     ├────── reasoning ──────┤├ans┤├── end ──┤
