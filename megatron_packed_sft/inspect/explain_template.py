@@ -17,7 +17,7 @@ from megatron_packed_sft.encode.encoder import RecordEncoder
 from megatron_packed_sft.encode.masks.authored_text import TOOLS
 from megatron_packed_sft.encode.masks.lost_text import ALL_TOOLS, CONTENT, MESSAGE, REASONING, TOOL_CALL, Loss
 from megatron_packed_sft.encode.masks.rendering_marker import ChatOutline
-from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.trained_kinds import TurnKind
 from megatron_packed_sft.encode.options import EncodeOptions, TemplateOptions
 from megatron_packed_sft.encode.record_marker import RenderedSequence
 from megatron_packed_sft.encode.templates.load import ChatTemplate

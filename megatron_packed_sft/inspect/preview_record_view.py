@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.trained_kinds import TurnKind
 from megatron_packed_sft.inspect.painting import LABEL, NOTE, TRAINED, Painter, quoted, times, visible
 from megatron_packed_sft.inspect.preview_records import (
     KIND_NAMES,

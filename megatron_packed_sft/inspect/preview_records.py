@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_packed_sft.encode.encoder import EncodedRecords, RecordEncoder
 from megatron_packed_sft.encode.masks.marker import ChatMarker
-from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.trained_kinds import TurnKind
 from megatron_packed_sft.encode.masks.turn_parts import TurnOutline
 from megatron_packed_sft.encode.options import BY_TURNS
 from megatron_packed_sft.encode.record_marker import RenderedSequence, shorter_by_turns

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.trained_kinds import TurnKind
 from megatron_packed_sft.encode.sequences import Sequences
 from megatron_packed_sft.support.terminal import table
 from megatron_packed_sft.support.wording import plural

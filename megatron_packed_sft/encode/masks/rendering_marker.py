@@ -17,8 +17,14 @@ from megatron_packed_sft.encode.masks.lost_text import Loss, find_losses
 from megatron_packed_sft.encode.masks.probe import literal_ranges, probe_template, tokens_to_escape
 from megatron_packed_sft.encode.masks.shapes import note_parts
 from megatron_packed_sft.encode.masks.traced_renderer import Span, TracedRenderer, TracedText
+from megatron_packed_sft.encode.masks.trained_kinds import (
+    MessageWeights,
+    TurnKind,
+    TurnSyntax,
+    probe_syntax,
+    segments_of,
+)
 from megatron_packed_sft.encode.masks.turn_finder import TurnFinder
-from megatron_packed_sft.encode.masks.turn_kinds import MessageWeights, TurnKind, TurnSyntax, probe_syntax, segments_of
 from megatron_packed_sft.encode.masks.turn_parts import (
     Block,
     Range,

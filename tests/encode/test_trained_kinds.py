@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_packed_sft.encode.encoder import RecordEncoder
-from megatron_packed_sft.encode.masks.turn_kinds import TurnKind
+from megatron_packed_sft.encode.masks.trained_kinds import TurnKind
 from megatron_packed_sft.encode.options import EncodeOptions, TrainOptions
 from megatron_packed_sft.encode.templates.load import ChatTemplate
 from megatron_packed_sft.errors import InvalidInputError
